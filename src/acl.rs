@@ -27,15 +27,13 @@
 //!
 //! `libascendcl.so` as the system's loader finds it (CANN's `set_env.sh` sets its search path), else in `lib64` of
 //! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put it. The environment variable
-//! `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The calls of January 2022 are
-//! required; later ones are used where the library has them ([`about`] lists them). The crate calls `aclInit`, and the
-//! program may have called it before. The crate never calls `aclFinalize`, which ends the library for the whole
-//! process.
+//! `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The log says which one was loaded. The calls of
+//! January 2022 are required; later ones are used where the library has them ([`about`] lists them). The crate calls
+//! `aclInit`, and the program may have called it before. The crate never calls `aclFinalize`, which ends the library for
+//! the whole process.
 //!
-//! The library's code runs in this process, so all of these are trusted as the program's own file is: the folders that
-//! the system's loader searches, those that the three variables name, and CANN's usual ones. A user or process that can
-//! set the environment or write there decides which code that is. A program that does not trust its environment (one
-//! with more rights than its user) unsets these variables before it opens a device.
+//! The library's code runs in this process. So a program that does not trust its environment (one with more rights than
+//! its user) unsets these three variables before it opens a device.
 //!
 //! # What is different from a GPU
 //!
@@ -81,36 +79,20 @@ use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
-/// A device that works in a context that the server made (`aclrtCreateContext`), instead of the device's default one.
+/// A device that works in a context that the server made (`aclrtCreateContext`), as `cuda::adopt_context` gives one of
+/// CUDA's. The default context of a device that is open is recognised, and gives that device: a server that has set its
+/// device opens it here by [`Device::open`], and adopts nothing.
 ///
-/// The context is not destroyed, and on the caller's thread the current context stays what it was. The default context
-/// of a device that is open is recognised, and gives that device (a server that has set its device opens it here by
-/// [`Device::open`], and adopts nothing). The same context adopted again gives the same device while that is open.
-///
-/// `keep_alive` is dropped after the crate's last call in the context, on any thread. Its drop may destroy the context, or
-/// tell the server that it may. If the device is open already and has a `keep_alive`, this one is dropped at once; so it
-/// is for a default context, since the library counts the references to that itself. `()` keeps nothing.
+/// `keep_alive` is dropped after the crate's last call in the context, on any thread. If the device is open already and has
+/// a `keep_alive`, this one is dropped at once. `()` keeps nothing.
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable library, [`Error::Argument`] for null, and what the library says.
-/// `keep_alive` is dropped.
+/// [`Error::Unavailable`] without a usable library,
+/// [`Error::Argument`] for null, and what the library says. `keep_alive` is dropped.
 ///
 /// # Safety
 /// `context` is a context of AscendCL, and stays one until `keep_alive` is dropped. Where that keeps nothing: until the
-/// device and everything that came from it (streams, device memory, pools, buffers in flight) has been dropped, and the
-/// crate's threads have made their last calls.
-///
-/// ```no_run
-/// # struct ServerContext;
-/// # impl ServerContext { fn raw(&self) -> *mut std::ffi::c_void { std::ptr::null_mut() } }
-/// # let server_context = std::sync::Arc::new(ServerContext);
-/// use pinpool::acl;
-///
-/// // SAFETY: the context is destroyed by the drop of the last of its `Arc`s, and the device has one.
-/// let device = unsafe { acl::adopt_context(server_context.raw(), server_context.clone())? };
-/// # drop(device);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// device and everything that came from it has been dropped, and the crate's threads have made their last calls.
 pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + Sync) -> Result<Device> {
     let keep_alive = kept(keep_alive);
     // SAFETY: the caller promises that it is a context, and for how long.
@@ -121,36 +103,23 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
 /// A stream that the server made, for copies and holds in order with the server's own work on it. Null is the default
 /// stream of the device's context. The stream is not destroyed.
 ///
-/// On it every submit records its event at once, so that the event covers exactly what was queued by then. A
-/// [`hold`](Stream::hold) therefore keeps a buffer until the server's own work that was queued before it is complete.
-/// (To find out whether the stream belongs to the device's context, this call records an event on it.)
+/// On it every submit records its event at once, so a [`hold`](Stream::hold) keeps a buffer until the server's own work
+/// that was queued before it is complete. (To find out whether the stream belongs to the device's context, this call
+/// records an event on it.)
 ///
 /// `keep_alive` is an owner of the stream, such as an `Arc` around it. It is kept for as long as anything needs the
-/// stream: handles to it, and what is in flight on it. It is dropped on the device's region thread, where the context is
-/// current. `()` keeps nothing.
+/// stream, and dropped on the device's region thread, where the context is current. `()` keeps nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is not Ascend's, [`Error::Mismatch`] for a stream of another context.
-/// What the library says; the device's loss. `keep_alive` is dropped.
+/// [`Error::Unsupported`] for a device that is not Ascend's,
+/// [`Error::Mismatch`] for a stream of another context. What the library says; the device's
+/// loss. `keep_alive` is dropped.
 ///
 /// # Safety
 /// `stream` is not captured while this crate submits to it. It is a stream of AscendCL or null, and stays one until
 /// `keep_alive` is dropped. Where that keeps nothing: until everything that was submitted to it through this crate is
 /// known to be complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned; behind a
 /// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well.
-///
-/// ```no_run
-/// # struct ServerStream;
-/// # impl ServerStream { fn raw(&self) -> *mut std::ffi::c_void { std::ptr::null_mut() } }
-/// # let server_stream = std::sync::Arc::new(ServerStream);
-/// use pinpool::{Device, acl};
-///
-/// let device = Device::open("acl:0")?;
-/// // SAFETY: the drop of the last `Arc` destroys the stream, and nothing captures it.
-/// let stream = unsafe { acl::adopt_stream(&device, server_stream.raw(), server_stream.clone())? };
-/// # drop(stream);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub unsafe fn adopt_stream(
     device: &Device,
     stream: *mut c_void,
@@ -201,13 +170,6 @@ pub fn about(device: &Device) -> Result<About> {
     Ok(acl(device)?.about())
 }
 
-/// The device's driver, in the process that opened it.
-fn acl(device: &Device) -> Result<&Acl> {
-    crate::os::check_fork()?;
-    device.context().driver().as_any().downcast_ref().ok_or_else(|| {
-        Error::Unsupported(format!(
-            "{} is no Ascend device, and has no AscendCL contexts or streams",
-            device.name()
-        ))
-    })
+fn acl(device: &Device) -> Result<&Acl, Error> {
+    device.driver_of("no Ascend device, and has no AscendCL contexts or streams")
 }

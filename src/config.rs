@@ -112,21 +112,15 @@ impl PoolBuilder {
     /// goes to the cache of the thread that makes it. 0 switches the caches off. Default: a 32nd of the capacity, at
     /// least 256 KiB and at most 64 MiB.
     ///
-    /// - **Between threads**, each size class keeps twice as many bytes at most, to the nearest segment: batches of
-    ///   segments that one thread has returned and another may take. These are no more than a 16th of the capacity and
-    ///   256 segments, and none where fewer than four segments would fit. So `n` threads that pass buffers of `c` sizes to each other keep `n + 2 c`
-    ///   times this setting at most, whichever way buffers flow; where each thread uses several sizes, far less, since a
-    ///   batch is half of what the class has in a thread's cache.
+    /// - **Between threads**, each size class keeps twice as many bytes at most, but no more than a 16th of the capacity
+    ///   and 256 segments, and none where fewer than four segments would fit. So `n` threads that pass buffers of `c`
+    ///   sizes to each other keep `n + 2 c` times this setting at most.
     /// - **Within a cache**, a size class has room for half of the bytes that are left when a thread first uses it, for
-    ///   64 segments at most and two at least; a class of which two do not fit is not cached. All of
-    ///   the bytes are for a class that is alone, so that the others have room for no more than a 16th of them. Several
-    ///   classes share an eighth of the bytes, at least 8 MiB. Where two segments of another class do not fit, the classes
-    ///   that have the most room lose it.
+    ///   64 segments at most; a class of which two do not fit is not cached, unless others can be made to lose room.
     /// - **A request that finds nothing else** reaches, while the pool can grow, what lies between threads and the caches
     ///   of threads that have been idle for a millisecond. If it may not wait for the growth
-    ///   ([`try_checkout`](crate::Pool::try_checkout)), it reaches everything: first half of the segments of its own class
-    ///   that the thread with most of them has, and if that does not serve it, all that is cached. Once the pool can grow
-    ///   no more, or a request waits, every request reaches everything.
+    ///   ([`try_checkout`](crate::Pool::try_checkout)), or the pool can grow no more, or a request waits, it reaches
+    ///   everything.
     ///
     /// A thread that ends leaves its cache to the pool.
     pub fn thread_cache(mut self, bytes: usize) -> Self {
@@ -188,13 +182,12 @@ impl PoolBuilder {
     /// Whether the pool looks at the memory limits of this process's control groups before it makes a region. Default: yes.
     ///
     /// Past such a limit, which is how containers bound memory, no call fails: the kernel ends a process of the group. So
-    /// a region that the groups would not carry is refused with [`Error::OutOfMemory`](crate::Error::OutOfMemory), which
-    /// names the group, and a request that waits has a smaller one tried. Page cache counts as room, since the kernel
-    /// drops it; swap does not: where the group may swap, `false` lets the pool try all the same. Groups of version 1
-    /// and 2 are looked at, as far as the container shows their files.
+    /// a region that the groups (of version 1 or 2) would not carry is refused with
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), which names the group, and a request that waits has a smaller
+    /// one tried. Page cache counts as room, since the kernel drops it; swap does not: where the group may swap, `false`
+    /// lets the pool try all the same.
     ///
-    /// Each region is looked at by itself: pools that grow at the same moment may exceed a limit together. So the sum of
-    /// their capacities has to stay below it.
+    /// Each region is looked at by itself: keep the sum of all pools' capacities below the limit.
     pub fn check_cgroups(mut self, check: bool) -> Self {
         self.check_cgroups = check;
         self
@@ -222,10 +215,9 @@ impl PoolBuilder {
     /// that made it. [`Pool::stuck`](crate::Pool::stuck) then has all of these, and the histogram of holding times
     /// counts every buffer. Default: no, and a sample is recorded.
     ///
-    /// Tracking is for finding leaks, and costs what the pool otherwise avoids. Threads cache nothing
-    /// ([`thread_cache`](Self::thread_cache) counts as 0, and every checkout is a miss). Each checkout and each return
-    /// takes the pool's lock and reads the clock: the two together take up to a microsecond, not some nanoseconds. A
-    /// record takes about 100 bytes for as long as its buffer is out.
+    /// Tracking is for finding leaks: threads cache nothing ([`thread_cache`](Self::thread_cache) counts as 0), and a
+    /// checkout and a return together take up to a microsecond. A record takes about 100 bytes for as long as its buffer
+    /// is out.
     pub fn track_checkouts(mut self, track: bool) -> Self {
         self.track = track;
         self

@@ -24,11 +24,9 @@
 //!
 //! # Which library
 //!
-//! `libcuda.so.1` as the system's loader finds it, or the one that the environment variable `PINPOOL_LIBCUDA` names.
-//! The library's code runs in this process, so both are trusted as the program's own file is: a user or process that
-//! can set the environment, or write to the folders that the loader searches, decides which code that is. A program
-//! that does not trust its environment (one with more rights than its user) unsets that variable before it opens a
-//! device.
+//! `libcuda.so.1` as the system's loader finds it, or the one that the environment variable `PINPOOL_LIBCUDA` names. Its
+//! code runs in this process. So a program that does not trust its environment (one with more rights than its user)
+//! unsets that variable before it opens a device.
 //!
 //! # What is different on a stream that the program can reach
 //!
@@ -114,7 +112,7 @@ use crate::stream::Stream;
 ///
 /// `keep_alive` is dropped after the crate's last call in the context, on any thread. Its drop may destroy the context, or
 /// tell the server that it may. If the device is open already and has a `keep_alive`, this one is dropped at once; so it
-/// is for a primary context, since the driver counts the references to that itself. `()` keeps nothing.
+/// is for a primary context. `()` keeps nothing.
 ///
 /// # Errors
 /// [`Error::Unavailable`] without a usable driver, [`Error::Argument`] for null, and what the driver says. `keep_alive`
@@ -331,13 +329,6 @@ pub mod spread {
     }
 }
 
-/// The device's driver, in the process that opened it.
-fn cuda(device: &Device) -> Result<&Cuda> {
-    crate::os::check_fork()?;
-    device.context().driver().as_any().downcast_ref().ok_or_else(|| {
-        Error::Unsupported(format!(
-            "{} is no GPU of NVIDIA's, and has no CUDA contexts or streams",
-            device.name()
-        ))
-    })
+fn cuda(device: &Device) -> Result<&Cuda, Error> {
+    device.driver_of("no GPU of NVIDIA's, and has no CUDA contexts or streams")
 }

@@ -47,7 +47,7 @@ pub(crate) struct Context {
 impl Context {
     pub(crate) fn new(driver: Arc<dyn Driver>) -> Result<Arc<Self>> {
         let holds = Holds::new();
-        driver.leave(holds.last());
+        driver.ending().leave(holds.last());
         let worker = Arc::new(Worker::start(&driver, &holds)?);
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);

@@ -1,5 +1,4 @@
-//! The end of an accelerator's driver: it lets go of the device, and then drops what it keeps for others. CUDA and
-//! Ascend share it.
+//! The end of a driver: it lets go of the device, and then drops what it keeps for others.
 //!
 //! The call that lets go of a device may take the whole device down for this process, which takes time, and it may
 //! change the context that is current on the thread. A drop must do neither. So the call is made on a thread of its
@@ -13,7 +12,7 @@ pub(crate) use crate::foreign::KeepAlive;
 
 /// What a driver drops when it ends.
 #[derive(Debug)]
-pub(super) struct Ending {
+pub(crate) struct Ending {
     /// What keeps an adopted context alive, if the program gave something.
     keep_alive: OnceLock<KeepAlive>,
     /// The field after `keep_alive`, and so dropped after it: the drop of `keep_alive` may make a driver call.
@@ -21,7 +20,7 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { keep_alive: OnceLock::new(), last: OnceLock::new() }
     }
 

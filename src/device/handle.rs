@@ -116,7 +116,7 @@ impl Device {
         let known = open.get(&key).and_then(Weak::upgrade);
         if let Some(inner) = known {
             // The new driver may have a context to let go of, too: the device that is open waits for that.
-            driver.leave(inner.context.holds().last());
+            driver.ending().leave(inner.context.holds().last());
             return Ok(Self(inner));
         }
         let device = Self::start(Context::new(driver)?)?;
@@ -132,7 +132,7 @@ impl Device {
             AdoptedContext::Other { key, driver } => {
                 let device = Self::known(key, driver)?;
                 if let Some(keep_alive) = keep_alive {
-                    device.context().driver().keep(keep_alive);
+                    device.context().driver().ending().keep(keep_alive);
                 }
                 Ok(device)
             }
@@ -185,6 +185,13 @@ impl Device {
         let mut pools = self.0.pools.lock();
         pools.retain(|pool| pool.strong_count() > 0);
         pools.push(Arc::downgrade(pool));
+    }
+
+    /// The driver as its own type, in the process that opened it. A device of another kind "is `what`".
+    pub(crate) fn driver_of<D: Any>(&self, what: &str) -> Result<&D> {
+        crate::os::check_fork()?;
+        let driver = self.context().driver().as_any().downcast_ref();
+        driver.ok_or_else(|| Error::Unsupported(format!("{} is {what}", self.name())))
     }
 
     pub(crate) fn listing(&self) -> &Arc<Listing> {

@@ -17,7 +17,7 @@
 //! | `address.rs` | what an address is told to be that copies cannot use |
 //! | `holds.rs`, `ending.rs` | what keeps a device open, and how its driver makes its last call |
 //! | `confined.rs` | streams that one thread alone can name |
-//! | `gate.rs` | the way into a vendor's library, which is shut when the process ends |
+//! | `gate.rs`, `vendor.rs` | the way into a vendor's library, which is shut when the process ends; what the vendors share |
 //! | `handle.rs`, `handle/` | the public [`Device`](handle::Device): opening and closing |
 //!
 //! # What may call it
@@ -70,6 +70,8 @@ pub(crate) mod handle;
 pub(crate) mod holds;
 pub mod host;
 pub(crate) mod memory;
+#[cfg(any(feature = "acl", feature = "cuda"))]
+mod vendor;
 pub(crate) mod worker;
 
 use std::any::Any;
@@ -193,22 +195,6 @@ pub(crate) enum AdoptedContext {
     Other { key: String, driver: std::sync::Arc<dyn Driver> },
 }
 
-impl AdoptedContext {
-    /// The number that tells the name of the context at this address from the names of others, since metrics and logs
-    /// know a device by its name. The first address that is adopted in this process has 1, and a later context at the
-    /// same address has the same number. So a server that adopts its contexts in the same order finds the same names
-    /// after a restart, and a server that makes contexts anew does not fill its metrics with names.
-    pub(crate) fn number(context: usize) -> usize {
-        static SEEN: crate::locks::Mutex<Vec<usize>> = crate::locks::Mutex::new(Vec::new());
-        let mut seen = SEEN.lock();
-        let place = seen.iter().position(|known| *known == context).unwrap_or_else(|| {
-            seen.push(context);
-            seen.len() - 1
-        });
-        place + 1
-    }
-}
-
 /// What a device must do. The module's page has the rules.
 pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The device as [`Device::open`](crate::Device::open) names it, such as `host:0`.
@@ -231,15 +217,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         false
     }
 
-    /// Keeps `last` until the last call for the device has returned, the call that lets go of the device included, and
-    /// drops it then, on any thread. Called once, before any other call. In the child of a fork `last` is forgotten.
-    fn leave(&self, last: holds::Last);
-
-    /// Keeps what keeps an adopted context alive, and drops it after the last call in that context. Only for contexts
-    /// that the crate did not make. The first `keep_alive` is kept, and later ones are dropped.
-    fn keep(&self, keep_alive: ending::KeepAlive) {
-        drop(keep_alive);
-    }
+    /// What is dropped after the last call for the device, the call that lets go of the device included, on any thread.
+    fn ending(&self) -> &ending::Ending;
 
     /// Called once, and first, on each of the crate's threads that makes calls: the driver may set the thread up for
     /// good.
@@ -283,7 +262,10 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Safety
     /// The range is mapped, writable, and stays mapped until [`Driver::unpin`] has succeeded.
-    unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()>;
+    unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+        // SAFETY: `register` asks for the same.
+        unsafe { self.register(base, len, false) }
+    }
 
     /// Undoes one [`Driver::pin`] or [`Driver::register`]. After an error the range must stay mapped for good.
     ///
@@ -304,7 +286,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`Error::Unsupported`] with the reason.
-    fn can_use(&self, kind: HostKind) -> Result<()>;
+    fn can_use(&self, _kind: HostKind) -> Result<()> {
+        Ok(())
+    }
 
     /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers
     /// promise no useful alignment.

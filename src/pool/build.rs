@@ -1,4 +1,4 @@
-//! Making a pool: its central pool, its first memory, and the entry by which its devices know that the pool keeps them open.
+//! Making a pool: its central pool, its first memory, and what its devices know of it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

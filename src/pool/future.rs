@@ -50,13 +50,19 @@ pub struct Checkout<T = PinnedBuf> {
     since: Instant,
     /// The most requests that may wait beside it.
     max_waiting: usize,
-    /// The first poll has been.
-    started: bool,
-    /// The entry in the pool's queue, while the request waits.
-    waiting: Option<usize>,
+    stage: Stage,
     deadline: Option<Instant>,
     alarm: Option<Alarm>,
     output: PhantomData<fn() -> T>,
+}
+
+#[derive(Clone, Copy)]
+enum Stage {
+    /// It was not polled yet.
+    New,
+    /// Its request waits in the pool's queue, under this key.
+    Waits(usize),
+    Over,
 }
 
 /// How a task is woken at its deadline. Dropped, it wakes none.
@@ -93,8 +99,7 @@ impl<T> Checkout<T> {
             site,
             since: Instant::now(),
             max_waiting: pool.0.max_waiting,
-            started: false,
-            waiting: None,
+            stage: Stage::New,
             deadline: None,
             alarm: None,
             output: PhantomData,
@@ -144,26 +149,29 @@ impl<T> Checkout<T> {
 
     /// What the request was granted, by the first poll or by the queue since.
     fn poll_granted(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<Fresh>>> {
-        if !std::mem::replace(&mut self.started, true) {
-            match self.pool.begin(&self.requests, Waiter::Task(cx.waker()), self.max_waiting)? {
-                Begun::Granted(granted) => return Poll::Ready(Ok(granted)),
-                Begun::Waits(key) => self.waiting = Some(key),
+        let key = match std::mem::replace(&mut self.stage, Stage::Over) {
+            Stage::New => {
+                match self.pool.begin(&self.requests, Waiter::Task(cx.waker()), self.max_waiting)? {
+                    Begun::Granted(granted) => return Poll::Ready(Ok(granted)),
+                    Begun::Waits(key) => key,
+                }
             }
-        }
-        let Some(key) = self.waiting.take() else {
-            return Poll::Ready(Err(Error::Argument("a checkout was polled after it was ready".into())));
+            Stage::Waits(key) => key,
+            Stage::Over => {
+                return Poll::Ready(Err(Error::Argument("a checkout was polled after it was ready".into())));
+            }
         };
         match self.pool.central().look(key, Some(cx.waker())) {
             Some(outcome) => Poll::Ready(outcome),
             None => {
-                self.waiting = Some(key);
-                self.poll_late(cx)
+                self.stage = Stage::Waits(key);
+                self.poll_late(key, cx)
             }
         }
     }
 
     /// Looks at the deadline of a request that waits, and has the task woken then.
-    fn poll_late(&mut self, cx: &Context<'_>) -> Poll<Result<Vec<Fresh>>> {
+    fn poll_late(&mut self, key: usize, cx: &Context<'_>) -> Poll<Result<Vec<Fresh>>> {
         let Some(deadline) = self.deadline else { return Poll::Pending };
         let task = Task::of(cx.waker());
         // Before the clock is looked at: an alarm that rings in between has woken the task of an earlier poll, and then
@@ -174,7 +182,7 @@ impl<T> Checkout<T> {
         if Instant::now() < deadline {
             return Poll::Pending;
         }
-        let Some(key) = self.waiting.take() else { return Poll::Pending };
+        self.stage = Stage::Over;
         let len = central::sum(self.requests.iter().map(|request| request.len));
         Poll::Ready(self.pool.central().give_up(key, len, self.since))
     }
@@ -199,7 +207,7 @@ impl Future for Checkout<Vec<PinnedBuf>> {
 
 impl<T> Drop for Checkout<T> {
     fn drop(&mut self) {
-        if let Some(key) = self.waiting.take() {
+        if let Stage::Waits(key) = self.stage {
             self.pool.central().leave(key);
         }
     }
@@ -207,6 +215,8 @@ impl<T> Drop for Checkout<T> {
 
 impl<T> fmt::Debug for Checkout<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Checkout").field("waiting", &self.waiting.is_some()).finish_non_exhaustive()
+        f.debug_struct("Checkout")
+            .field("waiting", &matches!(self.stage, Stage::Waits(_)))
+            .finish_non_exhaustive()
     }
 }

@@ -144,7 +144,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), WaitLimit::Forever)
+        self.checkout_with(request.into(), Waiter::Thread(None))
     }
 
     /// Checks out a host-ready buffer if the pool has one now. If it has none, the pool starts to grow, so that a later
@@ -156,19 +156,19 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn try_checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), WaitLimit::None)
+        self.checkout_with(request.into(), Waiter::None)
     }
 
-    /// A checkout for a copier, which waits or tries again later ([`WaitLimit::Retry`]). A refusal is not counted then, since
+    /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]). A refusal is not counted then, since
     /// a pool that is short refuses no checkout of the program's. [`PoolBuilder::max_waiting`] bounds the program's requests,
     /// so a wait of a copier joins the queue however many requests wait.
     #[track_caller]
-    pub(crate) fn for_copier(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
+    pub(crate) fn for_copier(&self, request: Request, waiter: Waiter<'_>) -> Result<PinnedBuf> {
         let site = Location::caller();
         if let Some(buf) = self.hit(request) {
             return Ok(buf);
         }
-        match self.serve(&[request], limit, usize::MAX) {
+        match self.serve(&[request], waiter, usize::MAX) {
             Ok(granted) => self.entered(granted, &[request], site).pop().ok_or(Error::Closed),
             Err(error @ Error::Exhausted(_)) => Err(error.of_pool(self.name())),
             Err(error) => Err(self.failed(error)),
@@ -182,7 +182,7 @@ impl Pool {
     #[inline]
     #[track_caller]
     pub fn checkout_timeout(&self, request: impl Into<Request>, timeout: Duration) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), WaitLimit::For(timeout))
+        self.checkout_with(request.into(), Waiter::Thread(Some(timeout)))
     }
 
     /// The hit and the slow path both end with a pointer, which fits a register, and the result is made of it once. Were
@@ -191,14 +191,14 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
-    fn checkout_with(&self, request: Request, limit: WaitLimit) -> Result<PinnedBuf> {
+    fn checkout_with(&self, request: Request, waiter: Waiter<'_>) -> Result<PinnedBuf> {
         // Loaded once: a hit's acquire would have it loaded again for the return.
         let central = &*self.0.central;
         let (descriptor, tag) = match Self::hit_descriptor(central, request) {
             Some(hit) => hit,
             None => {
                 let origin = CheckoutSite { tag: request.tag, site: Some(Location::caller()) };
-                let descriptor = self.checkout_slow(request.len, request.align, origin, limit)?;
+                let descriptor = self.checkout_slow(request.len, request.align, origin, waiter)?;
                 // SAFETY: `checkout_slow` has taken it just now, so it is alive.
                 (descriptor, central::tag(request.len, unsafe { descriptor.as_ref() }.list()))
             }
@@ -231,7 +231,7 @@ impl Pool {
         len: usize,
         align: usize,
         origin: CheckoutSite,
-        limit: WaitLimit,
+        waiter: Waiter<'_>,
     ) -> Result<NonNull<Descriptor>> {
         let CheckoutSite { tag, site } = origin;
         let request = Request { len, align, tag };
@@ -240,7 +240,7 @@ impl Pool {
             self.missed();
             return Ok(fresh.into_segment().into_descriptor());
         }
-        let mut bufs = self.acquire(&[request], limit, site.unwrap_or(Location::caller()))?;
+        let mut bufs = self.acquire(&[request], waiter, site.unwrap_or(Location::caller()))?;
         let buf = bufs.pop().ok_or(Error::ZeroLength)?;
         Ok(buf.into_segment().into_descriptor())
     }
@@ -273,8 +273,7 @@ impl Pool {
     /// As for [`checkout_timeout`](Self::checkout_timeout).
     #[track_caller]
     pub fn checkout_many(&self, requests: &[Request], timeout: Option<Duration>) -> Result<Vec<PinnedBuf>> {
-        let limit = timeout.map_or(WaitLimit::Forever, WaitLimit::For);
-        self.acquire(requests, limit, Location::caller())
+        self.acquire(requests, Waiter::Thread(timeout), Location::caller())
     }
 
     /// [`checkout_many`](Self::checkout_many) for a task. [`Checkout::timeout`] gives it a deadline.
@@ -321,7 +320,7 @@ impl Pool {
     /// serve.
     #[track_caller]
     pub fn checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
-        self.checkout_on_with(stream, request.into(), WaitLimit::Forever, Location::caller())
+        self.checkout_on_with(stream, request.into(), Waiter::Thread(None), Location::caller())
     }
 
     /// [`checkout_on`](Self::checkout_on) without waiting.
@@ -331,14 +330,14 @@ impl Pool {
     /// stream but another request waits for memory.
     #[track_caller]
     pub fn try_checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
-        self.checkout_on_with(stream, request.into(), WaitLimit::None, Location::caller())
+        self.checkout_on_with(stream, request.into(), Waiter::None, Location::caller())
     }
 
     fn checkout_on_with(
         &self,
         stream: &Stream,
         request: Request,
-        limit: WaitLimit,
+        waiter: Waiter<'_>,
         site: &'static Location<'static>,
     ) -> Result<StreamBuf> {
         let timeline = stream.timeline();
@@ -362,7 +361,7 @@ impl Pool {
                 return Ok(StreamBuf::claimed(timeline.clone(), segment));
             }
         }
-        let bufs = self.acquire(&[request], limit, site)?;
+        let bufs = self.acquire(&[request], waiter, site)?;
         bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
@@ -370,10 +369,10 @@ impl Pool {
     fn acquire(
         &self,
         requests: &[Request],
-        limit: WaitLimit,
+        waiter: Waiter<'_>,
         site: &'static Location<'static>,
     ) -> Result<Vec<PinnedBuf>> {
-        match self.serve(requests, limit, self.0.max_waiting) {
+        match self.serve(requests, waiter, self.0.max_waiting) {
             Ok(granted) => Ok(self.entered(granted, requests, site)),
             Err(error) => Err(self.failed(error)),
         }
@@ -381,20 +380,16 @@ impl Pool {
 
     /// [`Pool::acquire`] without making buffers of the segments, and without counting errors. At most `max_waiting`
     /// requests may wait beside these.
-    fn serve(&self, requests: &[Request], limit: WaitLimit, max_waiting: usize) -> Result<Vec<Fresh>> {
+    fn serve(&self, requests: &[Request], waiter: Waiter<'_>, max_waiting: usize) -> Result<Vec<Fresh>> {
         // The deadline counts from here, and so does what a timeout says was waited: that is never less than was asked
         // for.
         let since = Instant::now();
         let len = central::sum(requests.iter().map(|request| request.len));
-        let (waiter, deadline) = match limit {
+        let (waiter, deadline) = match waiter {
             // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
-            _ if crate::sync::own().is_some() && !matches!(limit, WaitLimit::Retry) => {
-                (Waiter::None(ReclaimLevel::All), None)
-            }
-            WaitLimit::None => (Waiter::None(ReclaimLevel::All), None),
-            WaitLimit::Retry => (Waiter::None(ReclaimLevel::Idle), None),
-            WaitLimit::For(timeout) => (Waiter::Thread, since.checked_add(timeout)),
-            WaitLimit::Forever => (Waiter::Thread, None),
+            Waiter::Thread(_) if crate::sync::own().is_some() => (Waiter::None, None),
+            Waiter::Thread(timeout) => (waiter, timeout.and_then(|timeout| since.checked_add(timeout))),
+            _ => (waiter, None),
         };
         let key = match self.begin(requests, waiter, max_waiting)? {
             Begun::Granted(granted) => return Ok(granted),
@@ -442,12 +437,12 @@ impl Pool {
             }
         }
         let wake = match waiter {
-            Waiter::Thread => Wake::Thread(crate::sync::thread::current()),
+            Waiter::Thread(_) => Wake::Thread(crate::sync::thread::current()),
             Waiter::Task(waker) => Wake::Task(Task::of(waker)),
             // The growth is for later requests. This one may not wait for it.
-            Waiter::None(while_growing) => {
-                let level = if growing { while_growing } else { ReclaimLevel::All };
-                let got = self.try_all(&wants, level)?;
+            Waiter::None | Waiter::Retry => {
+                let later = growing && matches!(waiter, Waiter::Retry);
+                let got = self.try_all(&wants, if later { ReclaimLevel::Idle } else { ReclaimLevel::All })?;
                 let short = || central.exhausted(central::sum(wants.iter().map(|want| want.len)));
                 return got.map(Begun::Granted).ok_or_else(short);
             }
@@ -580,22 +575,15 @@ impl Pool {
     }
 }
 
-/// How long a request may wait.
+/// Who waits for a request, if it has to wait.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum WaitLimit {
+pub(crate) enum Waiter<'a> {
+    /// Nobody: it is served now or refused.
     None,
     /// The same for a caller that tries again later: while memory is being pinned, it leaves their caches to busy threads.
     Retry,
-    For(Duration),
-    Forever,
-}
-
-/// What is woken when a request that waits is served.
-#[derive(Clone, Copy)]
-enum Waiter<'a> {
-    /// The request does not wait. While memory is being pinned, it reclaims this much.
-    None(ReclaimLevel),
-    Thread,
+    /// The calling thread, for so long at most.
+    Thread(Option<Duration>),
     Task(&'a Waker),
 }
 

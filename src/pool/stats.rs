@@ -1,7 +1,7 @@
 //! A pool's numbers, and the check of all its invariants.
 //!
 //! Each number is counted where it happens, and added up here when it is asked for. Bytes in flight are known to the
-//! streams' timelines and not to the central pools, so `stats` reads both, and corrects what moves in between.
+//! streams' timelines and not to the central pools, so `stats` reads both, and clamps what moves in between.
 
 use std::sync::atomic::Ordering;
 
@@ -10,9 +10,6 @@ use crate::central::{CentralPool, CentralSnapshot};
 use crate::error::Result;
 use crate::freelist::state;
 use crate::telemetry::counters::{ErrorCounts, RefusedCounts};
-
-/// How often a sum that changes while it is added up is added up again.
-const STATS_READS: usize = 8;
 
 /// A pool's bytes and counts at one moment: [`Pool::stats`].
 ///
@@ -145,38 +142,22 @@ impl Pool {
     /// Bytes in flight, and how many of these are claimed: from sums that are kept, so that the number of streams does
     /// not matter.
     fn flight(&self) -> (usize, usize) {
-        let (unlisted, _, (bytes, claimed)) = self.at_rest(|| self.central().flight());
-        (unlisted + bytes, claimed)
+        let (bytes, claimed) = self.central().flight();
+        (self.central().unlisted_bytes().0 + bytes, claimed)
     }
 
-    /// [`Pool::flight`], added up from the streams, and a number that changes when a copy is submitted or completes. No number: a
-    /// change of shared memory in flight is under way.
-    fn flight_by_stream(&self) -> (usize, usize, Option<u64>) {
-        let (unlisted, is_stable, sums) = self.at_rest(|| {
-            let mut sum = (0, 0, 0);
-            for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
-                let (flight, moves) = timeline.flight(self.central().number());
-                sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, sum.2 + moves);
-            }
-            sum
-        });
-        (unlisted + sums.0, sums.1, is_stable.then_some(sums.2))
-    }
-
-    /// The bytes that no timeline lists, whether no change of them is under way, and sums over those that timelines list.
-    /// Both are of one moment only if the first has stood still: else they are made anew, [`STATS_READS`] times at most.
-    fn at_rest<T>(&self, sums: impl Fn() -> T) -> (usize, bool, T) {
-        let central = self.central();
-        let (mut unlisted, mut is_stable) = central.unlisted_bytes();
-        let mut left = STATS_READS;
-        loop {
-            let read = (unlisted, is_stable, sums());
-            (unlisted, is_stable) = central.unlisted_bytes();
-            left -= 1;
-            if unlisted == read.0 || left == 0 {
-                return read;
-            }
+    /// [`Pool::flight`], added up from the streams, and a number that changes when a copy is submitted or completes.
+    /// `None`: a change of memory that no stream lists is under way.
+    fn flight_by_stream(&self) -> Option<(usize, usize, u64)> {
+        let (mut bytes, is_stable) = self.central().unlisted_bytes();
+        let (mut claimed, mut moves) = (0, 0);
+        for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
+            let (flight, moved) = timeline.flight(self.central().number());
+            bytes += flight.bytes;
+            claimed += flight.claimed;
+            moves += moved;
         }
+        is_stable.then_some((bytes, claimed, moves))
     }
 
     /// Checks every invariant of the pool. No two segments overlap; each lies inside its extent, is aligned, spans what
@@ -194,9 +175,7 @@ impl Pool {
     pub fn check(&self) -> Result<PoolStats, String> {
         crate::os::check_fork().map_err(|error| error.to_string())?;
         let central = self.central();
-        let before = central.snapshot();
-        let (in_flight, claimed, moves) = self.flight_by_stream();
-        let sums = self.flight();
+        let (before, by_stream, kept) = (central.snapshot(), self.flight_by_stream(), self.flight());
         let (mut out, mut flying, mut lent, mut quarantined) = (0, 0, 0, 0);
         central.check(|state, bytes| match state {
             None => {}
@@ -209,26 +188,29 @@ impl Pool {
             _ => quarantined += bytes,
         })?;
         let s = central.snapshot();
-        if s == before && moves.is_some() && (in_flight, claimed, moves) == self.flight_by_stream() {
-            if sums != (in_flight, claimed) {
+        // Nothing has moved meanwhile: then all of it is of one moment.
+        if let Some((in_flight, claimed, _)) =
+            by_stream.filter(|sums| s == before && Some(*sums) == self.flight_by_stream())
+        {
+            let capacity = central.config().capacity;
+            let sum = s.free + s.out + s.quarantined + s.cut;
+            let counted = (s.out, s.quarantined, in_flight, claimed);
+            let found = (out + flying, quarantined, flying, lent);
+            if kept != (in_flight, claimed) {
+                let found = (in_flight, claimed);
                 return Err(format!(
-                    "(in flight, claimed) are {:?} by the streams, and summed up as {sums:?}",
-                    (in_flight, claimed)
+                    "(in flight, claimed) are {found:?} by the streams, and summed up as {kept:?}"
                 ));
             }
-            let sum = s.free + s.out + s.quarantined + s.cut;
             if sum != s.total {
                 return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));
             }
-            let counted = (s.out, s.quarantined, in_flight, claimed);
-            let found = (out + flying, quarantined, flying, lent);
             if counted != found {
-                return Err(format!(
-                    "(out, quarantined, in flight, claimed) are {found:?}, counted as {counted:?}"
-                ));
+                let parts = "(out, quarantined, in flight, claimed)";
+                return Err(format!("{parts} are {found:?}, counted as {counted:?}"));
             }
-            if s.total > central.config().capacity {
-                return Err(format!("{} bytes are held of at most {}", s.total, central.config().capacity));
+            if s.total > capacity {
+                return Err(format!("{} bytes are held of at most {capacity}", s.total));
             }
         }
         let mut found = self.stats();

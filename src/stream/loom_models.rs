@@ -22,6 +22,7 @@ use crate::buffer::Lend;
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
 use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, end_leases};
 use crate::device::context::Context;
+use crate::device::ending::Ending;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
@@ -47,6 +48,7 @@ struct Late {
     ran: [AtomicU32; ALL],
     /// The next recording fails, and loses the stream, though not the device.
     refuses: AtomicBool,
+    ending: Ending,
 }
 
 #[derive(Debug, Default)]
@@ -99,7 +101,9 @@ impl Driver for Late {
     fn as_any(&self) -> &dyn std::any::Any {
         self
     }
-    fn leave(&self, _: crate::device::holds::Last) {}
+    fn ending(&self) -> &Ending {
+        &self.ending
+    }
     /// Nothing moves by itself, and a model has no threads of the crate.
     fn stepped(&self) -> Option<&dyn Stepped> {
         Some(self)
@@ -117,12 +121,10 @@ impl Driver for Late {
         Ok(StreamHandle(0))
     }
     nothing! {
-        [unsafe] pin(NonNull<u8>, usize);
         [unsafe] unpin(NonNull<u8>, usize);
         [unsafe] register(NonNull<u8>, usize, bool);
         [unsafe] free_host(NonNull<u8>, usize, HostKind);
         [unsafe] copy_blocking(StreamHandle, Transfer);
-        [] can_use(HostKind);
         [] free(DevicePtr);
         [] destroy_stream(StreamHandle);
         [] destroy_event(EventHandle);
@@ -193,6 +195,7 @@ impl Setup {
             memory: std::array::from_fn(|_| UnsafeCell::new(0)),
             ran: std::array::from_fn(|_| AtomicU32::new(0)),
             refuses: AtomicBool::new(false),
+            ending: Ending::new(),
         });
         let context = Context::new(driver.clone()).unwrap();
         let listing = Arc::new(Listing::default());

@@ -1,6 +1,6 @@
 //! Finding the library, initialising it, and the errors where that fails.
 
-use pinpool::{Device, Error, acl};
+use pinpool::{Device, Error};
 
 use crate::support::doubles::ascendcl::PATH;
 use crate::support::doubles::npu::{self, EARLY_2022, LATE_2022, TODAY, on_each};
@@ -71,10 +71,6 @@ fn a_toolkit_is_found_by_its_home() {
     if part(test, "home", &[("ASCEND_TOOLKIT_HOME", home.to_str().unwrap()), (PATH, "")]) {
         let device = Device::open("acl").unwrap();
         assert_eq!(device.name(), "acl:0");
-        let found = acl::about(&device).unwrap().library;
-        // Unless the system's loader has found a library first.
-        let own = found.ends_with("lib64/libascendcl.so");
-        assert!(own || found.to_str() == Some("libascendcl.so"), "{}", found.display());
     } else {
         let _ = std::fs::remove_dir_all(home);
     }

@@ -309,7 +309,6 @@ macro_rules! on_ascend {
 #[cfg(feature = "acl")]
 on_ascend! {
     the_contract_holds_on_ascend: doubles::npu::TODAY;
-    the_contract_holds_with_one_address_for_both: doubles::npu::ONE_ADDRESS;
     the_contract_holds_on_the_device_itself: doubles::npu::ON_DEVICE;
     the_contract_holds_with_the_library_of_late_2022: doubles::npu::LATE_2022;
     the_contract_holds_with_the_library_of_early_2022: doubles::npu::EARLY_2022;

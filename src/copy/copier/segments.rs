@@ -19,7 +19,7 @@ use super::types::{BESIDE, Priority, Settings};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::locks::Mutex;
-use crate::pool::{Checkout, Pool, Request, WaitLimit};
+use crate::pool::{Checkout, Pool, Request, Waiter};
 use crate::segment::PAGE;
 
 /// After the pool had none, it is asked again when so much time has passed.
@@ -130,7 +130,7 @@ impl Segments {
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
         let mut len = self.len;
         loop {
-            match self.pool.for_copier(Self::request(len), WaitLimit::Retry) {
+            match self.pool.for_copier(Self::request(len), Waiter::Retry) {
                 // A segment of whole pages, with its header.
                 Err(Error::Exhausted(short)) if len == self.len => {
                     len = short.largest.min(len).saturating_sub(32)
@@ -164,10 +164,8 @@ impl Segments {
         if let Some(buf) = self.longest(LEAST)? {
             return Ok(buf);
         }
-        let limit = deadline.map_or(WaitLimit::Forever, |deadline| {
-            WaitLimit::For(deadline.saturating_duration_since(Instant::now()))
-        });
-        let short = self.pool.for_copier(Self::request(LEAST), limit)?;
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let short = self.pool.for_copier(Self::request(LEAST), Waiter::Thread(left))?;
         self.or_longer(short)
     }
 

@@ -17,12 +17,11 @@
 //! in that way.
 
 use std::ffi::c_void;
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::api::AclApi;
+use super::api::{AclApi, AclContext};
 use super::error::AclCode;
-use super::{Acl, AclCurrent, FoundContext, check, host, on_other_thread, stream};
+use super::{Acl, AclCurrent, check, current_context, host, on_other_thread, stream};
 use crate::device::gate;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
@@ -42,30 +41,21 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     }
     let api = AclApi::get(&name)?;
     gate::watch_exit();
-    let theirs = FoundContext { context, on_device: false };
-    let own = name.clone();
-    let (ordinal, found) = on_other_thread(&name, move || {
-        // Captured as a whole: only the whole struct may be sent to the thread.
-        let theirs = { theirs };
-        let _current = AclCurrent::enter(api, &own, theirs.context, exit::pass())?;
+    let (theirs, own) = (context as usize, name.clone());
+    let (ordinal, on_device) = on_other_thread(&name, move || {
+        let _current = AclCurrent::enter(api, &own, theirs as AclContext, exit::pass())?;
         let mut ordinal = -1;
         // SAFETY: writes a number.
         check(api, &own, "aclrtGetDevice", unsafe { api.get_device.call(&raw mut ordinal) })?;
-        Ok((ordinal, FoundContext::current(api, &own)?))
+        Ok((ordinal, current_context(api, &own)?.1))
     })?;
-    let known = u32::try_from(ordinal).map_err(|_| Error::Unavailable {
-        device: name.to_string(),
-        why: format!("the context is of a device that has the number {ordinal}"),
-    })?;
+    let device = format!("acl:{ordinal}");
     if host::is_default(context) {
-        return Ok(AdoptedContext::Default(format!("acl:{known}")));
+        return Ok(AdoptedContext::Default(device));
     }
-    let name: Arc<str> =
-        format!("acl:{known} (adopted context {})", AdoptedContext::number(context.addr())).into();
-    let key = format!("acl context {:#x}", context.addr());
-    let driver = Arc::new(Acl::new(api, name, ordinal, found, false));
-    host::opened(&driver);
-    Ok(AdoptedContext::Other { key, driver })
+    let name = AdoptedContext::name_on(&device, theirs);
+    let driver = Acl::start(api, name, ordinal, theirs, on_device, false);
+    Ok(AdoptedContext::other(theirs, driver))
 }
 
 impl Acl {
@@ -106,33 +96,20 @@ impl Acl {
 
     /// The facts about the library and the device.
     pub(crate) fn about(&self) -> About {
-        let api = self.api;
-        let version = api.version.and_then(|ask| {
-            let (mut major, mut minor, mut patch) = (0, 0, 0);
-            // SAFETY: writes three numbers.
-            let code = unsafe { ask.call(&raw mut major, &raw mut minor, &raw mut patch) };
-            (code == AclCode::SUCCESS).then_some((major, minor, patch))
-        });
         About {
-            library: api.path.clone(),
-            version,
-            soc: api.soc(),
+            soc: self.api.soc(),
             on_device: self.on_device,
             events: self.events.call(),
-            later: api.later().collect(),
+            later: self.api.later(),
         }
     }
 }
 
-/// The facts about a device and its library, from [`about`](crate::acl::about): for logs, and for reports about hardware that the crate
-/// was never tried on.
+/// The facts about a device and its library, from [`about`](crate::acl::about): for logs, and for reports about hardware
+/// that the crate was never tried on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct About {
-    /// The library that was loaded.
-    pub library: PathBuf,
-    /// The version of its interface (`aclrtGetVersion`): 1.15.0 is that of CANN 8.5.
-    pub version: Option<(i32, i32, i32)>,
     /// The chip (`aclrtGetSocName`).
     pub soc: Option<String>,
     /// Whether the program runs on the device itself, in RC mode (`aclrtGetRunMode` says ACL_DEVICE).

@@ -17,38 +17,21 @@
 //! `aclInit` is called here. A second call in a process, by this crate or by the program, returns 100002, and that is
 //! success. `aclFinalize` is never called: it ends the library for the whole process, at once.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
-use std::mem::ManuallyDrop;
+use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use libloading::Library;
-
 use super::error::AclCode;
-use crate::device::gate::Entry;
+use crate::device::gate::{Entry, watch_exit};
+use crate::device::vendor::{entry_points, load, named};
 use crate::error::{Error, Result};
-use crate::escape::unnamed;
 
 // As in acl_rt.h: all handles are pointers.
 pub(super) type AclContext = *mut c_void;
 pub(super) type AclStream = *mut c_void;
 pub(super) type AclEvent = *mut c_void;
-
-/// acl_rt.h: aclrtMallocAttribute, whose value is a union of 8 bytes.
-#[derive(Debug)]
-#[repr(C)]
-pub(super) struct MallocAttribute {
-    pub(super) attr: c_int,
-    pub(super) value: [u32; 2],
-}
-
-/// acl_rt.h: aclrtMallocConfig.
-#[derive(Debug)]
-#[repr(C)]
-pub(super) struct MallocConfig {
-    pub(super) attrs: *mut MallocAttribute,
-    pub(super) count: usize,
-}
+/// A call that creates an event with flags.
+pub(super) type CreateEvent = Entry<unsafe extern "C" fn(*mut AclEvent, u32) -> AclCode>;
 
 /// acl_rt.h: aclrtPtrAttributes.
 #[derive(Debug, Default)]
@@ -67,11 +50,10 @@ impl PointerAttributes {
     }
 }
 
-const _: () = assert!(size_of::<MallocAttribute>() == 12 && size_of::<MallocConfig>() == 16);
 const _: () = assert!(size_of::<PointerAttributes>() == 28);
 
 /// The environment variable that names the library to load.
-const LIBRARY_VARIABLE: &str = "PINPOOL_LIBASCENDCL";
+pub(super) const LIBRARY_VARIABLE: &str = "PINPOOL_LIBASCENDCL";
 const FILE: &str = "libascendcl.so";
 /// The variables that CANN's environment script sets, and the folders in which its installers put the library.
 const HOMES: [&str; 2] = ["ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"];
@@ -82,45 +64,8 @@ const USUAL: [&str; 4] = [
     "/usr/local/Ascend/nnrt/latest",
 ];
 
-static ACL_API: OnceLock<std::result::Result<AclApi, String>> = OnceLock::new();
-
-macro_rules! table {
-    (required { $( $name:ident = $symbol:literal : fn($($arg:ty),* $(,)?) ;)* }
-     optional { $( $(#[$odoc:meta])* $oname:ident = $osymbol:literal : fn($($oarg:ty),* $(,)?) $(-> $oret:ty)? ;)* }) => {
-        /// The entry points. Those of the second part exist only in newer libraries.
-        #[derive(Debug)]
-        pub(super) struct AclApi {
-            /// The file that was loaded.
-            pub(super) path: PathBuf,
-            $( pub(super) $name: Entry<unsafe extern "C" fn($($arg),*) -> AclCode>, )*
-            $( $(#[$odoc])* pub(super) $oname: Option<Entry<unsafe extern "C" fn($($oarg),*) -> table!(@ret $($oret)?)>>, )*
-        }
-
-        impl AclApi {
-            /// The calls of a library, or the name of the first that is missing.
-            fn resolve(library: &Library, path: PathBuf) -> std::result::Result<Self, &'static str> {
-                // SAFETY: the symbols are AscendCL's, whose signatures are those of acl_rt.h; the caller keeps the
-                // library.
-                unsafe {
-                    Ok(Self {
-                        path,
-                        $( $name: Entry::new(*library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?), )*
-                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| Entry::new(*symbol)), )*
-                    })
-                }
-            }
-
-            /// The later calls, and whether this library has them.
-            pub(super) fn later(&self) -> impl Iterator<Item = (&'static str, bool)> {
-                [$( ($osymbol, self.$oname.is_some()), )*].into_iter()
-            }
-        }
-    };
-    (@ret) => { AclCode };
-    (@ret $ret:ty) => { $ret };
-}
-
-table! {
+entry_points! {
+    AclApi -> AclCode;
     required {
     init = "aclInit": fn(*const c_char);
     set_device = "aclrtSetDevice": fn(i32);
@@ -154,33 +99,23 @@ table! {
     event_create_with_flag = "aclrtCreateEventWithFlag": fn(*mut AclEvent, u32);
     /// End of 2023. An event that may be recorded again, and that no resource of the hardware limits.
     event_create_ex = "aclrtCreateEventExWithFlag": fn(*mut AclEvent, u32);
-    /// 2023, and the one below: for streams that are to be destroyed.
-    stream_query = "aclrtStreamQuery": fn(AclStream, *mut c_int);
+    /// 2023: for streams that are to be destroyed.
     stream_synchronize_timeout = "aclrtSynchronizeStreamWithTimeout": fn(AclStream, i32);
-    /// CANN 8.5.
-    host_malloc_with_cfg = "aclrtMallocHostWithCfg": fn(*mut *mut c_void, u64, *mut MallocConfig);
     /// CANN 8.2, with a driver of 24.1 or later, and the one below.
     host_register = "aclrtHostRegister": fn(*mut c_void, u64, c_int, *mut *mut c_void);
     host_unregister = "aclrtHostUnregister": fn(*mut c_void);
     /// Late 2025.
     pointer_attributes = "aclrtPointerGetAttributes": fn(*const c_void, *mut PointerAttributes);
-    version = "aclrtGetVersion": fn(*mut i32, *mut i32, *mut i32);
     soc_name = "aclrtGetSocName": fn() -> *const c_char;
     recent_message = "aclGetRecentErrMsg": fn() -> *const c_char;
     }
 }
 
-/// The library that the environment names.
-fn named() -> Option<PathBuf> {
-    std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
-}
-
 /// The files to try if no library is named.
-fn usual() -> Vec<PathBuf> {
-    let homes = HOMES.iter().filter_map(std::env::var_os).filter(|home| !home.is_empty());
-    let homes = homes.map(PathBuf::from).chain(USUAL.iter().map(PathBuf::from));
-    let files = homes.map(|home| home.join("lib64").join(FILE));
-    std::iter::once(PathBuf::from(FILE)).chain(files).collect()
+fn usual() -> Vec<OsString> {
+    let homes = HOMES.iter().filter_map(|home| named(home)).chain(USUAL.iter().map(OsString::from));
+    let files = homes.map(|home| PathBuf::from(home).join("lib64").join(FILE).into_os_string());
+    std::iter::once(FILE.into()).chain(files).collect()
 }
 
 impl AclApi {
@@ -189,32 +124,31 @@ impl AclApi {
     /// # Errors
     /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
     pub(super) fn get(device: &str) -> Result<&'static Self> {
+        static ACL_API: OnceLock<std::result::Result<AclApi, String>> = OnceLock::new();
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = ACL_API.get_or_init(|| Self::load(named()));
+        let api = ACL_API.get_or_init(|| Self::load(named(LIBRARY_VARIABLE)));
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: after a success the call does nothing, and after a failure the cause may have been mended. SAFETY:
         // no configuration is given, which is allowed.
         match unsafe { api.init.call(std::ptr::null()) } {
-            code @ (AclCode::SUCCESS | AclCode::REPEAT_INITIALIZE) => {
-                if code == AclCode::REPEAT_INITIALIZE {
-                    api.expected();
-                }
-                crate::device::gate::watch_exit();
-                Ok(api)
+            AclCode::SUCCESS => {}
+            AclCode::REPEAT_INITIALIZE => api.expected(),
+            code => {
+                let said = api.recent().map_or_else(String::new, |text| format!(": {text}"));
+                return Err(unavailable(format!(
+                    "aclInit failed with {} ({}){said}; is the driver loaded (npu-smi info), is a device visible \
+                     (ASCEND_RT_VISIBLE_DEVICES, the container's /dev/davinci*), and may this user use it?",
+                    code.0,
+                    code.name()
+                )));
             }
-            code => Err(unavailable(format!(
-                "aclInit of {} failed with {} ({}){}; is the driver loaded (npu-smi info), is a device visible \
-                 (ASCEND_RT_VISIBLE_DEVICES, the container's /dev/davinci*), and may this user use it?",
-                api.path.display(),
-                code.0,
-                code.name(),
-                api.recent().map_or_else(String::new, |text| format!(": {text}"))
-            ))),
         }
+        watch_exit();
+        Ok(api)
     }
 
     /// Loads the library that was named, and else the first that is found.
-    fn load(named: Option<PathBuf>) -> std::result::Result<Self, String> {
+    fn load(named: Option<OsString>) -> std::result::Result<Self, String> {
         let remedy = match &named {
             Some(_) => format!("{LIBRARY_VARIABLE} names it; correct or unset that"),
             None => format!(
@@ -222,29 +156,9 @@ impl AclApi {
                  library by {LIBRARY_VARIABLE}"
             ),
         };
-        let candidates = named.map_or_else(usual, |path| vec![path]);
-        let mut tried = Vec::new();
-        for file in candidates {
-            // SAFETY: AscendCL's initialisers have no preconditions; the environment that names another library is
-            // trusted (`crate::acl` says so).
-            let library = match unsafe { Library::new(&file) } {
-                Ok(library) => library,
-                Err(error) => {
-                    let (name, text) = (file.display().to_string(), error.to_string());
-                    tried.push(format!("{name} could not be loaded ({})", unnamed(&text, &name)));
-                    continue;
-                }
-            };
-            // Never unloaded: the library may have threads and exit handlers of its own by now.
-            let library = ManuallyDrop::new(library);
-            return Self::resolve(&library, file.clone()).map_err(|symbol| {
-                format!(
-                    "{} lacks {symbol}: it is no AscendCL, or one older than 2022; install a newer CANN",
-                    file.display()
-                )
-            });
-        }
-        Err(format!("{}: {remedy}", tried.join("; ")))
+        let files = named.map_or_else(usual, |file| vec![file]);
+        let stranger = "it is no AscendCL, or one older than 2022; install a newer CANN";
+        load(&files, &remedy, stranger, Self::resolve)
     }
 
     /// The library's own message about the last error on this thread. Reading the message removes it.
@@ -259,17 +173,17 @@ impl AclApi {
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
     }
 
-    /// Removes the message of a refusal that is no error here, so that a later error does not show it.
-    pub(super) fn expected(&self) {
-        let _ = self.recent();
-    }
-
     /// The chip's name, such as `Ascend910B4`.
     pub(super) fn soc(&self) -> Option<String> {
         // SAFETY: the call takes nothing.
         let text = unsafe { self.soc_name?.call() };
         // SAFETY: null, or a string that lives as long as the library.
         (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    }
+
+    /// Removes the message of a refusal that is no error here, so that a later error does not show it.
+    pub(super) fn expected(&self) {
+        let _ = self.recent();
     }
 }
 

@@ -22,8 +22,9 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::host::{cuts, is_locked};
+use super::host::is_locked;
 use super::{Acl, stream};
+use crate::device::vendor::wait_out;
 use crate::device::{DevicePtr, StreamHandle, Transfer};
 use crate::error::Result;
 
@@ -66,8 +67,13 @@ impl Acl {
             Transfer::OnDevice { src, dst, len } => {
                 (CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }, true)
             }
-            // SAFETY: the caller's promise holds for longer than this call.
-            Transfer::OnHost { src, dst, len } => return unsafe { self.copy_by_cpu(on, src, dst, len) },
+            Transfer::OnHost { src, dst, len } => {
+                let _current = self.current()?;
+                self.drained_stream(on)?;
+                // SAFETY: the caller promises both ranges, and the stream's earlier work is complete.
+                unsafe { dst.copy_from_nonoverlapping(src, len) };
+                return Ok(());
+            }
         };
         if !locked || call.dst.addr() % COPY_ALIGN != 0 || call.src.addr() % COPY_ALIGN != 0 {
             // SAFETY: the caller's promise holds for longer than this call.
@@ -91,8 +97,8 @@ impl Acl {
                 // SAFETY: no host memory is named.
                 return unsafe { self.copy_in_place(on, call) };
             }
-            // SAFETY: the caller promises both ranges until this returns.
-            Transfer::OnHost { src, dst, len } => return unsafe { self.copy_by_cpu(on, src, dst, len) },
+            // SAFETY: the caller promises both ranges until this returns, and the copy is made by then.
+            Transfer::OnHost { .. } => return unsafe { self.submit_copy(on, transfer) },
         };
         // Whole pages of its own: other memory on a page may be page-locked, and the library may refuse memory that is
         // locked in part.
@@ -148,52 +154,19 @@ impl Acl {
         copied
     }
 
-    /// The copy itself, in the current context. After an error a part of it may still run.
+    /// The copy itself, in the current context. After an error it may still run.
     ///
     /// # Safety
     /// As for [`copy_in_place`](Self::copy_in_place).
-    unsafe fn copy_now(&self, call: CopyCall) -> Result<()> {
-        let host: *const u8 =
-            if call.kind == HOST_TO_DEVICE { call.src.cast() } else { call.dst.cast_const().cast() };
-        let cuts = if call.kind == DEVICE_TO_DEVICE { Vec::new() } else { cuts(host, call.len) };
-        let mut from = 0;
-        cuts.into_iter().chain([call.len]).try_for_each(|to| {
-            let (dst, src) = (call.dst.wrapping_byte_add(from), call.src.wrapping_byte_add(from));
-            let len = to - from;
-            from = to;
-            // SAFETY: the caller promises the host memory; the device's is within its allocation.
-            self.said("aclrtMemcpy", unsafe { self.api.copy.call(dst, len, src, len, call.kind) })
-        })
+    unsafe fn copy_now(&self, CopyCall { dst, src, len, kind }: CopyCall) -> Result<()> {
+        // SAFETY: the caller promises the host memory; the device's is within its allocation.
+        self.said("aclrtMemcpy", unsafe { self.api.copy.call(dst, len, src, len, kind) })
     }
 
     /// Waits until the device has nothing to do: a copy that failed may still run. `false`: the device is lost, and
     /// whether the copy still runs cannot be known.
     #[cold]
     fn let_go(&self) -> bool {
-        let mut attempt = 0_u64;
-        while let Err(error) = self.drained() {
-            if error.is_device_lost() {
-                return false;
-            }
-            if attempt % 1024 == 0 {
-                crate::foreign::warn!(
-                    target: "pinpool::device", device = &*self.name, %error, attempt,
-                    "waiting for a copy that failed to end failed, trying again"
-                );
-            }
-            std::thread::sleep(std::time::Duration::from_millis(attempt.min(16)));
-            attempt += 1;
-        }
-        true
-    }
-
-    /// # Safety
-    /// Both ranges are valid, and nothing else writes the source or touches the target, until this returns.
-    unsafe fn copy_by_cpu(&self, on: StreamHandle, src: *const u8, dst: *mut u8, len: usize) -> Result<()> {
-        let _current = self.current()?;
-        self.drained_stream(on)?;
-        // SAFETY: the caller promises both ranges, and the stream's earlier work is complete.
-        unsafe { dst.copy_from_nonoverlapping(src, len) };
-        Ok(())
+        wait_out(&self.name, || self.drained()).is_ok()
     }
 }

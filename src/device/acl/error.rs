@@ -10,7 +10,6 @@
 
 use std::ffi::c_int;
 
-use super::names::NAMES;
 use crate::amount::Amount;
 use crate::device::gate::Refused;
 use crate::error::ErrorClass;
@@ -74,12 +73,49 @@ impl AclCode {
         }
     }
 
-    /// The code's name in the library's headers, if it has one there.
+    /// The code's name in the library's headers, for codes that its runtime's calls are known to return.
     pub(super) fn name(self) -> &'static str {
-        let known = NAMES.binary_search_by_key(&self.0, |name| name.0);
-        known.map_or("a code that the headers have no name for", |at| NAMES[at].1)
+        NAMES.iter().find(|name| name.0 == self.0).map_or("a code that has no name here", |name| name.1)
     }
 }
+
+/// As `acl_base_rt.h` and `error_codes/rt_error_codes.h` have them (CANN 8.5 to 9.2). The library has no call that names
+/// a code, and its own message may be missing.
+#[rustfmt::skip]
+const NAMES: &[(c_int, &str)] = &[
+    (100_001, "ACL_ERROR_UNINITIALIZE"),
+    (100_002, "ACL_ERROR_REPEAT_INITIALIZE"),
+    (107_000, "ACL_ERROR_RT_PARAM_INVALID"),
+    (107_001, "ACL_ERROR_RT_INVALID_DEVICEID"),
+    (107_002, "ACL_ERROR_RT_CONTEXT_NULL"),
+    (107_003, "ACL_ERROR_RT_STREAM_CONTEXT"),
+    (107_019, "ACL_ERROR_RT_WAIT_TIMEOUT"),
+    (107_020, "ACL_ERROR_RT_TASK_TIMEOUT"),
+    (107_022, "ACL_ERROR_RT_DEVICE_TASK_ABORT"),
+    (207_000, "ACL_ERROR_RT_FEATURE_NOT_SUPPORT"),
+    (207_001, "ACL_ERROR_RT_MEMORY_ALLOCATION"),
+    (207_004, "ACL_ERROR_RT_NO_DEVICE"),
+    (207_005, "ACL_ERROR_RT_RESOURCE_ALLOC_FAIL"),
+    (207_007, "ACL_ERROR_RT_NO_EVENT_RESOURCE"),
+    (207_008, "ACL_ERROR_RT_NO_STREAM_RESOURCE"),
+    (207_018, "ACL_ERROR_RT_DEVICE_OOM"),
+    (507_000, "ACL_ERROR_RT_INTERNAL_ERROR"),
+    (507_001, "ACL_ERROR_RT_TS_ERROR"),
+    (507_010, "ACL_ERROR_RT_LOST_HEARTBEAT"),
+    (507_013, "ACL_ERROR_RT_SYS_DMA"),
+    (507_014, "ACL_ERROR_RT_AICORE_TIMEOUT"),
+    (507_015, "ACL_ERROR_RT_AICORE_EXCEPTION"),
+    (507_018, "ACL_ERROR_RT_AICPU_EXCEPTION"),
+    (507_033, "ACL_ERROR_RT_DEV_SETUP_ERROR"),
+    (507_035, "ACL_ERROR_RT_VECTOR_CORE_EXCEPTION"),
+    (507_046, "ACL_ERROR_RT_STREAM_SYNC_TIMEOUT"),
+    (507_047, "ACL_ERROR_RT_EVENT_SYNC_TIMEOUT"),
+    (507_053, "ACL_ERROR_RT_DEVICE_MEM_ERROR"),
+    (507_054, "ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR"),
+    (507_056, "ACL_ERROR_RT_LINK_ERROR"),
+    (507_899, "ACL_ERROR_RT_DRV_INTERNAL_ERROR"),
+    (507_910, "ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED"),
+];
 
 /// The limits of host memory, for the message of an allocation that was refused (207001).
 pub(super) fn host_memory_limits(wanted: usize) -> String {
@@ -102,38 +138,24 @@ mod tests {
 
     #[test]
     fn every_kind_of_code_has_its_class() {
-        let class = |code| AclCode(code).class();
-        for code in
-            [100_000, 107_000, 107_001, 107_003, 107_017, 207_000, 207_002, 507_000, 507_899, 507_910, -1, 7]
-        {
-            assert_eq!(class(code), ErrorClass::Argument, "{code}");
-        }
-        for code in [207_001, 207_007, 207_008, 207_018, 507_002, 507_006, 507_046, 507_047] {
-            assert_eq!(class(code), ErrorClass::Transient, "{code}");
-        }
-        for code in [507_001, 507_010, 507_013, 507_015, 507_035, 507_053, 507_054, 507_056, 507_901] {
-            assert_eq!(class(code), ErrorClass::DeviceLost, "{code}");
-        }
-        for code in [107_024, 107_027, 107_028, 107_030, 507_903] {
-            assert_eq!(class(code), ErrorClass::Capture, "{code}");
-        }
-        for code in [100_001, 107_002] {
-            assert_eq!(class(code), ErrorClass::DriverShutdown, "{code}");
-        }
-    }
-
-    #[test]
-    fn codes_have_their_names() {
-        assert!(NAMES.is_sorted_by(|a, b| a.0 < b.0), "looked up by bisection");
-        for (code, name) in [
-            (100_002, "ACL_ERROR_REPEAT_INITIALIZE"),
-            (107_002, "ACL_ERROR_RT_CONTEXT_NULL"),
-            (207_001, "ACL_ERROR_RT_MEMORY_ALLOCATION"),
-            (507_899, "ACL_ERROR_RT_DRV_INTERNAL_ERROR"),
+        for (class, codes) in [
+            (
+                ErrorClass::Argument,
+                &[100_000, 107_000, 107_003, 207_000, 207_002, 507_000, 507_899, 507_910, -1][..],
+            ),
+            (
+                ErrorClass::Transient,
+                &[207_001, 207_007, 207_008, 207_018, 507_002, 507_006, 507_046, 507_047],
+            ),
+            (
+                ErrorClass::DeviceLost,
+                &[507_001, 507_010, 507_013, 507_015, 507_035, 507_053, 507_056, 507_901],
+            ),
+            (ErrorClass::Capture, &[107_024, 107_027, 107_028, 107_030, 507_903]),
+            (ErrorClass::DriverShutdown, &[100_001, 107_002]),
         ] {
-            assert_eq!(AclCode(code).name(), name);
+            codes.iter().for_each(|code| assert_eq!(AclCode(*code).class(), class, "{code}"));
         }
-        assert!(AclCode(1).name().contains("no name"));
     }
 
     #[test]

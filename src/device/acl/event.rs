@@ -30,10 +30,9 @@ use std::ffi::c_int;
 use crate::locks::Mutex;
 use slab::Slab;
 
-use super::api::{AclApi, AclEvent};
+use super::api::{AclApi, AclEvent, CreateEvent};
 use super::error::AclCode;
 use super::{Acl, stream};
-use crate::device::gate::Entry;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 
@@ -48,14 +47,12 @@ const RECORDED_COMPLETE: c_int = 1;
 const STATUS_COMPLETE: c_int = 0;
 const STATUS_NOT_READY: c_int = 1;
 
-type Create = Entry<unsafe extern "C" fn(*mut AclEvent, u32) -> AclCode>;
-
 #[derive(Clone, Copy, Debug)]
 enum EventKind {
     /// Recorded again and again.
-    Lasting(Create),
+    Lasting(CreateEvent),
     /// A new event for each recording. It takes its resource when it is created.
-    Flagged(Create),
+    Flagged(CreateEvent),
     /// A new event for each recording. It takes its resource when it is recorded, and that may block.
     Plain,
 }
@@ -64,16 +61,16 @@ enum EventKind {
 #[derive(Debug, Default)]
 struct Brief {
     /// By handle: the library's event that it names just now.
-    slots: Slab<Option<Raw>>,
+    slots: Slab<Option<EventHandle>>,
     /// The number of the library's events that exist.
     made: usize,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Raw(AclEvent);
-
-// SAFETY: an event may be used from any thread.
-unsafe impl Send for Raw {}
+impl Brief {
+    fn take(&mut self, handle: EventHandle) -> Option<EventHandle> {
+        self.slots.get_mut(handle.0 as usize)?.take()
+    }
+}
 
 #[derive(Debug)]
 pub(super) struct AclEvents {
@@ -94,6 +91,10 @@ impl AclEvents {
             _ => EventKind::Plain,
         };
         Self { kind, most: most(api.soc().as_deref()), brief: Mutex::default(), aside: Mutex::default() }
+    }
+
+    fn are_lasting(&self) -> bool {
+        matches!(self.kind, EventKind::Lasting(_))
     }
 
     /// Whether recording an event may wait until others are destroyed.
@@ -127,12 +128,8 @@ fn most(soc: Option<&str>) -> usize {
     all - all / 8
 }
 
-fn handle(raw: AclEvent) -> EventHandle {
-    EventHandle(raw as usize as u64)
-}
-
-fn raw(handle: EventHandle) -> AclEvent {
-    handle.0 as usize as AclEvent
+fn raw(event: EventHandle) -> AclEvent {
+    event.0 as usize as AclEvent
 }
 
 impl Acl {
@@ -145,90 +142,74 @@ impl Acl {
                 _ => self.events.set_aside(event),
             }
         }
-        match self.events.kind {
-            EventKind::Lasting(create) => {
-                let _current = self.current()?;
-                self.event_make(|event| {
-                    // SAFETY: writes a handle.
-                    unsafe { create.call(event, SYNC | CAPTURE_STREAM_PROGRESS) }
-                })
-                .map(handle)
-            }
-            EventKind::Flagged(_) | EventKind::Plain => {
-                let _pass = self.alive()?;
-                Ok(EventHandle(self.events.brief.lock().slots.insert(None) as u64))
-            }
+        if self.events.are_lasting() {
+            let _current = self.current()?;
+            return self.event_make();
         }
+        let _pass = self.alive()?;
+        Ok(EventHandle(self.events.brief.lock().slots.insert(None) as u64))
     }
 
     /// Destroys the events that were set aside. Nothing is in flight any more, and the driver is being dropped.
     pub(super) fn events_end(&self) {
-        let aside = std::mem::take(&mut *self.events.aside.lock());
-        for event in aside {
+        for event in std::mem::take(&mut *self.events.aside.lock()) {
             // Work that the program queued before it may still run; destroying an event waits for nothing.
             if let Err(error) = self.event_destroy(event) {
-                self.leaked();
-                crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
+                self.event_leaked(&error);
             }
         }
     }
 
-    fn event_make(&self, create: impl FnOnce(*mut AclEvent) -> AclCode) -> Result<AclEvent> {
+    fn event_leaked(&self, error: &Error) {
+        self.leaked();
+        crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
+    }
+
+    /// A new event of the library's. The context is current.
+    fn event_make(&self) -> Result<EventHandle> {
         let mut event: AclEvent = std::ptr::null_mut();
-        let code = create(&raw mut event);
-        self.said(self.events.call(), code).map(|()| event)
+        // SAFETY: each of these writes a handle.
+        let code = unsafe {
+            match self.events.kind {
+                EventKind::Lasting(create) => create.call(&raw mut event, SYNC | CAPTURE_STREAM_PROGRESS),
+                EventKind::Flagged(create) => create.call(&raw mut event, SYNC),
+                EventKind::Plain => self.api.event_create.call(&raw mut event),
+            }
+        };
+        self.said(self.events.call(), code).map(|()| EventHandle(event as usize as u64))
     }
 
     pub(super) fn event_destroy(&self, handle: EventHandle) -> Result<()> {
-        match self.events.kind {
-            EventKind::Lasting(_) => {
-                let _pass = self.alive()?;
-                // SAFETY: created by this driver, destroyed once.
-                self.said("aclrtDestroyEvent", unsafe { self.api.event_destroy.call(raw(handle)) })
-            }
-            EventKind::Flagged(_) | EventKind::Plain => {
-                let last = self.events.brief.lock().slots.try_remove(handle.0 as usize).flatten();
-                last.map_or(Ok(()), |event| self.event_drop(event))
-            }
+        if self.events.are_lasting() {
+            return self.event_drop(handle);
         }
+        let last = self.events.brief.lock().slots.try_remove(handle.0 as usize).flatten();
+        last.map_or(Ok(()), |event| self.event_drop(event))
     }
 
-    /// Destroys an event of an older kind, which no handle names any more.
-    fn event_drop(&self, event: Raw) -> Result<()> {
+    /// Destroys an event of the library's, which no handle names any more.
+    fn event_drop(&self, event: EventHandle) -> Result<()> {
         let _pass = self.alive()?;
         // SAFETY: created by this driver, destroyed once.
-        self.said("aclrtDestroyEvent", unsafe { self.api.event_destroy.call(event.0) })?;
-        // Only now: an event that is not destroyed keeps its resource.
-        self.events.brief.lock().made -= 1;
+        self.said("aclrtDestroyEvent", unsafe { self.api.event_destroy.call(raw(event)) })?;
+        if !self.events.are_lasting() {
+            // Only now: an event that is not destroyed keeps its resource.
+            self.events.brief.lock().made -= 1;
+        }
         Ok(())
     }
 
     pub(super) fn event_record(&self, handle: EventHandle, on: StreamHandle) -> Result<()> {
         let _current = self.current()?;
-        let event = match self.events.kind {
-            EventKind::Lasting(_) => raw(handle),
-            EventKind::Flagged(create) => self.event_renew(handle, |event| {
-                // SAFETY: writes a handle.
-                unsafe { create.call(event, SYNC) }
-            })?,
-            EventKind::Plain => self.event_renew(handle, |event| {
-                // SAFETY: writes a handle.
-                unsafe { self.api.event_create.call(event) }
-            })?,
-        };
+        let event = if self.events.are_lasting() { handle } else { self.event_renew(handle)? };
         // SAFETY: an event and a stream that are alive, and the stream's context is current.
-        self.said("aclrtRecordEvent", unsafe { self.api.event_record.call(event, stream(on)) })
+        self.said("aclrtRecordEvent", unsafe { self.api.event_record.call(raw(event), stream(on)) })
     }
 
     /// A new event behind a handle.
-    fn event_renew(
-        &self,
-        handle: EventHandle,
-        create: impl FnOnce(*mut AclEvent) -> AclCode,
-    ) -> Result<AclEvent> {
-        let at = handle.0 as usize;
+    fn event_renew(&self, handle: EventHandle) -> Result<EventHandle> {
         // The last event may still be there where its recording had failed.
-        let last = self.events.brief.lock().slots.get_mut(at).and_then(Option::take);
+        let last = self.events.brief.lock().take(handle);
         if let Some(last) = last {
             self.event_drop(last).inspect_err(|_| self.leaked())?;
         }
@@ -239,61 +220,55 @@ impl Acl {
             }
             brief.made += 1;
         }
-        let made = self.event_make(create).map(Raw);
+        let made = self.event_make();
         let mut brief = self.events.brief.lock();
-        match made {
+        match &made {
             Ok(event) => {
-                if let Some(slot) = brief.slots.get_mut(at) {
-                    *slot = Some(event);
+                if let Some(slot) = brief.slots.get_mut(handle.0 as usize) {
+                    *slot = Some(*event);
                 }
-                Ok(event.0)
             }
-            Err(error) => {
-                brief.made -= 1;
-                Err(error)
-            }
+            Err(_) => brief.made -= 1,
         }
+        made
     }
 
     /// The library's own error for this, before the library would block.
     #[cold]
     fn event_limit(&self) -> Error {
-        let code = AclCode::NO_EVENT_RESOURCE;
+        let (code, call) = (AclCode::NO_EVENT_RESOURCE, self.events.call());
         let text = format!(
-            "{}: {} events of {} are recorded and not complete, and pinpool takes no more of what the device has; they come \
-             back as their streams go on",
+            "{}: {} events of {call} are recorded and not complete, and pinpool takes no more of what the device has; \
+             they come back as their streams go on",
             code.name(),
-            self.events.most,
-            self.events.call()
+            self.events.most
         );
         Error::Device(DeviceError {
             device: self.name.clone(),
-            call: self.events.call(),
+            call,
             code: code.0.into(),
             text: text.into(),
             class: ErrorClass::Transient,
         })
     }
 
+    /// The library's event that a handle names. `None`: it is complete, or was never recorded.
+    fn event_of(&self, handle: EventHandle) -> Option<EventHandle> {
+        if self.events.are_lasting() {
+            return Some(handle);
+        }
+        self.events.brief.lock().slots.get(handle.0 as usize).copied().flatten()
+    }
+
     pub(super) fn event_query(&self, handle: EventHandle) -> Result<bool> {
         let _pass = self.alive()?;
-        let at = handle.0 as usize;
-        let event = match self.events.kind {
-            EventKind::Lasting(_) => raw(handle),
-            EventKind::Flagged(_) | EventKind::Plain => {
-                match self.events.brief.lock().slots.get(at).copied().flatten() {
-                    Some(event) => event.0,
-                    None => return Ok(true),
-                }
-            }
-        };
-        let complete = self.event_ask(event)?;
-        if complete && !matches!(self.events.kind, EventKind::Lasting(_)) {
-            let last = self.events.brief.lock().slots.get_mut(at).and_then(Option::take);
+        let Some(event) = self.event_of(handle) else { return Ok(true) };
+        let complete = self.event_ask(raw(event))?;
+        if complete && !self.events.are_lasting() {
+            let last = self.events.brief.lock().take(handle);
             if let Some(Err(error)) = last.map(|event| self.event_drop(event)) {
                 // The event is complete all the same.
-                self.leaked();
-                crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
+                self.event_leaked(&error);
             }
         }
         Ok(complete)
@@ -314,18 +289,9 @@ impl Acl {
 
     pub(super) fn event_wait(&self, on: StreamHandle, handle: EventHandle) -> Result<()> {
         let _current = self.current()?;
-        let event = match self.events.kind {
-            EventKind::Lasting(_) => raw(handle),
-            EventKind::Flagged(_) | EventKind::Plain => {
-                match self.events.brief.lock().slots.get(handle.0 as usize).copied().flatten() {
-                    Some(event) => event.0,
-                    // It is complete, so there is nothing to wait for.
-                    None => return Ok(()),
-                }
-            }
-        };
+        let Some(event) = self.event_of(handle) else { return Ok(()) };
         // SAFETY: a stream and an event that are alive, and the stream's context is current.
-        self.said("aclrtStreamWaitEvent", unsafe { self.api.stream_wait_event.call(stream(on), event) })
+        self.said("aclrtStreamWaitEvent", unsafe { self.api.stream_wait_event.call(stream(on), raw(event)) })
     }
 }
 

@@ -29,33 +29,19 @@ const LOCATION_DEVICE: c_int = 1;
 const MANAGED: c_int = 3;
 const HOST_NUMA: c_int = 4;
 
-/// One allocation of the crate's.
-#[derive(Clone, Copy, Debug)]
-struct AclAllocation {
-    len: usize,
-    ordinal: i32,
-    /// The address that the library gave.
-    at: u64,
-}
-
-/// All allocations of all devices, by device and first byte. (The devices share one range of addresses, of which each
-/// has its own part.)
-static ALLOCATIONS: Mutex<BTreeMap<(i32, u64), AclAllocation>> = Mutex::new(BTreeMap::new());
+/// All allocations of all devices, by device and first byte, with their lengths and the addresses that the library gave.
+/// (The devices share one range of addresses, of which each has its own part.)
+static ALLOCATIONS: Mutex<BTreeMap<(i32, u64), (usize, u64)>> = Mutex::new(BTreeMap::new());
 
 impl Acl {
     pub(super) fn memory_allocate(&self, len: usize) -> Result<DevicePtr> {
         let mut at = self.malloc(len)?;
         if at % ALLOCATION_ALIGN != 0 {
             self.free_at(at).inspect_err(|_| self.leaked())?;
-            let longer = len.checked_add(ALLOCATION_ALIGN as usize).ok_or_else(|| Error::OutOfMemory {
-                wanted: len,
-                text: "no allocation can be as long".into(),
-            })?;
-            at = self.malloc(longer)?;
+            at = self.malloc(len.saturating_add(ALLOCATION_ALIGN as usize))?;
         }
         let start = at.next_multiple_of(ALLOCATION_ALIGN);
-        let allocation = AclAllocation { len, ordinal: self.ordinal, at };
-        ALLOCATIONS.lock().insert((self.ordinal, start), allocation);
+        ALLOCATIONS.lock().insert((self.ordinal, start), (len, at));
         Ok(DevicePtr(start))
     }
 
@@ -73,10 +59,10 @@ impl Acl {
     pub(super) fn memory_free(&self, ptr: DevicePtr) -> Result<()> {
         let _pass = self.alive()?;
         let found = ALLOCATIONS.lock().remove(&(self.ordinal, ptr.0));
-        let allocation = found.ok_or_else(|| {
+        let (_, at) = found.ok_or_else(|| {
             Error::Unsupported(format!("{}: no memory of aclrtMalloc starts there", self.name))
         })?;
-        self.free_at(allocation.at)
+        self.free_at(at)
     }
 
     fn free_at(&self, at: u64) -> Result<()> {
@@ -87,22 +73,14 @@ impl Acl {
         })
     }
 
-    /// Whether copies of this device can use memory that the crate did not allocate.
-    pub(super) fn memory_examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
-        let _pass = self.alive()?;
-        let fault = self.fault(ptr.0, len)?;
-        fault.map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
-    }
-
     /// What is wrong with a range, if anything is known to be.
-    fn fault(&self, address: u64, len: usize) -> Result<Option<AddressFault>> {
-        if let Some((start, found)) = allocation(address) {
-            if found.ordinal != self.ordinal {
-                return Ok(Some(AddressFault::OtherDevice { device: format!("acl:{}", found.ordinal) }));
+    pub(super) fn fault(&self, address: u64, len: usize) -> Result<Option<AddressFault>> {
+        if let Some((ordinal, start, size)) = allocation(address) {
+            if ordinal != self.ordinal {
+                return Ok(Some(AddressFault::OtherDevice { device: format!("acl:{ordinal}") }));
             }
-            let left = found.len - (address - start) as usize;
-            let over = len.saturating_sub(left);
-            return Ok((over > 0).then_some(AddressFault::PastEnd { start, size: found.len, over }));
+            let over = len.saturating_sub(size - (address - start) as usize);
+            return Ok((over > 0).then_some(AddressFault::PastEnd { start, size, over }));
         }
         if is_locked(std::ptr::without_provenance(address as usize), 1) {
             return Ok(Some(AddressFault::Host { registered: true }));
@@ -140,9 +118,9 @@ impl Acl {
     }
 }
 
-/// The crate's allocation that an address lies in, with its first byte.
-fn allocation(address: u64) -> Option<(u64, AclAllocation)> {
+/// The crate's allocation that an address lies in: its device, its first byte and its length.
+fn allocation(address: u64) -> Option<(i32, u64, usize)> {
     let all = ALLOCATIONS.lock();
-    let covers = |start: u64, found: &AclAllocation| (start..start + found.len as u64).contains(&address);
-    all.iter().find(|((_, start), found)| covers(*start, found)).map(|((_, start), found)| (*start, *found))
+    let mut entries = all.iter().map(|(&(ordinal, start), &(len, _))| (ordinal, start, len));
+    entries.find(|&(_, start, len)| (start..start + len as u64).contains(&address))
 }

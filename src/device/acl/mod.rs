@@ -8,7 +8,7 @@
 //! | file | what is in it |
 //! | --- | --- |
 //! | `api.rs` | the library, loaded at run time, and its entry points |
-//! | `error.rs`, `names.rs` | classes and names of its error codes |
+//! | `error.rs` | classes and names of its error codes |
 //! | this one | opening a device, the current context; streams |
 //! | `host.rs` | host memory: allocated by the library, registered, and which of it is page-locked |
 //! | `memory.rs` | device memory, and the check of memory that the crate did not allocate |
@@ -16,8 +16,7 @@
 //! | `event.rs` | events of three kinds, by what the library has |
 //! | `adopt.rs` | contexts and streams that the program made |
 //!
-//! The crate calls this through [`Driver`]. The public module `acl` also calls what only Ascend has: by
-//! [`Driver::as_any`] it gets the [`Acl`] itself.
+//! The public module `acl` also calls what only Ascend has: by [`Driver::as_any`] it gets the [`Acl`] itself.
 //!
 //! # Contexts
 //!
@@ -41,11 +40,11 @@ mod error;
 mod event;
 mod host;
 mod memory;
-mod names;
 
 use std::any::Any;
 use std::ffi::c_int;
 use std::ptr::NonNull;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 pub use self::adopt::About;
@@ -53,23 +52,24 @@ pub(crate) use self::adopt::adopt;
 use self::api::{AclApi, AclContext, AclStream};
 use self::error::AclCode;
 use self::event::AclEvents;
-use super::ending::{Ending, KeepAlive};
+use super::ending::Ending;
 use super::gate;
-use super::holds::Last;
+use super::vendor::no_such;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
-use crate::error::{DeviceError, Error, ErrorClass, Result};
+use crate::error::{DeviceError, Error, Result};
 use crate::exit::{self, Pass};
 
 /// acl_rt.h: aclrtRunMode's ACL_DEVICE: this program runs on the device itself, and its memory is the device's.
 const RUN_ON_DEVICE: c_int = 0;
-/// acl_rt.h: aclrtStreamStatus's ACL_STREAM_STATUS_COMPLETE.
-const STREAM_COMPLETE: c_int = 0;
 /// How long a call waits for a stream that is to be destroyed, in milliseconds. Work that the program has queued there
 /// should be complete by then.
 const LAST_WAIT_MS: i32 = 10_000;
 /// The most bytes that one call allocates or pins. Allocations of some 200 GB and more are known to be refused on
 /// machines with as much free.
 const LONGEST_PIN: usize = 128 << 30;
+
+const NO_DEVICE: &str = "no Ascend device is visible to this process: see npu-smi info, ASCEND_RT_VISIBLE_DEVICES, and \
+                         the devices given to the container (/dev/davinci*)";
 
 /// One context of an Ascend device.
 #[derive(Debug)]
@@ -82,11 +82,12 @@ pub(crate) struct Acl {
     /// Whether the program runs on the device itself ("RC mode").
     on_device: bool,
     events: AclEvents,
-    host: host::Host,
+    /// Whether host memory may not start on a page: see `host`.
+    pads: AtomicBool,
     /// Whether this is the device's default context, counted once. Another one is the program's.
     default: bool,
     /// The error that the device was lost with.
-    lost: OnceLock<DeviceError>,
+    lost: OnceLock<Error>,
     ending: Ending,
 }
 
@@ -108,7 +109,6 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     match unsafe { api.device_count.call(&raw mut count) } {
         // Some versions answer with this code where there is no device.
         AclCode::NO_DEVICE => {
-            // Here and below: the refusal is no error, so its message is removed.
             api.expected();
             count = 0;
         }
@@ -117,65 +117,28 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
             .map_err(|error| Error::unavailable(&name, &error))?,
     }
     if ordinal >= count {
-        return Err(no_such(&name, count));
+        return Err(no_such("acl", &name, count, NO_DEVICE));
     }
     let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
-    let found = FoundContext::default_of(api, &name, ordinal)?;
+    let own = name.clone();
+    let (context, on_device) = on_other_thread(&name, move || {
+        // SAFETY: the call takes a number.
+        check(api, &own, "aclrtSetDevice", unsafe { api.set_device.call(ordinal) })?;
+        current_context(api, &own).inspect_err(|_| _ = reset(api, &own, ordinal))
+    })?;
     // Making the context may have registered exit handlers of the library's.
     gate::watch_exit();
-    let driver = Arc::new(Acl::new(api, name, ordinal, found, true));
-    host::opened(&driver);
-    Ok(driver)
+    Ok(Acl::start(api, name, ordinal, context, on_device, true))
 }
 
-/// The error for a name whose ordinal is not below `count`, the number of devices.
-fn no_such(name: &str, count: u32) -> Error {
-    match count {
-        0 => Error::Unavailable {
-            device: name.into(),
-            why: "no Ascend device is visible to this process: see npu-smi info, ASCEND_RT_VISIBLE_DEVICES, and the devices \
-                  given to the container (/dev/davinci*)"
-                .into(),
-        },
-        1 => Error::UnknownDevice { name: name.into(), known: "there is only acl:0".into() },
-        n => Error::UnknownDevice { name: name.into(), known: format!("there are acl:0 to acl:{}", n - 1) },
-    }
-}
-
-/// A context, and an answer that the library gives while the context is current.
-struct FoundContext {
-    context: AclContext,
-    on_device: bool,
-}
-
-// SAFETY: a context may be current on any thread.
-unsafe impl Send for FoundContext {}
-
-impl FoundContext {
-    /// The default context of a device, which is counted once more.
-    fn default_of(api: &'static AclApi, name: &Arc<str>, ordinal: i32) -> Result<Self> {
-        let own = name.clone();
-        on_other_thread(name, move || {
-            // SAFETY: the call takes a number.
-            check(api, &own, "aclrtSetDevice", unsafe { api.set_device.call(ordinal) })?;
-            let found = Self::current(api, &own);
-            if found.is_err() {
-                reset(api, &own, ordinal);
-            }
-            found
-        })
-    }
-
-    /// The context that is current on this thread.
-    fn current(api: &AclApi, name: &Arc<str>) -> Result<Self> {
-        let mut context = std::ptr::null_mut();
-        // SAFETY: writes a handle.
-        check(api, name, "aclrtGetCurrentContext", unsafe { api.context_get.call(&raw mut context) })?;
-        let mut mode: c_int = -1;
-        // SAFETY: writes a number.
-        check(api, name, "aclrtGetRunMode", unsafe { api.run_mode.call(&raw mut mode) })?;
-        Ok(Self { context, on_device: mode == RUN_ON_DEVICE })
-    }
+/// The address of the context that is current on this thread, and whether the program runs on the device itself.
+fn current_context(api: &AclApi, name: &Arc<str>) -> Result<(usize, bool)> {
+    let (mut context, mut mode): (AclContext, c_int) = (std::ptr::null_mut(), -1);
+    // SAFETY: writes a handle.
+    check(api, name, "aclrtGetCurrentContext", unsafe { api.context_get.call(&raw mut context) })?;
+    // SAFETY: writes a number.
+    check(api, name, "aclrtGetRunMode", unsafe { api.run_mode.call(&raw mut mode) })?;
+    Ok((context as usize, mode == RUN_ON_DEVICE))
 }
 
 /// Runs something on a thread of its own, so that the current context of the caller's thread does not change.
@@ -200,29 +163,19 @@ fn reset(api: &AclApi, name: &Arc<str>, ordinal: i32) -> bool {
 }
 
 fn check(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> Result<()> {
-    if code == AclCode::SUCCESS { Ok(()) } else { Err(Error::Device(failed(api, device, call, code))) }
+    if code == AclCode::SUCCESS { Ok(()) } else { Err(failed(api, device, call, code)) }
 }
 
 /// The error of a call, with the library's own message. The next call on this thread may overwrite that message.
 #[cold]
-fn failed(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> DeviceError {
+fn failed(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> Error {
     let text = match api.recent() {
         _ if exit::exiting() => gate::ENDING.to_owned(),
         Some(said) => format!("{}: {said}", code.name()),
         None => code.name().to_owned(),
     };
-    DeviceError { device: device.clone(), call, code: code.0.into(), text: text.into(), class: code.class() }
-}
-
-/// Adds the remedy to the library's text.
-fn advise(error: Error, remedy: &str) -> Error {
-    match error {
-        Error::Device(error) => {
-            let text = format!("{}; {remedy}", error.text).into();
-            Error::Device(DeviceError { text, ..error })
-        }
-        error => error,
-    }
+    let (device, class) = (device.clone(), code.class());
+    Error::Device(DeviceError { device, call, code: code.0.into(), text: text.into(), class })
 }
 
 /// While this exists, the driver's context is current on this thread. Its drop restores the caller's, if there was one.
@@ -246,7 +199,7 @@ impl<'a> AclCurrent<'a> {
                 api.expected();
                 None
             }
-            code => return Err(Error::Device(failed(api, name, "aclrtGetCurrentContext", code))),
+            code => return Err(failed(api, name, "aclrtGetCurrentContext", code)),
         };
         // SAFETY: a context that exists for as long as the driver does.
         check(api, name, "aclrtSetCurrentContext", unsafe { api.context_set.call(context) })?;
@@ -256,70 +209,66 @@ impl<'a> AclCurrent<'a> {
 
 impl Drop for AclCurrent<'_> {
     fn drop(&mut self) {
-        if let Some(theirs) = self.theirs {
-            // It can only fail for a context that was destroyed meanwhile. SAFETY: the context that was current when
-            // this was made.
-            if unsafe { self.api.context_set.call(theirs) } != AclCode::SUCCESS {
-                self.api.expected();
-            }
+        let Some(theirs) = self.theirs else { return };
+        // It can only fail for a context that was destroyed meanwhile. SAFETY: the context that was current when this was
+        // made.
+        if unsafe { self.api.context_set.call(theirs) } != AclCode::SUCCESS {
+            self.api.expected();
         }
     }
 }
 
 impl Acl {
-    fn new(api: &'static AclApi, name: Arc<str>, ordinal: i32, found: FoundContext, default: bool) -> Self {
-        Self {
+    /// The driver for a context, which host memory waits for from now on when it is freed.
+    fn start(
+        api: &'static AclApi,
+        name: Arc<str>,
+        ordinal: i32,
+        context: usize,
+        on_device: bool,
+        default: bool,
+    ) -> Arc<Self> {
+        let driver = Arc::new(Self {
             api,
             name,
             ordinal,
-            context: found.context,
-            on_device: found.on_device,
+            context: context as AclContext,
+            on_device,
             events: AclEvents::of(api),
-            host: host::Host::new(found.on_device),
+            pads: on_device.into(),
             default,
             lost: OnceLock::new(),
             ending: Ending::new(),
-        }
+        });
+        host::opened(&driver);
+        driver
     }
 
     /// Every outcome of a call for this device passes here. After an outcome that ends the device no call is made.
     fn said(&self, call: &'static str, code: AclCode) -> Result<()> {
-        if code == AclCode::SUCCESS {
-            return Ok(());
-        }
-        let error = failed(self.api, &self.name, call, code);
-        if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::DriverShutdown) {
-            let _ = self.lost.set(error.clone());
-        }
-        Err(Error::Device(error))
+        self.noting(check(self.api, &self.name, call, code))
+    }
+
+    fn noting<R>(&self, outcome: Result<R>) -> Result<R> {
+        outcome.inspect_err(|error| {
+            if error.is_device_lost() {
+                let _ = self.lost.set(error.clone());
+            }
+        })
     }
 
     /// A pass to make a call. An error, if the device was lost or the process ends.
     fn alive(&self) -> Result<Pass> {
         if let Some(error) = self.lost.get() {
-            return Err(Error::Device(error.clone()));
+            return Err(error.clone());
         }
-        exit::pass().ok_or_else(|| {
-            Error::Device(DeviceError {
-                device: self.name.clone(),
-                call: "a call",
-                code: AclCode::UNINITIALIZED.0.into(),
-                text: gate::ENDING.into(),
-                class: ErrorClass::DriverShutdown,
-            })
-        })
+        exit::pass().ok_or_else(|| failed(self.api, &self.name, "a call", AclCode::UNINITIALIZED))
     }
 
     /// Makes the driver's context current, for a call that needs one.
     fn current(&self) -> Result<AclCurrent<'_>> {
         let pass = self.alive()?;
-        AclCurrent::enter(self.api, &self.name, self.context, Some(pass)).inspect_err(|error| {
-            if let Error::Device(error) = error {
-                if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::DriverShutdown) {
-                    let _ = self.lost.set(error.clone());
-                }
-            }
-        })
+        self.noting(AclCurrent::enter(self.api, &self.name, self.context, Some(pass)))
     }
 
     /// Notes that something of the device's stays for good.
@@ -338,26 +287,6 @@ impl Acl {
     fn drained_stream(&self, handle: StreamHandle) -> Result<()> {
         // SAFETY: a stream that is alive.
         self.said("aclrtSynchronizeStream", unsafe { self.api.stream_synchronize.call(stream(handle)) })
-    }
-
-    /// Waits for the last work on a stream that is to be destroyed: the program may have left some there.
-    fn last_work(&self, handle: StreamHandle) -> Result<()> {
-        if let Some(query) = self.api.stream_query {
-            let mut status = !STREAM_COMPLETE;
-            // SAFETY: a stream of this driver that is alive, and a place for a number.
-            self.said("aclrtStreamQuery", unsafe { query.call(stream(handle), &raw mut status) })?;
-            if status == STREAM_COMPLETE {
-                return Ok(());
-            }
-        }
-        match self.api.stream_synchronize_timeout {
-            Some(wait) => {
-                // SAFETY: a stream of this driver that is alive.
-                let code = unsafe { wait.call(stream(handle), LAST_WAIT_MS) };
-                self.said("aclrtSynchronizeStreamWithTimeout", code)
-            }
-            None => self.drained_stream(handle),
-        }
     }
 }
 
@@ -378,12 +307,8 @@ impl Driver for Acl {
         self
     }
 
-    fn leave(&self, last: Last) {
-        self.ending.leave(last);
-    }
-
-    fn keep(&self, keep_alive: KeepAlive) {
-        self.ending.keep(keep_alive);
+    fn ending(&self) -> &Ending {
+        &self.ending
     }
 
     fn enter_thread(&self) {
@@ -406,20 +331,15 @@ impl Driver for Acl {
         true
     }
 
-    unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        // SAFETY: the caller promises that the range is mapped, and stays so.
-        unsafe { self.host_register(base, len, false) }
-    }
-
     unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
         // SAFETY: the caller promises that the range was registered, that this is the one call that unregisters it, and
         // that no copy uses it.
         unsafe { self.host_unregister(base) }
     }
 
-    unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
-        // SAFETY: as in `pin`.
-        unsafe { self.host_register(base, len, read_only) }
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, _read_only: bool) -> Result<()> {
+        // SAFETY: the caller promises that the range is mapped, and stays so.
+        unsafe { self.host_register(base, len) }
     }
 
     fn can_use(&self, kind: HostKind) -> Result<()> {
@@ -443,8 +363,15 @@ impl Driver for Acl {
     }
 
     unsafe fn zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
+        // In RC mode page-locked memory is the device's too, and the library writes it. Elsewhere the CPU does.
+        if !self.on_device || !host::is_locked(at.as_ptr(), len) {
+            // SAFETY: the caller promises that the range can be written and is not in use.
+            unsafe { at.write_bytes(0, len) };
+            return Ok(());
+        }
+        let _current = self.current()?;
         // SAFETY: the caller promises that the range can be written and is not in use.
-        unsafe { self.host_zero(at, len) }
+        self.said("aclrtMemset", unsafe { self.api.memset.call(at.as_ptr().cast(), len, 0, len) })
     }
 
     fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
@@ -460,7 +387,9 @@ impl Driver for Acl {
     }
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
-        self.memory_examine(ptr, len)
+        let _pass = self.alive()?;
+        let fault = self.fault(ptr.0, len)?;
+        fault.map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
     }
 
     fn create_stream(&self) -> Result<StreamHandle> {
@@ -473,7 +402,15 @@ impl Driver for Acl {
 
     fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {
         let _current = self.current()?;
-        self.last_work(handle)?;
+        // The program may have left work there.
+        match self.api.stream_synchronize_timeout {
+            Some(wait) => {
+                // SAFETY: a stream of this driver that is alive.
+                let code = unsafe { wait.call(stream(handle), LAST_WAIT_MS) };
+                self.said("aclrtSynchronizeStreamWithTimeout", code)?;
+            }
+            None => self.drained_stream(handle)?,
+        }
         // SAFETY: created by this driver, destroyed once, and its context is current.
         self.said("aclrtDestroyStream", unsafe { self.api.stream_destroy.call(stream(handle)) })
     }

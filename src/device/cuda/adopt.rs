@@ -7,8 +7,6 @@
 //! it is dropped, and a little longer. So its owner can leave a value with the device, the *keep-alive*, which is
 //! dropped after the last call.
 //!
-//! Each adopted context has a name of its own, with a [number](AdoptedContext::number).
-//!
 //! # Streams
 //!
 //! A handle does not name a stream for good: the driver gives the handle of a destroyed stream to a new one. The
@@ -20,18 +18,15 @@
 //! among them (CUDA C++ Programming Guide, "Implicit Synchronization" and "Per-thread Default Stream").
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
-use super::{Cuda, CudaCurrent, batch, check, numa_node, stream};
+use super::{Cuda, CudaCurrent, check, stream};
 use crate::device::confined::Confined;
-use crate::device::ending::Ending;
 use crate::device::gate;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
-use crate::locks::Mutex;
 
 /// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that the crate uses.
 pub(crate) const LEGACY: usize = 1;
@@ -70,28 +65,13 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     if is_primary(api, &name, device, context)? {
         return Ok(AdoptedContext::Default(format!("cuda:{ordinal}")));
     }
-    let name: Arc<str> =
-        format!("cuda:{ordinal} (adopted context {})", AdoptedContext::number(context as usize)).into();
-    let key = format!("cuda context {:#x}", context as usize);
-    let driver = Cuda {
-        ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
-        numa_node: numa_node(api, device),
-        api,
-        name,
-        device,
-        context,
-        primary: false,
-        host_batches: batch::shares_addresses(api, device),
-        batches: Mutex::default(),
-        allocates: AtomicBool::new(false),
-        kernels: OnceLock::new(),
-        ending: Ending::new(),
-    };
-    Ok(AdoptedContext::Other { key, driver: Arc::new(driver) })
+    let name = AdoptedContext::name_on(&format!("cuda:{ordinal}"), context as usize);
+    let driver = Cuda::new(api, name, ordinal, device, context, false);
+    Ok(AdoptedContext::other(context as usize, Arc::new(driver)))
 }
 
 /// The ordinal of the device with this handle, as [`super::driver`] counts.
-fn ordinal(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Result<u32> {
+fn ordinal(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Result<c_int> {
     let mut count: c_int = 0;
     // SAFETY: writes a number.
     check(api, name, "cuDeviceGetCount", unsafe { api.device_count.call(&raw mut count) })?;
@@ -100,7 +80,7 @@ fn ordinal(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Result<u32> {
         // SAFETY: writes a handle.
         check(api, name, "cuDeviceGet", unsafe { api.device_get.call(&raw mut handle, index) })?;
         if handle == device {
-            return Ok(index.unsigned_abs());
+            return Ok(index);
         }
     }
     Err(Error::Unavailable {

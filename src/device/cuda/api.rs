@@ -13,14 +13,11 @@
 //! library that was loaded is never unloaded.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
-use std::mem::ManuallyDrop;
 use std::sync::OnceLock;
 
-use libloading::Library;
-
 use crate::device::gate::{self, Entry, Refused};
+use crate::device::vendor::{entry_points, load, named};
 use crate::error::{Error, ErrorClass, Result};
-use crate::escape::unnamed;
 
 // As in cuda.h.
 pub(crate) type CUdevice = c_int;
@@ -47,7 +44,7 @@ pub(crate) struct CUmemcpyAttributes {
 const LIBRARY_VARIABLE: &str = "PINPOOL_LIBCUDA";
 /// The oldest driver that the calls below are known to work with, as `cuDriverGetVersion` counts.
 const OLDEST: c_int = 11_000;
-const NO_GPU: &str =
+pub(super) const NO_GPU: &str =
     "no GPU is visible to this process: see CUDA_VISIBLE_DEVICES, the container's --gpus, nvidia-smi";
 
 /// What a call returned.
@@ -83,33 +80,8 @@ impl CudaCode {
     }
 }
 
-macro_rules! table {
-    (required { $( $(#[$doc:meta])* $name:ident = $symbol:literal : fn($($arg:ty),* $(,)?) ;)* }
-     optional { $( $(#[$odoc:meta])* $oname:ident = $osymbol:literal : fn($($oarg:ty),* $(,)?) ;)* }) => {
-        /// The entry points. Those of the second part exist only on newer drivers.
-        #[derive(Debug)]
-        pub(crate) struct CudaApi {
-            $( $(#[$doc])* pub(super) $name: Entry<unsafe extern "C" fn($($arg),*) -> CudaCode>, )*
-            $( $(#[$odoc])* pub(super) $oname: Option<Entry<unsafe extern "C" fn($($oarg),*) -> CudaCode>>, )*
-        }
-
-        impl CudaApi {
-            /// The calls of a library, or the name of the first that is missing.
-            fn resolve(library: &Library) -> std::result::Result<Self, &'static str> {
-                // SAFETY: the symbols are the driver API's, whose signatures are those of cuda.h; the caller keeps the
-                // library.
-                unsafe {
-                    Ok(Self {
-                        $( $name: Entry::new(*library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?), )*
-                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| Entry::new(*symbol)), )*
-                    })
-                }
-            }
-        }
-    };
-}
-
-table! {
+entry_points! {
+    CudaApi -> CudaCode;
     required {
     init = "cuInit": fn(c_uint);
     driver_version = "cuDriverGetVersion": fn(*mut c_int);
@@ -151,10 +123,18 @@ table! {
     copy_on_device = "cuMemcpyDtoDAsync_v2": fn(CUdeviceptr, CUdeviceptr, usize, CUstream);
     error_name = "cuGetErrorName": fn(CudaCode, *mut *const c_char);
     error_string = "cuGetErrorString": fn(CudaCode, *mut *const c_char);
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_uint);
+    module_load = "cuModuleLoadData": fn(*mut CUmodule, *const c_void);
+    module_unload = "cuModuleUnload": fn(CUmodule);
+    module_function = "cuModuleGetFunction": fn(*mut CUfunction, CUmodule, *const c_char);
+    priority_range = "cuCtxGetStreamPriorityRange": fn(*mut c_int, *mut c_int);
+    stream_create_with_priority = "cuStreamCreateWithPriority": fn(*mut CUstream, c_uint, c_int);
+    launch_kernel = "cuLaunchKernel": fn(
+        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
+        *mut *mut c_void, *mut *mut c_void,
+    );
     }
     optional {
-    /// Sets relaxed capture mode, so that queries spoil no capture.
-    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_uint);
     /// 12.8: many copies by one call. Targets, sources, lengths, their number; attributes, the first copy of each,
     /// their number; the place where the call failed; the stream.
     copy_batch = "cuMemcpyBatchAsync": fn(
@@ -166,20 +146,8 @@ table! {
         *const CUdeviceptr, *const CUdeviceptr, *const usize, usize,
         *mut CUmemcpyAttributes, *mut usize, usize, CUstream,
     );
-    /// Kernels: a module of PTX, its functions, and launches. Function; blocks and threads of a block, in three
-    /// dimensions each; shared memory; the stream; parameters in either of two ways.
-    module_load = "cuModuleLoadData": fn(*mut CUmodule, *const c_void);
-    module_unload = "cuModuleUnload": fn(CUmodule);
-    module_function = "cuModuleGetFunction": fn(*mut CUfunction, CUmodule, *const c_char);
-    launch_kernel = "cuLaunchKernel": fn(
-        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
-        *mut *mut c_void, *mut *mut c_void,
-    );
     /// 12.4: loads a function whose loading was put off.
     function_load = "cuFuncLoad": fn(CUfunction);
-    /// The least priority and the greatest, and streams of one of them.
-    priority_range = "cuCtxGetStreamPriorityRange": fn(*mut c_int, *mut c_int);
-    stream_create_with_priority = "cuStreamCreateWithPriority": fn(*mut CUstream, c_uint, c_int);
     /// 12.0. A stream's number, which no other stream of the process has or had.
     stream_id = "cuStreamGetId": fn(CUstream, *mut u64);
     /// 11.3, and not declared in CUDA 13's header any more: status, id, graph, dependencies and their number.
@@ -207,7 +175,7 @@ impl CudaApi {
     pub(crate) fn get(device: &str) -> Result<&'static Self> {
         static CUDA_API: OnceLock<std::result::Result<CudaApi, String>> = OnceLock::new();
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = CUDA_API.get_or_init(|| Self::load(std::env::var_os(LIBRARY_VARIABLE)));
+        let api = CUDA_API.get_or_init(|| Self::load(named(LIBRARY_VARIABLE)));
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: after a success it costs nothing, and after a failure the cause may have been mended.
         api.start().map_err(unavailable)?;
@@ -217,31 +185,17 @@ impl CudaApi {
 
     /// Loads the library that was named, or the system's.
     fn load(named: Option<OsString>) -> std::result::Result<Self, String> {
-        let named = named.filter(|path| !path.is_empty());
-        let (file, remedy) = match named {
-            Some(path) => (path, format!("{LIBRARY_VARIABLE} names it; correct or unset that")),
-            None => (
-                "libcuda.so.1".into(),
-                format!(
-                    "install NVIDIA's driver, give the container access to the GPU (--gpus all), or name the library by {LIBRARY_VARIABLE}"
-                ),
+        let remedy = match named {
+            Some(_) => format!("{LIBRARY_VARIABLE} names it; correct or unset that"),
+            None => format!(
+                "install NVIDIA's driver, give the container access to the GPU (--gpus all), or name the library by \
+                 {LIBRARY_VARIABLE}"
             ),
         };
-        let shown = file.to_string_lossy().into_owned();
-        // SAFETY: libcuda's initialisers have no preconditions; the environment vouches for any other library, and is
-        // trusted (`crate::cuda` says so).
-        let library = unsafe { Library::new(&file) }.map_err(|error| {
-            let text = error.to_string();
-            format!("{shown} could not be loaded ({}): {remedy}", unnamed(&text, &shown))
-        })?;
-        // Never unloaded: the driver may have threads and exit handlers of its own by now.
-        let library = ManuallyDrop::new(library);
-        Self::resolve(&library).map_err(|symbol| {
-            format!(
-                "{shown} lacks {symbol}: it is no CUDA driver, or one older than CUDA {}; install a newer one",
-                version(OLDEST)
-            )
-        })
+        let file = named.unwrap_or_else(|| "libcuda.so.1".into());
+        let stranger =
+            format!("it is no CUDA driver, or one older than CUDA {}; install a newer one", version(OLDEST));
+        load(&[file], &remedy, &stranger, Self::resolve)
     }
 
     /// Initialises the driver, if it is new enough.
@@ -304,15 +258,6 @@ impl CudaApi {
     }
 }
 
-/// The error for a name whose ordinal is not below `count`, the number of GPUs.
-pub(crate) fn no_such(name: &str, count: c_int) -> Error {
-    match count {
-        ..=0 => Error::Unavailable { device: name.into(), why: NO_GPU.into() },
-        1 => Error::UnknownDevice { name: name.into(), known: "there is only cuda:0".into() },
-        n => Error::UnknownDevice { name: name.into(), known: format!("there are cuda:0 to cuda:{}", n - 1) },
-    }
-}
-
 /// A version as CUDA's documentation writes it: 12080 is 12.8.
 fn version(number: c_int) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
@@ -324,20 +269,15 @@ mod tests {
 
     #[test]
     fn every_kind_of_code_has_its_class() {
-        let class = |code| CudaCode(code).class();
-        for code in [1, 101, 200, 201, 400, 712, 713, 801, 999, 123_456] {
-            assert_eq!(class(code), ErrorClass::Argument, "{code}");
+        for (class, codes) in [
+            (ErrorClass::Argument, &[1, 101, 200, 201, 400, 712, 713, 801, 999, 123_456][..]),
+            (ErrorClass::Transient, &[2, 600, 802, 909]),
+            (ErrorClass::DeviceLost, &[214, 220, 700, 702, 710, 716, 719]),
+            (ErrorClass::Capture, &[900, 901, 905, 907, 908]),
+            (ErrorClass::DriverShutdown, &[4]),
+        ] {
+            codes.iter().for_each(|code| assert_eq!(CudaCode(*code).class(), class, "{code}"));
         }
-        for code in [2, 600, 802, 909] {
-            assert_eq!(class(code), ErrorClass::Transient, "{code}");
-        }
-        for code in [214, 220, 700, 702, 710, 716, 719] {
-            assert_eq!(class(code), ErrorClass::DeviceLost, "{code}");
-        }
-        for code in [900, 901, 905, 907, 908] {
-            assert_eq!(class(code), ErrorClass::Capture, "{code}");
-        }
-        assert_eq!(class(4), ErrorClass::DriverShutdown);
     }
 
     #[test]
@@ -354,12 +294,5 @@ mod tests {
             (version(12_080), version(11_000), version(9_020)),
             ("12.8".into(), "11.0".into(), "9.2".into())
         );
-    }
-
-    #[test]
-    fn a_bad_ordinal_says_which_there_are() {
-        assert!(no_such("cuda:0", 0).to_string().contains("no GPU"));
-        assert!(no_such("cuda:4", 1).to_string().contains("only cuda:0"));
-        assert!(no_such("cuda:4", 4).to_string().contains("cuda:0 to cuda:3"));
     }
 }

@@ -28,6 +28,7 @@ use std::sync::atomic::Ordering;
 
 use super::api::CudaCode;
 use super::{Cuda, check};
+use crate::device::vendor::advise;
 use crate::device::{HostAllocFlags, HostKind};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 
@@ -44,8 +45,6 @@ const ATTACH_GLOBAL: u32 = 1;
 
 /// cuda.h: CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY.
 const CAN_MAP_HOST_MEMORY: c_int = 19;
-/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: host and device may use managed memory at the same time.
-const CONCURRENT_MANAGED_ACCESS: c_int = 89;
 /// cuda.h: CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED. Older drivers do not know it.
 const READ_ONLY_REGISTER: c_int = 113;
 
@@ -55,7 +54,7 @@ const NOT_SUPPORTED: CudaCode = CudaCode(801);
 
 impl Cuda {
     /// Whether the device has an attribute. It has none that the driver does not know.
-    fn has(&self, attribute: c_int) -> Result<bool> {
+    pub(super) fn has(&self, attribute: c_int) -> Result<bool> {
         let mut value: c_int = 0;
         // SAFETY: writes a number.
         match unsafe { self.api.device_attribute.call(&raw mut value, attribute, self.device) } {
@@ -75,7 +74,7 @@ impl Cuda {
         };
         // SAFETY: the caller promises that the range is mapped, and stays so.
         let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, flags) };
-        self.said("cuMemHostRegister", code).map_err(|error| advise(error, remedy(code, read_only)))
+        self.said("cuMemHostRegister", code).map_err(|error| advised(error, remedy(code, read_only)))
     }
 
     /// Registers memory that the crate has mapped itself.
@@ -86,7 +85,7 @@ impl Cuda {
         let _current = self.relaxed()?;
         // SAFETY: the caller promises that the range is mapped, and stays so.
         let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, REGISTER_PORTABLE) };
-        self.said("cuMemHostRegister", code).map_err(|error| match (code, advise(error, pin_remedy(code))) {
+        self.said("cuMemHostRegister", code).map_err(|error| match (code, advised(error, pin_remedy(code))) {
             (INVALID_VALUE, Error::Device(error)) => {
                 Error::Device(DeviceError { class: ErrorClass::Transient, ..error })
             }
@@ -114,19 +113,7 @@ impl Cuda {
         self.said("cuMemHostUnregister", code)
     }
 
-    pub(super) fn host_can_use(&self, kind: HostKind) -> Result<()> {
-        match kind {
-            HostKind::Managed if !self.has(CONCURRENT_MANAGED_ACCESS)? => Err(Error::Unsupported(format!(
-                "{}: the host may not touch managed memory while the device works (CONCURRENT_MANAGED_ACCESS is 0), so a pool \
-                 cannot be made of it; use Backing::Registered or Backing::HostAlloc",
-                self.name
-            ))),
-            HostKind::Managed | HostKind::Locked(_) => Ok(()),
-        }
-    }
-
     pub(super) fn host_allocate(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
-        self.host_can_use(kind)?;
         let _current = self.relaxed()?;
         let (call, address) = match kind {
             HostKind::Locked(HostAllocFlags { portable, mapped, write_combined }) => {
@@ -182,11 +169,12 @@ impl Cuda {
                     self.name
                 ));
             }
-            advise(
-                error,
-                (code == INVALID_VALUE)
-                    .then_some("the memory is not pinned for this device; copy the buffer instead"),
-            )
+            match code {
+                INVALID_VALUE => {
+                    advise(error, "the memory is not pinned for this device; copy the buffer instead")
+                }
+                _ => error,
+            }
         })
     }
 }
@@ -224,13 +212,9 @@ fn remedy(code: CudaCode, read_only: bool) -> Option<&'static str> {
     }
 }
 
-/// Adds the remedy to the driver's text.
-fn advise(error: Error, remedy: Option<&str>) -> Error {
-    match (error, remedy) {
-        (Error::Device(error), Some(remedy)) => {
-            let text = format!("{}; {remedy}", error.text).into();
-            Error::Device(DeviceError { text, ..error })
-        }
-        (error, _) => error,
+fn advised(error: Error, remedy: Option<&str>) -> Error {
+    match remedy {
+        Some(remedy) => advise(error, remedy),
+        None => error,
     }
 }

@@ -31,7 +31,7 @@
 //! While any thread captures a graph in global mode, many calls are forbidden to every thread and would spoil the
 //! capture (CUDA says: invalidate it); a query of an event is one of them. In relaxed mode a thread declares that its
 //! calls have nothing to do with any capture. The crate's threads are in that mode all the time, and others for the
-//! length of a call that needs it. Drivers without the call that changes the mode have no capture modes.
+//! length of a call that needs it.
 //!
 //! # What is leaked
 //!
@@ -53,14 +53,13 @@ use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 pub(crate) use self::adopt::adopt;
 #[cfg(feature = "cudarc")]
 pub(crate) use self::adopt::{LEGACY, PER_THREAD};
 use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
-use super::ending::{Ending, KeepAlive};
-use super::holds::Last;
+use super::ending::Ending;
+use super::vendor::{no_such, wait_out};
 use super::{
     DevicePtr, Driver, EventHandle, GraphEnd, HostKind, SpreadRun, SpreadWay, StreamHandle, Transfer,
 };
@@ -76,6 +75,8 @@ const DISABLE_TIMING: u32 = 2;
 /// cuda.h: CU_STREAM_CAPTURE_MODE_RELAXED.
 const RELAXED: u32 = 2;
 
+/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: host and device may use managed memory at the same time.
+const CONCURRENT_MANAGED_ACCESS: c_int = 89;
 /// cuda.h: CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, from CUDA 12.2 on.
 const HOST_NUMA_ID: c_int = 134;
 
@@ -129,7 +130,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         .map_err(|error| Error::unavailable(&name, &error))?;
     let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
     if index >= count {
-        return Err(api::no_such(&name, count));
+        return Err(no_such("cuda", &name, count.unsigned_abs(), api::NO_GPU));
     }
     let mut device: CUdevice = 0;
     // SAFETY: writes a handle.
@@ -139,21 +140,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     said("cuDevicePrimaryCtxRetain", unsafe { api.primary_retain.call(&raw mut context, device) })?;
     // Making the context may have registered exit handlers of the driver's.
     crate::device::gate::watch_exit();
-    let numa_node = numa_node(api, device);
-    Ok(Arc::new(Cuda {
-        api,
-        name,
-        ordinal: index,
-        device,
-        context,
-        numa_node,
-        primary: true,
-        host_batches: batch::shares_addresses(api, device),
-        batches: Mutex::default(),
-        allocates: AtomicBool::new(false),
-        kernels: OnceLock::new(),
-        ending: Ending::new(),
-    }))
+    Ok(Arc::new(Cuda::new(api, name, index, device, context, true)))
 }
 
 /// The host's NUMA node that a GPU is attached to, as the driver says, else as the system says.
@@ -196,6 +183,13 @@ fn failed(api: &CudaApi, device: &Arc<str>, call: &'static str, code: CudaCode) 
     Error::Device(DeviceError { device: device.clone(), call, code: code.0.into(), text, class })
 }
 
+/// Sets this thread's capture mode, and returns the one before.
+fn exchange_mode(api: &CudaApi, mut mode: u32) -> Option<u32> {
+    // SAFETY: exchanges this thread's mode with a number.
+    let code = unsafe { api.exchange_capture_mode.call(&raw mut mode) };
+    (code == CudaCode::SUCCESS).then_some(mode)
+}
+
 /// While this exists, the crate's context is current on this thread. Its drop restores the caller's context and capture
 /// mode.
 #[must_use]
@@ -218,21 +212,16 @@ impl<'a> CudaCurrent<'a> {
     }
 
     fn relax(&mut self) {
-        if let (Some(exchange), false) = (self.api.exchange_capture_mode, CUDA_THREAD.get()) {
-            let mut mode = RELAXED;
-            // SAFETY: exchanges this thread's mode with a number.
-            if unsafe { exchange.call(&raw mut mode) } == CudaCode::SUCCESS {
-                self.mode = Some(mode);
-            }
+        if !CUDA_THREAD.get() {
+            self.mode = exchange_mode(self.api, RELAXED);
         }
     }
 }
 
 impl Drop for CudaCurrent<'_> {
     fn drop(&mut self) {
-        if let (Some(mode), Some(exchange)) = (&mut self.mode, self.api.exchange_capture_mode) {
-            // SAFETY: exchanges this thread's mode with a number.
-            unsafe { exchange.call(&raw mut *mode) };
+        if let Some(mode) = self.mode {
+            exchange_mode(self.api, mode);
         }
         if self.pushed {
             let mut popped: CUcontext = std::ptr::null_mut();
@@ -243,6 +232,30 @@ impl Drop for CudaCurrent<'_> {
 }
 
 impl Cuda {
+    fn new(
+        api: &'static CudaApi,
+        name: Arc<str>,
+        ordinal: c_int,
+        device: CUdevice,
+        context: CUcontext,
+        primary: bool,
+    ) -> Self {
+        Self {
+            api,
+            name,
+            ordinal,
+            device,
+            context,
+            numa_node: numa_node(api, device),
+            primary,
+            host_batches: batch::shares_addresses(api, device),
+            batches: Mutex::default(),
+            allocates: AtomicBool::new(false),
+            kernels: OnceLock::new(),
+            ending: Ending::new(),
+        }
+    }
+
     fn said(&self, call: &'static str, code: CudaCode) -> Result<()> {
         check(self.api, &self.name, call, code)
     }
@@ -280,30 +293,6 @@ impl Cuda {
         // SAFETY: a stream of this context that is alive.
         self.said("cuStreamSynchronize", unsafe { self.api.stream_synchronize.call(stream(handle)) })
     }
-
-    /// Waits until the stream has nothing to do, for a blocking copy. Tries again after an error, since the copy's
-    /// memory is borrowed from the caller.
-    ///
-    /// # Errors
-    /// The device is lost. Then it touches no memory any more.
-    fn drain(&self, handle: StreamHandle) -> Result<()> {
-        let mut attempt = 0_u64;
-        loop {
-            match self.synchronize(handle) {
-                Err(error) if !error.is_device_lost() => {
-                    if attempt % 1024 == 0 {
-                        crate::foreign::warn!(
-                            target: "pinpool::device", device = &*self.name, %error, attempt,
-                            "waiting for a blocking copy failed, trying again: its memory is the caller's"
-                        );
-                    }
-                }
-                end => return end,
-            }
-            std::thread::sleep(Duration::from_millis(attempt.min(16)));
-            attempt += 1;
-        }
-    }
 }
 
 fn stream(handle: StreamHandle) -> CUstream {
@@ -327,12 +316,8 @@ impl Driver for Cuda {
         self
     }
 
-    fn leave(&self, last: Last) {
-        self.ending.leave(last);
-    }
-
-    fn keep(&self, keep_alive: KeepAlive) {
-        self.ending.keep(keep_alive);
+    fn ending(&self) -> &Ending {
+        &self.ending
     }
 
     fn enter_thread(&self) {
@@ -342,11 +327,7 @@ impl Driver for Cuda {
         if unsafe { self.api.ctx_set.call(self.context) } != CudaCode::SUCCESS {
             return;
         }
-        if let Some(exchange) = self.api.exchange_capture_mode {
-            let mut mode = RELAXED;
-            // SAFETY: exchanges this thread's mode with a number.
-            CUDA_THREAD.set(unsafe { exchange.call(&raw mut mode) } == CudaCode::SUCCESS);
-        }
+        CUDA_THREAD.set(exchange_mode(self.api, RELAXED).is_some());
     }
 
     fn longest_pin(&self) -> usize {
@@ -382,10 +363,18 @@ impl Driver for Cuda {
     }
 
     fn can_use(&self, kind: HostKind) -> Result<()> {
-        self.host_can_use(kind)
+        match kind {
+            HostKind::Managed if !self.has(CONCURRENT_MANAGED_ACCESS)? => Err(Error::Unsupported(format!(
+                "{}: the host may not touch managed memory while the device works (CONCURRENT_MANAGED_ACCESS is 0), so a pool \
+                 cannot be made of it; use Backing::Registered or Backing::HostAlloc",
+                self.name
+            ))),
+            HostKind::Managed | HostKind::Locked(_) => Ok(()),
+        }
     }
 
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
+        self.can_use(kind)?;
         self.host_allocate(len, kind)
     }
 
@@ -415,7 +404,8 @@ impl Driver for Cuda {
     }
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
-        self.examine_range(ptr, len)
+        let found = self.attributes(ptr)?;
+        self.fault(ptr.0, len, &found).map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
     }
 
     fn create_stream(&self) -> Result<StreamHandle> {
@@ -491,10 +481,10 @@ impl Driver for Cuda {
     unsafe fn copy_blocking(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
         // One pass for both: the process's exit waits until the copy is complete.
         let _pass = exit::pass();
-        // SAFETY: the caller's promise holds until this returns, and `drain` waits until the copy is complete.
+        // SAFETY: the caller's promise holds until this returns, and `wait_out` waits until the copy is complete.
         let copied = unsafe { self.copy(handle, transfer) };
         // After an error too: the copy may be under way all the same.
-        self.drain(handle).and(copied)
+        wait_out(&self.name, || self.synchronize(handle)).and(copied)
     }
 
     fn create_event(&self) -> Result<EventHandle> {

@@ -35,7 +35,7 @@ const POINTER_DEVICE: c_uint = 2;
 
 /// The driver's answer about an address.
 #[derive(Debug)]
-struct Attributes {
+pub(super) struct Attributes {
     context: CUcontext,
     kind: c_uint,
     managed: c_uint,
@@ -45,13 +45,7 @@ struct Attributes {
 }
 
 impl Cuda {
-    /// Whether copies of this device can use memory that the crate did not allocate.
-    pub(super) fn examine_range(&self, ptr: DevicePtr, len: usize) -> Result<()> {
-        let found = self.attributes(ptr)?;
-        self.fault(ptr.0, len, &found).map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
-    }
-
-    fn attributes(&self, ptr: DevicePtr) -> Result<Attributes> {
+    pub(super) fn attributes(&self, ptr: DevicePtr) -> Result<Attributes> {
         let mut found =
             Attributes { context: std::ptr::null_mut(), kind: 0, managed: 0, ordinal: -1, start: 0, size: 0 };
         let names = [CONTEXT, MEMORY_TYPE, IS_MANAGED, DEVICE_ORDINAL, RANGE_START_ADDR, RANGE_SIZE];
@@ -72,7 +66,7 @@ impl Cuda {
     }
 
     /// What is wrong with a range, if anything is.
-    fn fault(&self, address: u64, len: usize, found: &Attributes) -> Option<AddressFault> {
+    pub(super) fn fault(&self, address: u64, len: usize, found: &Attributes) -> Option<AddressFault> {
         let is_device = found.kind == POINTER_DEVICE || found.managed != 0;
         if !is_device {
             return Some(match (found.kind, os::is_host_memory(address)) {

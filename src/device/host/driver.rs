@@ -5,8 +5,8 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
 #[cfg(all(test, not(loom)))]
 use super::HostConfig;
@@ -19,7 +19,7 @@ use super::stream::{HostKernel, Promise, StreamJob, StreamTicket, StreamWork};
 use super::unit::HostUnit;
 use super::{HostFunction, Refusal};
 use crate::device::address::AddressFault;
-use crate::device::holds::Last;
+use crate::device::ending::Ending;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Owned;
@@ -35,7 +35,7 @@ pub(crate) struct HostDriver {
     unit: Arc<HostUnit>,
     id: u64,
     /// Dropped when all streams have ended.
-    last: OnceLock<Last>,
+    ending: Ending,
 }
 
 /// What an armed fault does to a call that goes ahead.
@@ -60,7 +60,7 @@ impl HostNode {
         };
         let (node, unit) = (Arc::clone(&self.0), Arc::clone(unit));
         let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(HostDriver { node, unit, id, last: OnceLock::new() }))
+        Ok(Arc::new(HostDriver { node, unit, id, ending: Ending::new() }))
     }
 }
 
@@ -76,7 +76,7 @@ impl HostNode {
         let config = HostConfig::new();
         let mut unit = HostUnit::new(0, config.capacity(), &config);
         Arc::get_mut(&mut unit).unwrap().name = name.into();
-        Arc::new(HostDriver { node: self.0.clone(), unit, id: 0, last: OnceLock::new() })
+        Arc::new(HostDriver { node: self.0.clone(), unit, id: 0, ending: Ending::new() })
     }
 }
 
@@ -251,8 +251,8 @@ impl Driver for HostDriver {
         self
     }
 
-    fn leave(&self, last: Last) {
-        let _ = self.last.set(last);
+    fn ending(&self) -> &Ending {
+        &self.ending
     }
 
     fn takes_ordinary_memory(&self) -> bool {
@@ -282,10 +282,6 @@ impl Driver for HostDriver {
         self.enter(call)?;
         let range = self.bytes(call, base, len)?;
         self.lock(call, base, &range)
-    }
-
-    fn can_use(&self, _: HostKind) -> Result<()> {
-        Ok(())
     }
 
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {

@@ -33,13 +33,10 @@ pub const SMALL_2022: Way = Way {
     ..EARLY_2022
 };
 
-/// A driver that has a host buffer at one address for both.
-pub const ONE_ADDRESS: Way =
-    Way { name: "a driver with one address for both", environment: &[("PINPOOL_STANDIN_VA", "1")], ..TODAY };
 pub const ON_DEVICE_2022: Way =
     Way { name: "the library of late 2022 on the device", environment: ON_DEVICE.environment, ..LATE_2022 };
 
-pub const WAYS: [Way; 6] = [TODAY, ONE_ADDRESS, ON_DEVICE, LATE_2022, EARLY_2022, ON_DEVICE_2022];
+pub const WAYS: [Way; 5] = [TODAY, ON_DEVICE, LATE_2022, EARLY_2022, ON_DEVICE_2022];
 
 /// Whether `PINPOOL_REQUIRE` names an Ascend device: then the machine's own library is to be used.
 pub fn required() -> bool {

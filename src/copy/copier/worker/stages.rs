@@ -61,7 +61,7 @@ impl Worker {
     /// The table of a chunk that has no segment: in a small one of its own, which returns by itself.
     fn table(&self, packed: &Packed) -> Option<PinnedBuf> {
         let pool = &self.engine.segments.pool;
-        let mut table = pool.for_copier((packed.rows * ROW).into(), crate::pool::WaitLimit::Retry).ok()?;
+        let mut table = pool.for_copier((packed.rows * ROW).into(), crate::pool::Waiter::Retry).ok()?;
         // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
         unsafe { packed.write_table(table.as_mut_ptr()) };
         Some(table)

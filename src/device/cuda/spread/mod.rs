@@ -24,7 +24,7 @@ use std::ptr::null_mut;
 
 use super::api::{CUcontext, CUfunction, CUmodule, CUstream, CudaApi, CudaCode};
 use super::{Cuda, CudaCurrent, NON_BLOCKING, stream};
-use crate::device::{Driver, SPREAD_RUNS, SpreadRun, SpreadWay, StreamHandle};
+use crate::device::{SPREAD_RUNS, SpreadRun, SpreadWay, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 
 /// The source of the kernels, as a string of C's.
@@ -59,7 +59,6 @@ unsafe impl Sync for Kernels {}
 impl Kernels {
     /// Unloads the module. May block.
     pub(super) fn unload(self, api: &CudaApi, context: CUcontext) {
-        let Some(unload) = api.module_unload else { return };
         // SAFETY: the retained primary context, or an adopted one that is still alive.
         if unsafe { api.ctx_push.call(context) } != CudaCode::SUCCESS {
             return;
@@ -67,12 +66,12 @@ impl Kernels {
         let _current = CudaCurrent::relaxed(api, true);
         // After an error the module goes with its context. SAFETY: loaded once in this context, unloaded once; no launch
         // is under way, since every stream has been destroyed.
-        unsafe { unload.call(self.module) };
+        unsafe { api.module_unload.call(self.module) };
     }
 }
 
 impl Cuda {
-    /// As [`Driver::load_spread`].
+    /// As [`load_spread`](crate::device::Driver::load_spread).
     pub(super) fn load_kernels(&self) -> Result<()> {
         // Not inside of the lock: the calls of the driver may block.
         if self.kernels.get().is_none() {
@@ -96,28 +95,20 @@ impl Cuda {
         }
     }
 
-    fn lacks(&self, call: &str) -> Error {
-        Error::Unsupported(format!("the driver of {} has no {call}", self.name))
-    }
-
     fn try_load(&self) -> Result<Kernels> {
         let api = self.api;
-        let load = api.module_load.ok_or_else(|| self.lacks("cuModuleLoadData"))?;
-        let _ = api.launch_kernel.ok_or_else(|| self.lacks("cuLaunchKernel"))?;
         let _current = self.relaxed()?;
         let mut module: CUmodule = null_mut();
         // SAFETY: writes a handle; the image is a string that ends with a zero.
-        self.said("cuModuleLoadData", unsafe { load.call(&raw mut module, PTX.as_ptr().cast()) })?;
+        self.said("cuModuleLoadData", unsafe { api.module_load.call(&raw mut module, PTX.as_ptr().cast()) })?;
         let functions = self
             .function(module, c"pinpool_spread")
             .and_then(|spread| Ok((spread, self.function(module, c"pinpool_collect")?)));
         match functions {
             Ok((spread, collect)) => Ok(Kernels { module, spread, collect }),
             Err(error) => {
-                if let Some(unload) = api.module_unload {
-                    // SAFETY: loaded above, and not used. After an error it goes with its context.
-                    unsafe { unload.call(module) };
-                }
+                // SAFETY: loaded above, and not used. After an error it goes with its context.
+                unsafe { api.module_unload.call(module) };
                 Err(error)
             }
         }
@@ -125,10 +116,11 @@ impl Cuda {
 
     /// A function of the module, loaded by now. The context is current.
     fn function(&self, module: CUmodule, name: &CStr) -> Result<CUfunction> {
-        let get = self.api.module_function.ok_or_else(|| self.lacks("cuModuleGetFunction"))?;
         let mut function: CUfunction = null_mut();
         // SAFETY: writes a handle; a module that is loaded, and a string.
-        self.said("cuModuleGetFunction", unsafe { get.call(&raw mut function, module, name.as_ptr()) })?;
+        self.said("cuModuleGetFunction", unsafe {
+            self.api.module_function.call(&raw mut function, module, name.as_ptr())
+        })?;
         if let Some(load) = self.api.function_load {
             // SAFETY: the function from above.
             self.said("cuFuncLoad", unsafe { load.call(function) })?;
@@ -136,7 +128,7 @@ impl Cuda {
         Ok(function)
     }
 
-    /// As [`Driver::spread`].
+    /// As [`spread`](crate::device::Driver::spread).
     ///
     /// # Safety
     /// As there.
@@ -147,7 +139,6 @@ impl Cuda {
         runs: &[SpreadRun],
     ) -> Result<()> {
         let kernels = self.kernels()?;
-        let launch = self.api.launch_kernel.ok_or_else(|| self.lacks("cuLaunchKernel"))?;
         let none = SpreadRun { packed: super::DevicePtr(0), table: super::DevicePtr(0), rows: 0 };
         let mut list = Runs { run: [none; SPREAD_RUNS], count: 0 };
         // Runs without rows are left out: their tables need not be there.
@@ -173,7 +164,7 @@ impl Cuda {
         // SAFETY: a function of this context with one parameter, which is read before the call returns; the caller
         // promises the memory that it names.
         let code = unsafe {
-            launch.call(
+            self.api.launch_kernel.call(
                 function,
                 BLOCKS,
                 1,
@@ -190,20 +181,19 @@ impl Cuda {
         self.said("cuLaunchKernel", code)
     }
 
-    /// As [`Driver::create_urgent_stream`].
+    /// As [`create_urgent_stream`](crate::device::Driver::create_urgent_stream).
     pub(super) fn urgent_stream(&self) -> Result<StreamHandle> {
-        let (Some(range), Some(create)) = (self.api.priority_range, self.api.stream_create_with_priority)
-        else {
-            return self.create_stream();
-        };
         let _current = self.relaxed()?;
         // The greatest priority is the lowest number.
         let (mut least, mut greatest): (c_int, c_int) = (0, 0);
         // SAFETY: writes two numbers.
-        self.said("cuCtxGetStreamPriorityRange", unsafe { range.call(&raw mut least, &raw mut greatest) })?;
+        self.said("cuCtxGetStreamPriorityRange", unsafe {
+            self.api.priority_range.call(&raw mut least, &raw mut greatest)
+        })?;
         let mut stream: CUstream = null_mut();
         // SAFETY: writes a handle.
-        let code = unsafe { create.call(&raw mut stream, NON_BLOCKING, greatest) };
+        let code =
+            unsafe { self.api.stream_create_with_priority.call(&raw mut stream, NON_BLOCKING, greatest) };
         self.said("cuStreamCreateWithPriority", code).map(|()| StreamHandle(stream as usize as u64))
     }
 }

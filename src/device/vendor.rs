@@ -1,0 +1,160 @@
+//! What the drivers of CUDA and Ascend share: how a library is loaded, the words of their refusals, and the names of
+//! contexts that the program made.
+
+use std::ffi::OsString;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::time::Duration;
+
+use libloading::Library;
+
+use super::{AdoptedContext, Driver};
+use crate::error::{DeviceError, Error, Result};
+use crate::escape::unnamed;
+use crate::locks::Mutex;
+
+/// Defines a library's entry points, all of which return `$code` where they name nothing else.
+macro_rules! entry_points {
+    (@ret $code:ty) => { $code };
+    (@ret $code:ty, $ret:ty) => { $ret };
+    ($api:ident -> $code:ty;
+     required { $( $name:ident = $symbol:literal : fn($($arg:ty),* $(,)?) ;)* }
+     optional { $( $(#[$doc:meta])* $later:ident = $its:literal : fn($($of:ty),* $(,)?) $(-> $ret:ty)? ;)* }) => {
+        /// The entry points. The optional ones exist only in newer libraries.
+        #[derive(Debug)]
+        pub(crate) struct $api {
+            $( pub(super) $name: $crate::device::gate::Entry<unsafe extern "C" fn($($arg),*) -> $code>, )*
+            $(
+                $(#[$doc])*
+                pub(super) $later: Option<$crate::device::gate::Entry<
+                    unsafe extern "C" fn($($of),*) -> $crate::device::vendor::entry_points!(@ret $code $(, $ret)?)
+                >>,
+            )*
+        }
+
+        impl $api {
+            /// The calls of a library, or the name of the first that is missing.
+            fn resolve(library: &libloading::Library) -> std::result::Result<Self, &'static str> {
+                use $crate::device::gate::Entry;
+                // SAFETY: the symbols are the vendor's, whose signatures are those of its headers; the library is never
+                // unloaded.
+                unsafe {
+                    Ok(Self {
+                        $( $name: Entry::new(*library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?), )*
+                        $( $later: library.get(concat!($its, "\0").as_bytes()).ok().map(|call| Entry::new(*call)), )*
+                    })
+                }
+            }
+
+            /// The optional calls, and whether this library has them.
+            #[allow(dead_code, reason = "only Ascend shows them")]
+            pub(super) fn later(&self) -> Vec<(&'static str, bool)> {
+                vec![$( ($its, self.$later.is_some()), )*]
+            }
+        }
+    };
+}
+pub(super) use entry_points;
+
+/// The library that this environment variable names.
+pub(super) fn named(variable: &str) -> Option<OsString> {
+    std::env::var_os(variable).filter(|path| !path.is_empty())
+}
+
+/// Loads the first of these files that can be loaded, for good, and looks its entry points up.
+///
+/// # Errors
+/// In words: with `remedy` where none can be loaded, with `stranger` where the library lacks a call.
+pub(super) fn load<A>(
+    files: &[OsString],
+    remedy: &str,
+    stranger: &str,
+    resolve: fn(&Library) -> std::result::Result<A, &'static str>,
+) -> std::result::Result<A, String> {
+    let mut tried = Vec::new();
+    for file in files {
+        let shown = file.to_string_lossy();
+        // SAFETY: the vendors' initialisers have no preconditions; the environment that names another library is
+        // trusted (`crate::cuda` and `crate::acl` say so).
+        match unsafe { Library::new(file) } {
+            Ok(library) => {
+                // Never unloaded: the library may have threads and exit handlers of its own by now.
+                let library = ManuallyDrop::new(library);
+                crate::foreign::debug!(target: "pinpool::device", library = &*shown, "loaded");
+                return resolve(&library).map_err(|symbol| format!("{shown} lacks {symbol}: {stranger}"));
+            }
+            Err(error) => {
+                let text = error.to_string();
+                tried.push(format!("{shown} could not be loaded ({})", unnamed(&text, &shown)));
+            }
+        }
+    }
+    Err(format!("{}: {remedy}", tried.join("; ")))
+}
+
+/// The error for a name whose ordinal is not below `count`, the number of the family's devices; `none` says what to look
+/// at where there are none.
+pub(super) fn no_such(family: &str, name: &str, count: u32, none: &str) -> Error {
+    let known = match count {
+        0 => return Error::Unavailable { device: name.into(), why: none.into() },
+        1 => format!("there is only {family}:0"),
+        n => format!("there are {family}:0 to {family}:{}", n - 1),
+    };
+    Error::UnknownDevice { name: name.into(), known }
+}
+
+/// Adds a remedy to what the library says.
+pub(super) fn advise(error: Error, remedy: &str) -> Error {
+    match error {
+        Error::Device(error) => {
+            let text = format!("{}; {remedy}", error.text).into();
+            Error::Device(DeviceError { text, ..error })
+        }
+        error => error,
+    }
+}
+
+/// Waits by `wait` for a copy whose memory its caller wants back, and so tries again after an error.
+///
+/// # Errors
+/// The device is lost.
+pub(super) fn wait_out(device: &str, wait: impl Fn() -> Result<()>) -> Result<()> {
+    let mut attempt = 0_u64;
+    loop {
+        match wait() {
+            Err(error) if !error.is_device_lost() => {
+                if attempt % 1024 == 0 {
+                    crate::foreign::warn!(
+                        target: "pinpool::device", device, %error, attempt,
+                        "waiting for a blocking copy failed, trying again: its memory is the caller's"
+                    );
+                }
+            }
+            end => return end,
+        }
+        std::thread::sleep(Duration::from_millis(attempt.min(16)));
+        attempt += 1;
+    }
+}
+
+impl AdoptedContext {
+    pub(super) fn other(context: usize, driver: Arc<dyn Driver>) -> Self {
+        Self::Other { key: format!("{} context {context:#x}", driver.family()), driver }
+    }
+
+    /// The name of the device that works in an adopted context of `device`.
+    ///
+    /// Metrics and logs know a device by its name, so each address has a number. The first address that is adopted in this
+    /// process has 1, and a later context at the same address has the same number. So a server that adopts its contexts in
+    /// the same order finds the same names after a restart, and a server that makes contexts anew does not fill its
+    /// metrics with names.
+    pub(super) fn name_on(device: &str, context: usize) -> Arc<str> {
+        static SEEN: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+        let mut seen = SEEN.lock();
+        let place = seen.iter().position(|known| *known == context).unwrap_or_else(|| {
+            seen.push(context);
+            seen.len() - 1
+        });
+        format!("{device} (adopted context {})", place + 1).into()
+    }
+}
