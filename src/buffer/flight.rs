@@ -57,11 +57,6 @@ impl<B: Lend> InFlight<B> {
         stream.follow(&self.ticket.timeline)
     }
 
-    /// The sequence number that it waits for.
-    pub(crate) fn ticket(&self) -> &Ticket {
-        &self.ticket
-    }
-
     /// The driver call has returned: sets the sequence number.
     pub(crate) fn submitted(&mut self, seq: u64) {
         self.ticket.seq = seq;

@@ -36,33 +36,28 @@ const NOT_YET: u64 = u64::MAX;
 
 /// Device memory as an argument of a copy: a [`DeviceSlice`], a reference to one, or the result of
 /// slicing one, so that `stream.upload(buf, weights.slice(..))` reports a bad range as its own error. Sealed.
-pub trait DeviceRange: range::Sealed {}
+pub trait DeviceRange {
+    #[doc(hidden)]
+    fn get(&self, _: Key) -> Result<&DeviceSlice>;
+}
 
-mod range {
-    use super::{DeviceSlice, Error, Key, Result};
-
-    pub trait Sealed {
-        #[doc(hidden)]
-        fn get(&self, _: Key) -> Result<&DeviceSlice>;
-    }
-    impl Sealed for DeviceSlice {
-        fn get(&self, _: Key) -> Result<&DeviceSlice> {
-            Ok(self)
-        }
-    }
-    impl<R: Sealed> Sealed for &R {
-        fn get(&self, key: Key) -> Result<&DeviceSlice> {
-            R::get(self, key)
-        }
-    }
-    impl Sealed for Result<DeviceSlice> {
-        fn get(&self, _: Key) -> Result<&DeviceSlice> {
-            self.as_ref().map_err(Error::clone)
-        }
+impl DeviceRange for DeviceSlice {
+    fn get(&self, _: Key) -> Result<&DeviceSlice> {
+        Ok(self)
     }
 }
 
-impl<T: range::Sealed> DeviceRange for T {}
+impl<R: DeviceRange> DeviceRange for &R {
+    fn get(&self, key: Key) -> Result<&DeviceSlice> {
+        R::get(self, key)
+    }
+}
+
+impl DeviceRange for Result<DeviceSlice> {
+    fn get(&self, _: Key) -> Result<&DeviceSlice> {
+        self.as_ref().map_err(Error::clone)
+    }
+}
 
 /// Where the bytes of a pinned block belong on the device, one place behind the other: a [`DeviceSlice`], a
 /// [`StridedSlice`], or a `Vec` of either. Sealed.
@@ -78,37 +73,30 @@ impl<T: range::Sealed> DeviceRange for T {}
 /// copier.upload_pages(vec![(pool.checkout_zeroed(200)?, any)])?.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
-pub trait Places: places::Sealed {}
+pub trait Places: Send {
+    /// Shows ranges of one length at even distances: from the first one's first byte to the last one's last, the length,
+    /// and the distance.
+    #[doc(hidden)]
+    fn each(&self, _: Key, see: &mut impl FnMut(&DeviceSlice, usize, usize));
+}
 
-mod places {
-    use super::{DeviceSlice, Key, StridedSlice};
-
-    /// Ranges of one length at even distances: from the first one's first byte to the last one's last, the length, and
-    /// the distance.
-    type Even<'a> = (&'a DeviceSlice, usize, usize);
-
-    pub trait Sealed: Send {
-        #[doc(hidden)]
-        fn each(&self, _: Key, see: &mut impl FnMut(Even<'_>));
-    }
-    impl Sealed for DeviceSlice {
-        fn each(&self, _: Key, see: &mut impl FnMut(Even<'_>)) {
-            see((self, self.len(), self.len()));
-        }
-    }
-    impl Sealed for StridedSlice {
-        fn each(&self, _: Key, see: &mut impl FnMut(Even<'_>)) {
-            see((&self.whole, self.len, self.stride));
-        }
-    }
-    impl<P: Sealed> Sealed for Vec<P> {
-        fn each(&self, key: Key, see: &mut impl FnMut(Even<'_>)) {
-            self.iter().for_each(|places| places.each(key, see));
-        }
+impl Places for DeviceSlice {
+    fn each(&self, _: Key, see: &mut impl FnMut(&DeviceSlice, usize, usize)) {
+        see(self, self.len(), self.len());
     }
 }
 
-impl<T: places::Sealed> Places for T {}
+impl Places for StridedSlice {
+    fn each(&self, _: Key, see: &mut impl FnMut(&DeviceSlice, usize, usize)) {
+        see(&self.whole, self.len, self.stride);
+    }
+}
+
+impl<P: Places> Places for Vec<P> {
+    fn each(&self, key: Key, see: &mut impl FnMut(&DeviceSlice, usize, usize)) {
+        self.iter().for_each(|places| places.each(key, see));
+    }
+}
 
 /// The target of a download: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can be
 /// written to. Sealed.
@@ -117,17 +105,53 @@ impl<T: places::Sealed> Places for T {}
     label = "not a buffer that the device alone may write to",
     note = "downloads land in a `PinnedBuf`, a `StreamBuf` or a `Registered` value; `download_blocking` writes to borrowed memory"
 )]
-pub trait Landing: landing::Sealed {
+pub trait Landing: Sized + Send {
     /// What comes back when the download is complete: the same type, or for a stream-ready buffer a host-ready one.
-    type Landed: Lend + From<Self::Half>;
+    type Landed: Lend;
+
+    /// Start and capacity, if this stream may write there.
+    #[doc(hidden)]
+    fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
+    /// What goes on the timeline, and what the handle gives back.
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn land(self, _: Key) -> (Resource, Self::Landed);
 }
 
 impl Landing for PinnedBuf {
     type Landed = Self;
+
+    #[inline]
+    fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
+        stream.may_use(self)?;
+        Ok((self.as_mut_ptr(), self.capacity()))
+    }
+
+    #[allow(private_interfaces)]
+    fn land(self, key: Key) -> (Resource, Self) {
+        (self.lend(key), self)
+    }
 }
 
 impl Landing for StreamBuf {
     type Landed = PinnedBuf;
+
+    fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
+        if !Arc::ptr_eq(self.timeline(), stream.timeline()) {
+            let (of, with) = ("another stream".into(), "this one".into());
+            let remedy = "use it on the stream it was checked out on, or wait for it to use it elsewhere";
+            return Err(Error::Mismatch { what: "a stream-ready buffer", of, with, remedy });
+        }
+        Ok((self.segment().base().as_ptr(), self.segment().len()))
+    }
+
+    #[allow(private_interfaces)]
+    fn land(self, _: Key) -> (Resource, PinnedBuf) {
+        let (resource, segment) = self.into_resource();
+        // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched only when it has
+        // landed, and nothing of it counts as written until then.
+        (resource, unsafe { PinnedBuf::new(segment, 0) })
+    }
 }
 
 impl<T> Landing for Registered<T>
@@ -135,72 +159,15 @@ where
     T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
     type Landed = Self;
-}
 
-mod landing {
-    use super::{
-        DerefMut, Error, KEY, Key, PinnedBuf, Registered, Resource, Result, StableDeref, Stream, StreamBuf,
-    };
-    use std::sync::Arc;
-
-    pub trait Sealed: Sized + Send {
-        /// The half that stays with the caller.
-        #[doc(hidden)]
-        type Half;
-        /// Start and capacity, if this stream may write there.
-        #[doc(hidden)]
-        fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
-        /// What goes on the timeline, and the half that stays with the caller.
-        #[doc(hidden)]
-        #[allow(private_interfaces)]
-        fn lend(self, _: Key) -> (Resource, Self::Half);
+    fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
+        stream.may_use(self)?;
+        self.landing()
     }
 
-    impl Sealed for PinnedBuf {
-        type Half = Self;
-        #[inline]
-        fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
-            stream.may_use(self)?;
-            Ok((self.as_mut_ptr(), self.capacity()))
-        }
-        #[allow(private_interfaces)]
-        fn lend(self, _: Key) -> (Resource, Self) {
-            (super::Lend::lend(&self, KEY), self)
-        }
-    }
-
-    impl Sealed for StreamBuf {
-        type Half = PinnedBuf;
-        fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
-            if !Arc::ptr_eq(self.timeline(), stream.timeline()) {
-                let (of, with) = ("another stream".into(), "this one".into());
-                let remedy = "use it on the stream it was checked out on, or wait for it to use it elsewhere";
-                return Err(Error::Mismatch { what: "a stream-ready buffer", of, with, remedy });
-            }
-            Ok((self.segment().base().as_ptr(), self.segment().len()))
-        }
-        #[allow(private_interfaces)]
-        fn lend(self, _: Key) -> (Resource, PinnedBuf) {
-            let (resource, segment) = self.into_resource();
-            // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched only when it has
-            // landed, and nothing of it counts as written until then.
-            (resource, unsafe { PinnedBuf::new(segment, 0) })
-        }
-    }
-
-    impl<T> Sealed for Registered<T>
-    where
-        T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
-    {
-        type Half = Self;
-        fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
-            stream.may_use(self)?;
-            self.landing()
-        }
-        #[allow(private_interfaces)]
-        fn lend(self, _: Key) -> (Resource, Self) {
-            (super::Lend::lend(&self, KEY), self)
-        }
+    #[allow(private_interfaces)]
+    fn land(self, key: Key) -> (Resource, Self) {
+        (self.lend(key), self)
     }
 }
 
@@ -277,7 +244,7 @@ impl Stream {
         Ok((submission, InFlight::new(self.ticket(NOT_YET), src, None)))
     }
 
-    /// The same of a target that so many bytes will be written to.
+    /// The timeline's entry of a target that so many bytes will be written to, and its handle.
     #[inline]
     fn begin_into<L: Landing>(
         &self,
@@ -285,17 +252,14 @@ impl Stream {
         memory: Option<Arc<dyn Retain>>,
         written: usize,
     ) -> Result<(Submission<'_>, InFlight<L::Landed>)> {
-        let (resource, pending) = landing.lend(KEY);
+        let (resource, landed) = landing.land(KEY);
         match self.timeline().begin(resource, memory) {
-            Ok(submission) => {
-                let landed = L::Landed::from(pending);
-                Ok((submission, InFlight::new(self.ticket(NOT_YET), landed, Some(written))))
-            }
+            Ok(submission) => Ok((submission, InFlight::new(self.ticket(NOT_YET), landed, Some(written)))),
             // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
             // timeline, which has quarantined it.
             Err((error, resource)) => {
                 if let Resource::Segment(segment) = resource {
-                    std::mem::forget(pending);
+                    std::mem::forget(landed);
                     self.timeline().unclaim(segment);
                 }
                 Err(error)

@@ -7,7 +7,7 @@ use super::Copier;
 use super::file::bounds;
 use super::job::{Plan, Values};
 use super::pieces::Survey;
-use super::ranges::{Blob, CopyRange, CopyRanges, Ranges};
+use super::ranges::{CopyRange, CopyRanges, Ranges, Reads, Writes};
 use super::source::{self, Sink, Source};
 use super::transfer::Transfer;
 use super::types::Direction;
@@ -40,8 +40,9 @@ impl Copier {
             Ok((survey, ranges.within(bounds)?))
         });
         let ((survey, ranges), source) = SubmitError::unless(looked, source)?;
-        let (name, counters) = (ranges.name.clone(), self.engine().counters.clone());
-        Ok(self.run_blob(Direction::Up, survey, name, Blob::of_source(source, ranges, counters)))
+        let name = ranges.name.clone();
+        let plan = Reads::new(source, ranges, self.engine().counters.clone());
+        Ok(self.run_named(Direction::Up, survey, name, plan))
     }
 
     /// Copies device memory to a sink: a [`DeviceRange`](crate::DeviceRange) to its start, or ranges, each to its offset.
@@ -67,9 +68,9 @@ impl Copier {
             self.survey_ranges(name, places.list(self.device().context(), None, KEY)?)
         });
         let ((survey, ranges), sink) = SubmitError::unless(looked, sink)?;
-        let (name, counters) = (ranges.name.clone(), self.engine().counters.clone());
-        let blob = Blob::to_sink(sink, ranges, counters)?;
-        Ok(self.run_blob(Direction::Down, survey, name, blob))
+        let name = ranges.name.clone();
+        let plan = Writes::new(sink, ranges)?;
+        Ok(self.run_named(Direction::Down, survey, name, plan))
     }
 
     fn survey_ranges(&self, name: Cow<'static, str>, ranges: Vec<CopyRange>) -> Result<(Survey, Ranges)> {
@@ -78,13 +79,14 @@ impl Copier {
         self.workers.start().map(|()| (survey, ranges))
     }
 
-    fn run_blob<T>(
+    fn run_named<T>(
         &self,
         direction: Direction,
         survey: Survey,
         name: Cow<'static, str>,
-        blob: impl Plan + Values<Back = T> + 'static,
+        plan: impl Plan + Values<Back = T> + 'static,
     ) -> Transfer<T> {
-        self.run(self.begin(direction, survey, Some(name)), Arc::new(blob))
+        let named = self.named(direction, survey.bytes, name);
+        self.run(self.begin(direction, survey, Some(named)), Arc::new(plan))
     }
 }

@@ -7,16 +7,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::flights::Flights;
-use super::job::Job;
-use super::packing::Host;
 use super::ring::{Ring, Slot};
-use super::scheduler::{Kind, Scheduler, Takes};
+use super::scheduler::Scheduler;
 use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
 use super::stats::Counters;
-use super::types::{Direction, Priority, Settings};
+use super::types::{Direction, Kind, Priority, Role, Settings};
 use crate::buffer::{InFlight, Lend, PinnedBuf};
+use crate::central::Segment;
 use crate::copy::NOT_YET;
 use crate::copy::overlap::first_in_the_way;
 use crate::device::handle::Device;
@@ -38,24 +36,23 @@ const SLACK: Duration = Duration::from_millis(10);
 /// Effectively infinite.
 const FAR: Duration = Duration::from_secs(1 << 30);
 
-impl Takes for Arc<Job> {
-    fn may_take(&self) -> bool {
-        Job::may_take(self)
-    }
-
-    fn kind(&self) -> Kind {
-        let Job { priority, direction, may_block, needs_segment, .. } = **self;
-        Kind { priority, direction, may_block, needs_segment }
-    }
-}
-
 /// The streams of one direction, which chunks use by turns, and the copies in flight there.
 struct Lane {
     streams: Vec<Stream>,
     /// For the foreground.
     urgent: Stream,
     turn: AtomicUsize,
-    flights: Flights<Sent>,
+    flying: Mutex<Flying>,
+    /// Asking which copies are complete: any thread does that needs room, or looks after its own chunks, since the thread
+    /// that submitted a copy may be busy filling its next segment. Only who has the role takes copies out.
+    asks: Role,
+}
+
+#[derive(Default)]
+struct Flying {
+    /// Bulk copies that are in flight or about to be submitted.
+    bulk: usize,
+    sent: Vec<Sent>,
 }
 
 struct Sent {
@@ -77,7 +74,7 @@ pub(super) enum Then {
 pub(super) struct Engine {
     pub(super) device: Device,
     pub(super) settings: Settings,
-    pub(super) scheduler: Scheduler<Arc<Job>>,
+    pub(super) scheduler: Scheduler,
     pub(super) ring: Ring,
     /// One for each direction. `None`: the device has no kernels.
     pub(super) spreaders: Option<[Spreader; 2]>,
@@ -95,7 +92,8 @@ impl Engine {
         let lane = || -> Result<Lane> {
             let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
             let urgent = device.urgent_stream()?;
-            Ok(Lane { streams, urgent, turn: AtomicUsize::new(0), flights: Flights::new() })
+            let (turn, flying, asks) = (AtomicUsize::new(0), Mutex::default(), Role::default());
+            Ok(Lane { streams, urgent, turn, flying, asks })
         };
         let lanes = [lane()?, lane()?];
         let spreaders = if settings.ring == 0 { None } else { Self::spreaders(&device)? };
@@ -103,7 +101,7 @@ impl Engine {
             ring: Ring::new(settings.segment, settings.ring),
             device,
             settings,
-            scheduler: Scheduler::new(),
+            scheduler: Scheduler::default(),
             spreaders,
             counters: Arc::default(),
             urgent: AtomicUsize::new(0),
@@ -135,6 +133,15 @@ impl Engine {
         Ok(Some([spreader(SpreadWay::Spread)?, spreader(SpreadWay::Collect)?]))
     }
 
+    pub(super) fn spreader(&self, direction: Direction) -> Option<&Spreader> {
+        self.spreaders.as_ref().map(|both| &both[direction as usize])
+    }
+
+    /// Whether launches take so long, if there are any, that a chunk in this direction goes without the ring.
+    pub(super) fn is_slow(&self, direction: Direction) -> bool {
+        self.spreader(direction).is_none_or(Spreader::is_slow)
+    }
+
     // --- permits ---------------------------------------------------------------------------------------------------
 
     /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
@@ -143,11 +150,16 @@ impl Engine {
             self.urgent.fetch_add(1, Ordering::Relaxed);
             return true;
         }
-        let flights = &self.lanes[direction as usize].flights;
         let depth = if self.urgent.load(Ordering::Relaxed) > 0 { 1 } else { self.settings.depth };
-        let may = flights.reserve(depth) || self.land(direction) && flights.reserve(depth);
+        let reserve = || {
+            let mut flying = self.lanes[direction as usize].flying.lock();
+            let room = flying.bulk < depth;
+            flying.bulk += usize::from(room);
+            room
+        };
+        let may = reserve() || self.land(direction) && reserve();
         if may && !self.is_due(bytes) {
-            flights.release();
+            self.landed(direction, priority);
             return false;
         }
         may
@@ -170,7 +182,8 @@ impl Engine {
     pub(super) fn sent(&self, direction: Direction, priority: Priority, sent: Option<(Ticket, Then)>) {
         match sent {
             Some((ticket, then)) => {
-                self.lanes[direction as usize].flights.sent(Sent { ticket, then, priority });
+                let mut flying = self.lanes[direction as usize].flying.lock();
+                flying.sent.push(Sent { ticket, then, priority });
             }
             None => self.landed(direction, priority),
         }
@@ -179,18 +192,20 @@ impl Engine {
     /// A copy is in flight no more.
     fn landed(&self, direction: Direction, priority: Priority) {
         match priority {
-            Priority::Bulk => self.lanes[direction as usize].flights.release(),
+            Priority::Bulk => self.lanes[direction as usize].flying.lock().bulk -= 1,
             Priority::Foreground => _ = self.urgent.fetch_sub(1, Ordering::Relaxed),
         }
     }
 
     /// Finds out which copies of chunks are complete, and does what follows. Whether any was.
     fn land(&self, direction: Direction) -> bool {
-        let Some(mut asking) = self.lanes[direction as usize].flights.ask() else { return false };
-        let mut any = false;
-        let mut n = 0;
-        while n < asking.left.len() {
-            let ticket = &asking.left[n].ticket;
+        let lane = &self.lanes[direction as usize];
+        let Some(_role) = lane.asks.take() else { return false };
+        let (mut any, mut n) = (false, 0);
+        loop {
+            // Asked without the lock: what follows from a completion may take long.
+            let next = lane.flying.lock().sent.get(n).map(|sent| sent.ticket.clone());
+            let Some(ticket) = next else { return any };
             let said = match ticket.timeline.poll_complete(ticket.seq) {
                 Ok(false) => {
                     n += 1;
@@ -200,19 +215,18 @@ impl Engine {
                 Err(error) => Err(error),
             };
             any = true;
-            let Sent { then, priority, .. } = asking.left.remove(n);
+            let Sent { then, priority, .. } = lane.flying.lock().sent.remove(n);
             self.landed(direction, priority);
-            match (then, &self.spreaders) {
+            match (then, self.spreader(direction)) {
                 (Then::Nothing, _) => {}
                 (Then::Give(slot), _) => self.ring.ended(slot, &said),
-                (Then::Spread(entry), Some(both)) if said.is_ok() => both[direction as usize].add(entry),
+                (Then::Spread(entry), Some(spreader)) if said.is_ok() => spreader.add(entry),
                 (Then::Spread(entry), _) => {
                     let _ = entry.done.set(said);
                     entry.slot.into_iter().for_each(|slot| self.ring.lose(slot));
                 }
             }
         }
-        any
     }
 
     /// The stream of the next chunk in this direction.
@@ -234,7 +248,7 @@ impl Engine {
 
     /// There may be no work left: then nothing of the pool stays in use.
     pub(super) fn rest(&self) {
-        if !self.scheduler.has_work(true) {
+        if !self.scheduler.has_work(Kind::Blocking) {
             self.segments.rest();
         }
     }
@@ -248,39 +262,39 @@ impl Engine {
 
     // --- submitting --------------------------------------------------------------------------------------------------
 
-    /// Submits copies of a chunk. `written`: the length that its segment has when they are complete. After an error the
-    /// segment, or what is lent, returns by itself when the device is known to be done with it.
+    /// Submits copies of a chunk. `buf`: its segment, or one of its own for its table; `written`: its length when they are
+    /// complete. `lent`: what keeps the bytes of a chunk in place. After an error these return by themselves when the
+    /// device is known to be done with them.
     ///
     /// # Safety
-    /// The transfers stay within the segment, or what is lent, and within `memories`.
+    /// The transfers stay within `buf` and what is lent, and within `memories`.
     pub(super) unsafe fn submit(
         &self,
         stream: &Stream,
-        host: Host,
+        (buf, written): (Option<PinnedBuf>, Option<usize>),
+        lent: Option<Arc<dyn Retain>>,
         transfers: &[Transfer],
-        memories: Arc<dyn Retain>,
-        written: Option<usize>,
+        mut memories: Arc<dyn Retain>,
     ) -> std::result::Result<Flight, Refusal> {
         let timeline = stream.timeline();
-        let ticket = Ticket { timeline: timeline.clone(), seq: NOT_YET };
-        let begin = |resource| timeline.begin(resource, Some(memories)).map_err(|(error, _)| error);
-        let (submission, mut flight) = match host {
-            Host::Segment(buf) => {
-                let submission = begin(Lend::lend(&buf, KEY))?;
-                (submission, Flight::Segment(InFlight::new(ticket, buf, written)))
-            }
-            Host::Lent(lent) => {
-                let back = lent.back.clone();
-                (begin(Resource::Object(Arc::new(lent)))?, Flight::Lent(ticket, back))
-            }
-        };
+        let mut ticket = Ticket { timeline: timeline.clone(), seq: NOT_YET };
+        let back = lent.map(|lent| {
+            let back = Arc::new(OnceLock::new());
+            let all = vec![lent, memories.clone()];
+            memories = Arc::new(Lent { all, back: back.clone() });
+            back
+        });
+        let resource = buf.as_ref().map_or(Resource::Nothing, |buf| Lend::lend(buf, KEY));
+        let submission = timeline.begin(resource, Some(memories)).map_err(|(error, _)| error)?;
+        let mut buf = buf.map(|buf| InFlight::new(ticket.clone(), buf, written));
         // SAFETY: the entry keeps the host's and the device's memory until an event after this call is seen complete.
         let (seq, said) = unsafe { self.copy_all(stream, transfers, submission) };
-        match &mut flight {
-            Flight::Segment(flight) => flight.submitted(seq),
-            Flight::Lent(ticket, _) => ticket.seq = seq,
+        buf.iter_mut().for_each(|buf| buf.submitted(seq));
+        ticket.seq = seq;
+        match said {
+            Ok(()) => Ok(Flight { ticket, buf, back }),
+            Err(error) => Err(Refusal { error, ticket: Some(ticket) }),
         }
-        said.map_err(|error| Refusal { error, ticket: Some(flight.ticket().clone()) }).map(|()| flight)
     }
 
     /// # Safety
@@ -317,41 +331,45 @@ impl Engine {
     }
 }
 
+/// What copies of a chunk in place use. Its drop gives its shares back, and then says so.
+struct Lent {
+    all: Vec<Arc<dyn Retain>>,
+    back: Arc<OnceLock<()>>,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.all.clear();
+        let _ = self.back.set(());
+    }
+}
+
+impl Retain for Lent {
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+        self.all.for_each_segment(visit);
+    }
+}
+
 /// A chunk's copies in flight.
-pub(super) enum Flight {
-    Segment(InFlight<PinnedBuf>),
-    /// With what tells that what was lent is back.
-    Lent(Ticket, Arc<OnceLock<()>>),
+pub(super) struct Flight {
+    pub(super) ticket: Ticket,
+    buf: Option<InFlight<PinnedBuf>>,
+    /// Set when what was lent is back: the thread that saw the copies complete gives it back a moment later.
+    back: Option<Arc<OnceLock<()>>>,
 }
 
 impl Flight {
-    pub(super) fn ticket(&self) -> &Ticket {
-        match self {
-            Self::Segment(flight) => flight.ticket(),
-            Self::Lent(ticket, _) => ticket,
-        }
-    }
-
     /// Whether it is seen to be complete, or will never be. Asks no driver: the engine does so for all copies.
     pub(super) fn is_over(&self) -> bool {
-        match self {
-            Self::Segment(flight) => flight.is_seen_done() != Ok(false),
-            Self::Lent(ticket, back) => match ticket.timeline.is_complete(ticket.seq) {
-                // The thread that saw the copies complete gives the buffers back a moment later.
-                Ok(complete) => complete && back.get().is_some(),
-                Err(_) => true,
-            },
-        }
+        let is_back = || self.back.as_ref().is_none_or(|back| back.get().is_some());
+        self.ticket.timeline.is_complete(self.ticket.seq).map_or(true, |complete| complete && is_back())
     }
 
     /// After [`is_over`](Self::is_over): how the copy ended, and the segment.
     pub(super) fn end(self) -> Result<Option<PinnedBuf>> {
-        match self {
-            Self::Segment(flight) => match flight.is_seen_done()? {
-                true => flight.wait().map(Some),
-                false => Err(Error::Internal("a copy's end was asked for before it was there")),
-            },
-            Self::Lent(ticket, _) => ticket.timeline.is_complete(ticket.seq).map(|_| None),
+        match self.ticket.timeline.is_complete(self.ticket.seq)? {
+            true => self.buf.map(InFlight::wait).transpose(),
+            false => Err(Error::Internal("a copy's end was asked for before it was there")),
         }
     }
 }

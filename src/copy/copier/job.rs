@@ -17,10 +17,8 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::chunk::{Chunk, Cursor, Ramp};
-use super::lent::Lent;
-use super::packing::Packed;
 use super::trace::Trace;
-use super::types::{Direction, Priority};
+use super::types::{Direction, Kind, Priority};
 use crate::amount::Amount;
 use crate::buffer::PinnedBuf;
 use crate::device::memory::Allocation;
@@ -31,17 +29,18 @@ use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
 use crate::timer::Planned;
 
-/// What a job moves, and how. `fill`, `lend` and `drain` are called without a lock, by several threads at once, for a
-/// chunk by one thread only. None of them is called when the job is over.
+/// What a job moves, and how. `fill` and `drain` are called without a lock, by several threads at once, for a chunk by one
+/// thread only. Neither is called when the job is over.
 pub(super) trait Plan: Send + Sync {
     /// Whether `fill` or `drain` may take long, since they run code of the program's or read files.
     fn may_block(&self) -> bool {
         false
     }
 
-    /// Whether the worker that takes a chunk brings a segment for it. If not, the chunk is [lent](Self::lend).
-    fn needs_segment(&self) -> bool {
-        true
+    /// What keeps the bytes of all chunks on the host, which are copied from or to where they are: see
+    /// [`Chunk::runs`]. `None`: the worker that takes a chunk brings a segment for it.
+    fn in_place(&self) -> Option<Arc<dyn Retain>> {
+        None
     }
 
     /// Cuts off the next chunk, of at most so many bytes, and moves the cursor behind it. Called while bytes are left,
@@ -54,11 +53,6 @@ pub(super) trait Plan: Send + Sync {
     /// The error that the job ends with.
     fn fill(&self, _chunk: &Chunk, _segment: &mut PinnedBuf) -> Result<()> {
         Ok(())
-    }
-
-    /// Where the bytes of a chunk are that needs no segment, and what keeps them there.
-    fn lend(&self, _chunk: &Chunk) -> Option<(Packed, Lent)> {
-        None
     }
 
     /// Takes the bytes of a chunk that has come from the device, from its segment.
@@ -128,16 +122,16 @@ impl Progress {
     }
 }
 
+pub(super) type Named = (Cow<'static, str>, Trace);
+
 /// What is known of a job before it starts.
 pub(super) struct Start {
     pub(super) direction: Direction,
     pub(super) priority: Priority,
     pub(super) total: u64,
-    /// What is read or written, for errors and events. `None`: pieces of memory, whose errors have no place.
-    pub(super) name: Option<Cow<'static, str>>,
+    /// What is read or written, for errors and events, and its span. `None`: pieces of memory, whose errors have no place.
+    pub(super) named: Option<Named>,
     pub(super) memories: Vec<Arc<Allocation>>,
-    /// Its span, if that has begun.
-    pub(super) trace: Option<Trace>,
     /// How long it may take.
     pub(super) timeout: Option<Duration>,
     /// How long its chunks are.
@@ -153,9 +147,7 @@ pub(super) struct Job {
     /// The device memory. Each of its copies keeps all of it.
     pub(super) memories: Arc<dyn Retain>,
     pub(super) name: Option<Cow<'static, str>>,
-    /// What the plan says: see [`Plan`].
-    pub(super) may_block: bool,
-    pub(super) needs_segment: bool,
+    pub(super) kind: Kind,
     pub(super) deadline: Option<Instant>,
     since: Instant,
     ramp: Ramp,
@@ -175,40 +167,44 @@ struct JobState {
     missing: usize,
     early: BTreeMap<usize, u64>,
     landed_to: u64,
-    /// The error of the first chunk that failed, by its place.
-    error: Option<(usize, Error)>,
-    cancelled: bool,
-    /// Its deadline has passed: the error, unless all has arrived nevertheless.
-    late: Option<Error>,
+    /// Why no further chunk is taken.
+    stop: Option<Stop>,
     /// What the timer does at the deadline.
     alarm: Option<Planned>,
     /// Closed before the job counts as over. Taken by the thread that ends the job.
     trace: Option<Trace>,
     ending: bool,
     over: Option<Duration>,
-    /// Threads and tasks that wait for a change, each under a number of its own.
+    /// Threads that wait for a change, each under a number of its own.
     threads: Vec<(u64, Thread)>,
-    wakers: Vec<(u64, Task)>,
-    next_waiter: u64,
+    next_thread: u64,
+    /// The task that awaits the handle.
+    task: Option<Task>,
+}
+
+enum Stop {
+    /// By the error of the first chunk that failed, with its place.
+    Failed(usize, Error),
+    /// Unless all has arrived nevertheless: its deadline has passed, with the error; or it was cancelled.
+    Late(Error),
+    Cancelled,
 }
 
 impl JobState {
-    fn is_stopped(&self) -> bool {
-        self.error.is_some() || self.cancelled || self.late.is_some()
+    fn may_take(&self) -> bool {
+        self.cursor.left > 0 && self.stop.is_none()
     }
 
-    fn may_take(&self) -> bool {
-        self.cursor.left > 0 && !self.is_stopped()
+    /// Stops with the error of a chunk, unless one before it has failed.
+    fn fail(&mut self, place: usize, error: Error) {
+        if !matches!(self.stop, Some(Stop::Failed(known, _)) if known <= place) {
+            self.stop = Some(Stop::Failed(place, error));
+        }
     }
 
     /// Whether nothing is under way, and nothing will be.
     fn is_at_end(&self) -> bool {
         self.active == 0 && !self.may_take()
-    }
-
-    fn told(&mut self) -> Told {
-        let wakers = self.wakers.drain(..).map(|(_, task)| task).collect();
-        Told { threads: std::mem::take(&mut self.threads), wakers }
     }
 }
 
@@ -232,24 +228,16 @@ pub(super) fn late(
     Error::Timeout(Waited { transfer: Some(transfer.into()), shortage, ..since.elapsed().into() })
 }
 
-/// Who is to be told of a change, after the lock.
-struct Told {
-    threads: Vec<(u64, Thread)>,
-    wakers: Vec<Task>,
-}
-
-impl Told {
-    fn tell(self) {
-        self.threads.iter().for_each(|(_, thread)| thread.unpark());
-        self.wakers.into_iter().for_each(Task::wake);
-    }
-}
-
 impl Job {
     pub(super) fn new(start: Start, plan: Arc<dyn Plan>) -> Arc<Self> {
-        let Start { direction, priority, total, name, memories, trace, timeout, ramp } = start;
+        let Start { direction, priority, total, named, memories, timeout, ramp } = start;
+        let (name, trace) = named.unzip();
         let since = Instant::now();
-        let (may_block, needs_segment) = (plan.may_block(), plan.needs_segment());
+        let kind = match plan.may_block() {
+            true => Kind::Blocking,
+            false if plan.in_place().is_some() => Kind::InPlace,
+            false => Kind::Staged,
+        };
         let cursor = Cursor { left: total, ..Cursor::default() };
         let state = JobState { cursor, trace, ..JobState::default() };
         let job = Arc::new(Self {
@@ -258,8 +246,7 @@ impl Job {
             total,
             memories: Arc::new(memories),
             name,
-            may_block,
-            needs_segment,
+            kind,
             deadline: timeout.and_then(|timeout| since.checked_add(timeout)),
             since,
             ramp,
@@ -313,10 +300,8 @@ impl Job {
                     state.landed_to = landed_to;
                 }
             }
-            End::Failed(error) if state.error.as_ref().is_none_or(|known| chunk.index < known.0) => {
-                state.error = Some((chunk.index, self.failed_at(chunk.at, error)));
-            }
-            End::Failed(_) | End::Dropped => {}
+            End::Failed(error) => state.fail(chunk.index, self.failed_at(chunk.at, error)),
+            End::Dropped => {}
         }
         self.settle(state);
     }
@@ -336,7 +321,7 @@ impl Job {
     pub(super) fn fail(&self, error: Error) {
         self.stop(|state| {
             let (place, at) = (state.cursor.chunks, state.cursor.cut);
-            state.error.get_or_insert_with(|| (place, self.failed_at(at, error)));
+            state.fail(place, self.failed_at(at, error));
         });
     }
 
@@ -351,7 +336,7 @@ impl Job {
 
     /// No further chunk is taken.
     pub(super) fn cancel(&self) {
-        self.stop(|state| state.cancelled = true);
+        self.stop(|state| _ = state.stop.get_or_insert(Stop::Cancelled));
     }
 
     /// Has the job end at its deadline. `short`: what its pool lacks for a segment.
@@ -374,16 +359,16 @@ impl Job {
     /// The deadline has passed: no further chunk is taken. Chunks under way go on to their end.
     pub(super) fn expire(&self, short: impl FnOnce() -> Option<Error>) {
         let state = self.state.lock();
-        if state.over.is_some() || state.is_stopped() {
+        if state.over.is_some() || state.stop.is_some() {
             return;
         }
         let is_idle = state.active == 0;
-        let what = match (is_idle, self.may_block) {
-            (true, _) => "a segment of the pool, a thread of the copier, or the transfers before it",
-            (false, true) => {
+        let what = match self.kind {
+            _ if is_idle => "a segment of the pool, a thread of the copier, or the transfers before it",
+            Kind::Blocking => {
                 "chunks that are under way, or what is read or written, a call of which has not returned"
             }
-            (false, false) => "chunks that are under way",
+            _ => "chunks that are under way",
         };
         let done = state.done;
         drop(state);
@@ -391,7 +376,7 @@ impl Job {
         // The pool's lock is taken, so without this one.
         let short = if is_idle { short() } else { None };
         let error = late(name, (done, self.total), what, short, self.since);
-        self.stop(|state| state.late = Some(error));
+        self.stop(|state| _ = state.stop.get_or_insert(Stop::Late(error)));
     }
 
     /// Something has changed: tells all that wait, and ends the job if nothing of it is left.
@@ -411,14 +396,15 @@ impl Job {
         }
         let is_over = state.over.is_some();
         let alarm = if is_over { state.alarm.take() } else { None };
-        let told = state.told();
+        let (threads, task) = (std::mem::take(&mut state.threads), state.task.take());
         drop(state);
         alarm.into_iter().for_each(crate::timer::cancel);
-        told.tell();
+        threads.iter().for_each(|(_, thread)| thread.unpark());
+        task.into_iter().for_each(Task::wake);
     }
 
     pub(super) fn is_stopped(&self) -> bool {
-        self.state.lock().is_stopped()
+        self.state.lock().stop.is_some()
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -433,16 +419,15 @@ impl Job {
     }
 
     fn how(&self, state: &JobState) -> Result<()> {
-        match &state.error {
-            Some((_, error)) => Err(error.clone()),
-            None if state.done < self.total && state.late.is_some() => {
-                Err(state.late.clone().unwrap_or(Error::Closed))
-            }
-            None if state.done < self.total => {
+        let is_short = state.done < self.total;
+        match &state.stop {
+            Some(Stop::Failed(_, error)) => Err(error.clone()),
+            Some(Stop::Late(error)) if is_short => Err(error.clone()),
+            _ if is_short => {
                 let what = self.name.as_deref().unwrap_or("pieces").to_owned();
                 Err(Error::Cancelled { what, done: state.done, total: self.total })
             }
-            None => Ok(()),
+            _ => Ok(()),
         }
     }
 
@@ -460,46 +445,35 @@ impl Job {
         }
     }
 
-    /// Parks this thread until something of the job has changed, `until` holds, or the deadline has passed.
-    pub(super) fn wait(&self, deadline: Option<Instant>, until: impl Fn(&Self) -> bool) -> bool {
+    /// Parks this thread until `until` holds or the deadline has passed. Whether it holds.
+    pub(super) fn wait(&self, deadline: Option<Instant>, until: impl Fn(&Progress) -> bool) -> bool {
+        let mut state = self.state.lock();
+        state.next_thread += 1;
+        let number = state.next_thread;
         loop {
-            // Left before the look: what changes after the look unparks this thread.
-            let mut state = self.state.lock();
-            state.next_waiter += 1;
-            let number = state.next_waiter;
-            state.threads.push((number, thread::current()));
-            drop(state);
-            let there = until(self);
+            let there = until(&self.progress_of(&state));
             if there || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                self.state.lock().threads.retain(|(other, _)| *other != number);
                 return there;
             }
+            // Under the lock of the look: what changes later unparks this thread.
+            state.threads.push((number, thread::current()));
+            drop(state);
             thread::park_until(deadline);
-            self.state.lock().threads.retain(|(other, _)| *other != number);
+            state = self.state.lock();
+            state.threads.retain(|(other, _)| *other != number);
         }
     }
 
-    /// Leaves a waker, in place of the one that was left under `key`. The job's next change wakes it.
-    pub(super) fn wake_later(&self, key: &mut Option<u64>, waker: &Waker) {
-        // Before the lock: cloning a waker is foreign code.
+    /// Leaves the handle's waker, in place of the one before. The job's next change wakes it.
+    pub(super) fn wake_later(&self, waker: &Waker) {
+        // Before the lock: cloning a waker is foreign code, and so is dropping one.
         let task = Task::of(waker);
-        let mut state = self.state.lock();
-        let known = key.and_then(|key| state.wakers.iter().position(|(other, _)| *other == key));
-        let old = known.map(|place| state.wakers.swap_remove(place));
-        state.next_waiter += 1;
-        *key = Some(state.next_waiter);
-        let entry = (state.next_waiter, task);
-        state.wakers.push(entry);
-        drop(state);
+        let old = self.state.lock().task.replace(task);
         drop(old);
     }
 
-    pub(super) fn forget_waker(&self, key: &mut Option<u64>) {
-        let Some(key) = key.take() else { return };
-        let mut state = self.state.lock();
-        let known = state.wakers.iter().position(|(other, _)| *other == key);
-        let old = known.map(|place| state.wakers.swap_remove(place));
-        drop(state);
+    pub(super) fn forget_waker(&self) {
+        let old = self.state.lock().task.take();
         drop(old);
     }
 }

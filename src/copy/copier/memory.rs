@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::chunk::Ramp;
 use super::engine::Engine;
-use super::job::{Job, Plan, Start, Values};
+use super::job::{Job, Named, Plan, Start, Values};
 use super::pages::{Paged, Pages};
 use super::pieces::{Borrowed, Piece, Survey};
 use super::stats::count;
@@ -37,29 +37,16 @@ impl Copier {
     /// Before anything is copied: [`Error::Piece`] with the slice's number and [`Error::TooSmall`] or
     /// [`Error::Mismatch`]; a lost device. Later as for [`Transfer::wait`].
     pub fn upload_slices(&self, slices: &[(&[u8], DeviceSlice)]) -> Result<()> {
-        self.upload_from(slices, None, None)
+        self.upload_lent(slices, None)
     }
 
-    fn upload_from(
-        &self,
-        slices: &[(&[u8], DeviceSlice)],
-        name: Option<Cow<'static, str>>,
-        trace: Option<Trace>,
-    ) -> Result<()> {
-        self.may_block()?;
-        let mut survey = Survey::default();
-        for (n, (bytes, memory)) in slices.iter().enumerate() {
-            survey.add(self.engine(), memory, bytes.len()).map_err(|e| e.of_piece(n, memory.len()))?;
-        }
+    fn upload_lent(&self, slices: &[(&[u8], DeviceSlice)], named: Option<Named>) -> Result<()> {
         let get = |n: usize| {
             let (bytes, memory) = &slices[n];
-            Piece::new(bytes.as_ptr().cast_mut(), bytes.len(), memory)
+            (bytes.as_ptr().cast_mut(), bytes.len(), memory)
         };
         // SAFETY: shared borrows of bytes.
-        let plan = unsafe { Borrowed::new(slices.len(), get) };
-        let start = Start { trace, ..self.begin(Direction::Up, survey, name) };
-        // SAFETY: as above.
-        unsafe { self.lend(start, plan) }
+        unsafe { self.lend(Direction::Up, slices.len(), get, named) }
     }
 
     /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 256 KiB go by one call of
@@ -73,13 +60,9 @@ impl Copier {
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
         self.may_block()?;
-        let name = "bytes in memory";
-        let said = self.at_once(Direction::Up, dst.len(), name, |stream| stream.upload_blocking(src, &dst));
-        let trace = match said {
-            Ok(said) => return said,
-            Err(trace) => trace,
-        };
-        self.upload_from(&[(src, dst)], Some(name.into()), trace)
+        let named = self.named(Direction::Up, dst.len() as u64, "bytes in memory".into());
+        let said = self.at_once(Direction::Up, dst.len(), &named, |stream| stream.upload_blocking(src, &dst));
+        said.unwrap_or_else(|| self.upload_lent(&[(src, dst)], Some(named)))
     }
 
     /// Copies device memory to the front of borrowed memory, and returns when it is there. After an error the memory's
@@ -91,37 +74,31 @@ impl Copier {
         let src = self.own(src)?;
         Error::unless_fits(src.len(), dst.len())?;
         self.may_block()?;
-        let (name, to) = ("memory", &mut *dst);
+        let named = self.named(Direction::Down, src.len() as u64, "memory".into());
+        let to = &mut *dst;
         let said =
-            self.at_once(Direction::Down, src.len(), name, |stream| stream.download_blocking(&src, to));
-        match said {
-            Ok(said) => said,
-            Err(trace) => self.download_to(&mut [(src, dst)], Some(name.into()), trace),
-        }
+            self.at_once(Direction::Down, src.len(), &named, |stream| stream.download_blocking(&src, to));
+        said.unwrap_or_else(|| self.download_lent(&mut [(src, dst)], Some(named)))
     }
 
     /// Copies a few bytes by a blocking call of the driver, for a caller that waits: a chunk takes half as long again.
-    /// `Err`: they have to go as a chunk, with this trace if it has begun.
+    /// `None`: they have to go as a chunk.
     fn at_once(
         &self,
         direction: Direction,
         bytes: usize,
-        name: &'static str,
+        (name, trace): &Named,
         copy: impl FnOnce(&Stream) -> Result<()>,
-    ) -> std::result::Result<Result<()>, Option<Trace>> {
+    ) -> Option<Result<()>> {
         let (engine, priority) = (self.engine(), self.priority);
-        if bytes > AT_ONCE || engine.settings.threads == 0 {
-            return Err(None);
-        }
-        // Before the permit: a subscriber may start a transfer, which the permit would be in the way of.
-        let trace = Trace::begin(self.device().name(), direction, priority, bytes as u64, name);
-        if !engine.may_send(direction, priority, bytes) {
-            return Err(Some(trace));
+        let is_short = bytes <= AT_ONCE && engine.settings.threads > 0;
+        if !is_short || !engine.may_send(direction, priority, bytes) {
+            return None;
         }
         let permit = Permit { engine, direction, priority };
         let since = Instant::now();
         let said = copy(engine.stream(direction, priority)).map_err(|cause| Error::Transfer {
-            what: name.into(),
+            what: name.clone().into_owned(),
             offset: 0,
             cause: Box::new(cause),
         });
@@ -131,7 +108,7 @@ impl Copier {
         });
         drop(permit);
         trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
-        Ok(said)
+        Some(said)
     }
 
     /// Copies many ranges of device memory, each to the front of a borrowed slice, and returns when all of it is there.
@@ -139,23 +116,11 @@ impl Copier {
     /// # Errors
     /// As for [`upload_slices`](Self::upload_slices). After an error the slices' contents are undefined.
     pub fn download_slices(&self, slices: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
-        self.download_to(slices, None, None)
+        self.download_lent(slices, None)
     }
 
-    fn download_to(
-        &self,
-        pieces: &mut [(DeviceSlice, &mut [u8])],
-        name: Option<Cow<'static, str>>,
-        trace: Option<Trace>,
-    ) -> Result<()> {
-        let (engine, mut survey) = (self.engine(), Survey::default());
-        self.may_block()?;
-        for (n, (memory, target)) in pieces.iter().enumerate() {
-            let fits = Error::unless_fits(memory.len(), target.len());
-            fits.and_then(|()| survey.add(engine, memory, memory.len()))
-                .map_err(|e| e.of_piece(n, memory.len()))?;
-        }
-        let (first, count) = (pieces.as_mut_ptr(), pieces.len());
+    fn download_lent(&self, slices: &mut [(DeviceSlice, &mut [u8])], named: Option<Named>) -> Result<()> {
+        let (first, count) = (slices.as_mut_ptr(), slices.len());
         let get = |n: usize| {
             // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of the
             // target, whose bytes another thread may be writing.
@@ -163,37 +128,46 @@ impl Copier {
                 let entry = first.add(n);
                 (&(*entry).0, &raw mut *(*entry).1)
             };
-            Piece::new(target.cast(), memory.len(), memory)
+            (target.cast(), target.len(), memory)
         };
-        // SAFETY: borrowed exclusively, each as long as its range at least. The list itself is only read.
-        let plan = unsafe { Borrowed::new(count, get) };
-        let start = Start { trace, ..self.begin(Direction::Down, survey, name) };
-        // SAFETY: as above.
-        unsafe { self.lend(start, plan) }
+        // SAFETY: borrowed exclusively. The list itself is only read.
+        unsafe { self.lend(Direction::Down, count, get, named) }
     }
 
-    /// What is known of a transfer before it starts.
-    pub(super) fn begin(
-        &self,
-        direction: Direction,
-        survey: Survey,
-        name: Option<Cow<'static, str>>,
-    ) -> Start {
-        let Survey { bytes: total, memories, .. } = survey;
-        let (priority, trace, ramp) = (self.priority, None, Ramp::new(&self.engine().settings));
-        Start { direction, priority, total, name, memories, trace, timeout: self.timeout, ramp }
-    }
-
-    /// Runs a job of memory that the caller lends, and waits until it is over.
+    /// Copies so many pieces that the caller lends, and waits until that is over. `get`: where a piece is on the host, how
+    /// long it is there, and its device memory.
     ///
     /// # Safety
-    /// The drop of the plan uses nothing that is lent: a worker may keep the job a moment longer than the call lasts.
-    unsafe fn lend<F: Fn(usize) -> Piece>(&self, start: Start, plan: Borrowed<F>) -> Result<()> {
-        let plan: Arc<dyn Plan + '_> = Arc::new(plan);
+    /// Several threads may call `get` at once, and its drop does nothing. The pieces can be read, and are not written (for
+    /// an upload); or can be written, and are not used otherwise (for a download).
+    unsafe fn lend<'a>(
+        &self,
+        direction: Direction,
+        count: usize,
+        get: impl Fn(usize) -> (*mut u8, usize, &'a DeviceSlice),
+        named: Option<Named>,
+    ) -> Result<()> {
+        self.may_block()?;
+        let mut survey = Survey::default();
+        for n in 0..count {
+            let (_, len, memory) = get(n);
+            let fits = match direction {
+                Direction::Up => Ok(len),
+                Direction::Down => Error::unless_fits(memory.len(), len).map(|()| memory.len()),
+            };
+            let added = fits.and_then(|len| survey.add(self.engine(), memory, len));
+            added.map_err(|e| e.of_piece(n, memory.len()))?;
+        }
+        let piece = |n| {
+            let (host, len, memory) = get(n);
+            Piece::new(host, len.min(memory.len()), memory)
+        };
+        // SAFETY: the caller's promise.
+        let plan: Arc<dyn Plan + '_> = Arc::new(unsafe { Borrowed::new(count, piece) });
         // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and `Lending` waits for that,
-        // also on unwinding; the drop is the caller's promise.
+        // also on unwinding. A worker may keep the job a moment longer: the plan's drop is that of `get`.
         let plan = unsafe { std::mem::transmute::<Arc<dyn Plan + '_>, Arc<dyn Plan>>(plan) };
-        let job = self.job(start, plan);
+        let job = self.job(self.begin(direction, survey, named), plan);
         let lending = Lending { workers: &self.workers, job: &job };
         self.workers.start().inspect_err(|error| job.fail(error.clone()))?;
         self.workers.add(&job);
@@ -202,11 +176,20 @@ impl Copier {
         job.outcome().unwrap_or(Err(Error::Forked))
     }
 
-    /// Makes a job, and its span if it has a name.
-    fn job(&self, mut start: Start, plan: Arc<dyn Plan>) -> Arc<Job> {
-        let Start { direction, priority, total, .. } = start;
-        let begin = |name: &str| Trace::begin(self.device().name(), direction, priority, total, name);
-        start.trace = start.trace.take().or_else(|| start.name.as_deref().map(begin));
+    /// A name for errors and events, and the span that begins under it.
+    pub(super) fn named(&self, direction: Direction, total: u64, name: Cow<'static, str>) -> Named {
+        let trace = Trace::begin(self.device().name(), direction, self.priority, total, &name);
+        (name, trace)
+    }
+
+    /// What is known of a transfer before it starts.
+    pub(super) fn begin(&self, direction: Direction, survey: Survey, named: Option<Named>) -> Start {
+        let Survey { bytes: total, memories, .. } = survey;
+        let (priority, timeout, ramp) = (self.priority, self.timeout, Ramp::new(&self.engine().settings));
+        Start { direction, priority, total, named, memories, timeout, ramp }
+    }
+
+    fn job(&self, start: Start, plan: Arc<dyn Plan>) -> Arc<Job> {
         let job = Job::new(start, plan);
         let engine = Arc::downgrade(self.engine());
         job.end_in_time(move || engine.upgrade().map(|engine| engine.segments.shortage()));
@@ -285,10 +268,7 @@ impl Copier {
         let each = blocks.iter_mut().map(|(places, landing)| (landing.target(stream, KEY), &*places));
         let looked = self.survey_pages(each);
         let (found, blocks) = SubmitError::unless(looked, blocks)?;
-        let lend = |(places, landing): (P, L)| {
-            let (resource, half) = landing.lend(KEY);
-            ((resource, L::Landed::from(half)), places)
-        };
+        let lend = |(places, landing): (P, L)| (landing.land(KEY), places);
         let (lent, _places): (_, Vec<P>) = blocks.into_iter().map(lend).unzip();
         Ok(self.run_pages(Direction::Down, found, lent))
     }
@@ -303,7 +283,7 @@ impl Copier {
         for (n, (looked, places)) in blocks.enumerate() {
             let mut added = Ok(());
             pages.add(looked.as_ref().map_or(std::ptr::null_mut(), |(host, _)| *host));
-            places.each(KEY, &mut |(whole, len, stride)| {
+            places.each(KEY, &mut |whole, len, stride| {
                 let count = (whole.len() - len) / stride + 1;
                 pages.put(whole.address(), len, stride, count);
                 if looked.is_ok() && added.is_ok() {
@@ -368,7 +348,7 @@ impl Drop for Lending<'_> {
         if std::thread::panicking() {
             self.job.cancel();
         }
-        self.workers.wait(self.job, None, Job::is_over);
+        self.workers.wait(self.job, None, |progress| progress.over);
     }
 }
 
@@ -383,9 +363,10 @@ mod tests {
         let device = Device::open("host").unwrap();
         let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
         let copier = Copier::builder(&pool, &device).depth(1).build().unwrap();
-        let copy = || copier.at_once(Direction::Up, 1, "one byte", |_| panic!("the driver's copy panics"));
+        let named = copier.named(Direction::Up, 1, "one byte".into());
+        let copy = || copier.at_once(Direction::Up, 1, &named, |_| panic!("the driver's copy panics"));
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(copy)).is_err());
-        let sent = copier.at_once(Direction::Up, 1, "one byte", |_| Ok(()));
-        assert!(matches!(sent, Ok(Ok(()))), "there is one permit, and it is free");
+        let sent = copier.at_once(Direction::Up, 1, &named, |_| Ok(()));
+        assert!(matches!(sent, Some(Ok(()))), "there is one permit, and it is free");
     }
 }

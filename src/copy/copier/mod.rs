@@ -113,10 +113,8 @@
 // `in_order.rs`: the calls. `types.rs`: the plain data that all share. `job.rs`: one transfer: which of its chunks are
 // taken, and how it ended. `workers.rs`: the threads. `worker.rs`: what a thread does; `worker/stages.rs`: with each of
 // its chunks. `scheduler.rs`: which job the threads turn to, and how they sleep. `engine.rs`: what the threads share;
-// submitting copies, and how many may be in flight. `flights.rs`: the copies in flight. `segments.rs`: which segments
-// are in use. `chunk.rs`: what a chunk is, and where its pieces lie in its segment.
-// `packing.rs`: what a prepared chunk is made of, and by which way it goes. `lent.rs`: pinned blocks that copies use
-// where they are. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
+// submitting copies, and how many may be in flight. `segments.rs`: which segments
+// are in use. `chunk.rs`: what a chunk is, where its bytes lie on both sides, and by which way they go. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
 // `ranges.rs`: the plans: memory; pages; sources, files and sinks. `source.rs`, `file.rs`: what a program can give.
 // `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`: CPU
 // copies.
@@ -135,14 +133,11 @@ mod chunk;
 mod config;
 mod engine;
 mod file;
-mod flights;
 mod in_order;
 mod job;
-mod lent;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod memory;
-mod packing;
 mod pages;
 mod pieces;
 mod ranges;

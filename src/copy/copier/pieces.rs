@@ -136,7 +136,7 @@ pub(super) fn cut(count: usize, piece: impl Fn(usize) -> Piece, full: usize, cur
             break;
         }
     }
-    Chunk { parts, stretches, ..cursor.cut_off(at, bytes) }
+    Chunk { parts, ..cursor.cut_off(at, bytes, stretches) }
 }
 
 /// Bytes that a chunk of `full` bytes has room for from this place in its segment on, behind stretches with so many rows.
@@ -192,9 +192,8 @@ unsafe impl<F> Sync for Borrowed<F> {}
 
 impl<F: Fn(usize) -> Piece> Borrowed<F> {
     /// # Safety
-    /// Several threads may call `get` at once, with numbers less than `count`. For as long as this exists, the pieces
-    /// that it gives can be read, and are not written (for an upload); or can be written, and are not used otherwise (for
-    /// a download).
+    /// Several threads may call `get` at once, with numbers less than `count`. While a job uses this, the pieces can be
+    /// read, and are not written (for an upload); or can be written, and are not used otherwise (for a download).
     pub(super) unsafe fn new(count: usize, get: F) -> Self {
         Self { count, get }
     }
@@ -247,7 +246,6 @@ fn announce(at: *const u8, len: usize) {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::chunk::table_at;
     use super::*;
 
     proptest! {
@@ -293,7 +291,8 @@ mod tests {
                 }
                 prop_assert!(chunk.stretches.iter().all(|s| s.place.0 % WIDTH == s.offset as u64 % WIDTH));
                 let rows: usize = chunk.stretches.iter().map(|stretch| stretch.rows().count()).sum();
-                prop_assert!(table_at(end) + rows * ROW <= full + BESIDE);
+                prop_assert_eq!((rows * ROW, end), (chunk.table_len(), chunk.data));
+                prop_assert!(chunk.table_at() + rows * ROW <= full + BESIDE);
             }
             prop_assert!(pieces.iter().zip(seen).all(|(piece, seen)| piece.len == seen));
         }

@@ -72,40 +72,34 @@ impl CopyRange {
 
 /// Which bytes of a source or sink go where: a `Vec<CopyRange>`, or a [`DeviceRange`] for all of a source, from its first
 /// byte on, or for as many bytes of a sink as the range has. Sealed.
-pub trait CopyRanges: list::Sealed {}
+pub trait CopyRanges {
+    /// The ranges. `source`: what the source has.
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn list(self, of: &Arc<Context>, source: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>>;
+}
 
-impl<T: list::Sealed> CopyRanges for T {}
-
-mod list {
-    use super::{Arc, Context, CopyRange, DeviceRange, Error, KEY, Key, Range, Result};
-
-    pub trait Sealed {
-        /// The ranges. `source`: what the source has.
-        #[doc(hidden)]
-        #[allow(private_interfaces)]
-        fn list(self, of: &Arc<Context>, source: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>>;
+impl CopyRanges for Vec<CopyRange> {
+    #[allow(private_interfaces)]
+    fn list(self, _: &Arc<Context>, _: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>> {
+        Ok(self)
     }
-    impl Sealed for Vec<CopyRange> {
-        #[allow(private_interfaces)]
-        fn list(self, _: &Arc<Context>, _: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>> {
-            Ok(self)
+}
+
+impl<R: DeviceRange> CopyRanges for R {
+    #[allow(private_interfaces)]
+    fn list(self, of: &Arc<Context>, source: Option<Range<u64>>, key: Key) -> Result<Vec<CopyRange>> {
+        let device = self.get(key)?;
+        device.check_is_of(of)?;
+        let Some(Range { start: at, end }) = source else {
+            return Ok(vec![CopyRange { at: 0, device: device.clone() }]);
+        };
+        let need = usize::try_from(end - at).unwrap_or(usize::MAX);
+        if need == 0 {
+            return Err(Error::empty());
         }
-    }
-    impl<R: DeviceRange> Sealed for R {
-        #[allow(private_interfaces)]
-        fn list(self, of: &Arc<Context>, source: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>> {
-            let device = self.get(KEY)?;
-            device.check_is_of(of)?;
-            let Some(Range { start: at, end }) = source else {
-                return Ok(vec![CopyRange { at: 0, device: device.clone() }]);
-            };
-            let need = usize::try_from(end - at).unwrap_or(usize::MAX);
-            if need == 0 {
-                return Err(Error::empty());
-            }
-            Error::unless_fits(need, device.len())?;
-            Ok(vec![CopyRange { at, device: device.slice(..need)? }])
-        }
+        Error::unless_fits(need, device.len())?;
+        Ok(vec![CopyRange { at, device: device.slice(..need)? }])
     }
 }
 
@@ -201,13 +195,14 @@ impl Ranges {
         self.offset(cut).min(next)
     }
 
-    /// A chunk, with places that are offsets.
-    fn placed(&self, chunk: Chunk) -> Chunk {
-        Chunk { at: self.offset(chunk.start), landed_to: self.landed_to(chunk.end), ..chunk }
-    }
-
-    fn cut(&self, cursor: &mut Cursor, most: usize) -> Chunk {
-        self.placed(cut(self.pieces.len(), |n| self.get(n), most, cursor))
+    /// The next chunk, with places that are offsets.
+    fn cut(&self, cursor: &mut Cursor, most: usize, of_file: bool) -> Chunk {
+        let at = self.offset(cursor.at);
+        let chunk = match of_file {
+            true => self.cut_file(cursor, most),
+            false => cut(self.pieces.len(), |n| self.get(n), most, cursor),
+        };
+        Chunk { at, landed_to: self.landed_to(cursor.at), ..chunk }
     }
 
     /// A stretch of the file with all ranges in it, which is read at once.
@@ -238,8 +233,7 @@ impl Ranges {
             }
             cut = Cut { piece: cut.piece + 1, from: 0 };
         }
-        let chunk = self.placed(cursor.cut_off(cut, bytes));
-        Chunk { stretches, ..chunk }
+        cursor.cut_off(cut, bytes, stretches)
     }
 }
 
@@ -258,35 +252,62 @@ unsafe impl Send for First {}
 // SAFETY: as above.
 unsafe impl Sync for First {}
 
-/// Ranges of a source, file or sink, as the plan of one job.
-pub(super) struct Blob<T: Send + 'static> {
-    /// What the program gave. Taken by the handle when the job is over; a worker that uses it has a share meanwhile.
-    value: Mutex<Option<Arc<Owned<T>>>>,
+/// What the program gave. The handle takes it when the job is over; a worker that uses it has a share meanwhile.
+struct Given<T: Send + 'static>(Mutex<Option<Arc<Owned<T>>>>);
+
+impl<T: Send + 'static> Given<T> {
+    fn new(value: T) -> Self {
+        Self(Mutex::new(Some(Arc::new(Owned::new(value)))))
+    }
+
+    fn share(&self) -> Result<Arc<Owned<T>>> {
+        self.0.lock().clone().ok_or(Error::Closed)
+    }
+
+    fn back(&self, outcome: Result<()>) -> Result<T, SubmitError<T>> {
+        let value = self.0.lock().take();
+        // The job is over, so no worker has a share.
+        let buffer = value.and_then(Arc::into_inner).map(Owned::into_inner);
+        match (outcome, buffer) {
+            (Ok(()), Some(value)) => Ok(value),
+            (outcome, buffer) => Err(SubmitError { error: outcome.err().unwrap_or(Error::Closed), buffer }),
+        }
+    }
+}
+
+/// Ranges of a source as the plan of one job.
+pub(super) struct Reads<S: Source> {
+    source: Given<S>,
     ranges: Ranges,
     counters: Arc<Counters>,
     may_block: bool,
     /// Chunks are stretches of a file, each read at once.
     of_file: bool,
-    fill: fn(&Self, &T, &Chunk, &mut PinnedBuf) -> Result<()>,
-    drain: fn(&Self, &T, &Chunk, &[u8]) -> Result<()>,
-    /// Of a sink in memory.
-    first: Option<First>,
-    /// After a transfer that has ended well.
-    finish: fn(&mut T, &Ranges),
 }
 
-impl<S: Source> Blob<S> {
-    pub(super) fn of_source(source: S, ranges: Ranges, counters: Arc<Counters>) -> Self {
+impl<S: Source> Reads<S> {
+    pub(super) fn new(source: S, ranges: Ranges, counters: Arc<Counters>) -> Self {
         let (may_block, of_file) = (source.may_block(KEY), file_of(&source).is_some());
-        let fill = if of_file { Self::read_file } else { Self::read };
-        let drain =
-            |_: &Self, _: &S, _: &Chunk, _: &[u8]| Err(Error::Internal("bytes were written to a source"));
-        let value = Mutex::new(Some(Arc::new(Owned::new(source))));
-        Self { value, ranges, counters, may_block, of_file, fill, drain, first: None, finish: |_, _| () }
+        Self { source: Given::new(source), ranges, counters, may_block, of_file }
+    }
+}
+
+impl<S: Source> Plan for Reads<S> {
+    fn may_block(&self) -> bool {
+        self.may_block
     }
 
-    fn read(&self, source: &S, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        let ranges = &self.ranges;
+    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
+        self.ranges.cut(cursor, most, self.of_file)
+    }
+
+    fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
+        let (ranges, source) = (&self.ranges, self.source.share()?);
+        if let Some(file) = file_of(&**source) {
+            let start = chunk.stretches.first().map_or(0, |first| first.offset);
+            segment.clear();
+            return file.read(chunk.at, chunk.data - start, segment, &self.counters);
+        }
         let fill = |n: usize, into: &mut _| {
             let offset = ranges.part_at(&chunk.parts[n]);
             let mut fill = Fill::new(into);
@@ -301,38 +322,47 @@ impl<S: Source> Blob<S> {
         // SAFETY: a `Fill` counts what was written, and all of it was.
         unsafe { fill_parts(chunk, segment, fill) }
     }
+}
 
-    fn read_file(&self, source: &S, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        let file = file_of(source).ok_or(Error::Internal("a file is none"))?;
-        let start = chunk.stretches.first().map_or(0, |first| first.offset);
-        let end = chunk.stretches.last().map_or(start, |last| last.offset + last.len);
-        segment.clear();
-        file.read(chunk.at, end - start, segment, &self.counters)
+impl<S: Source> Values for Reads<S> {
+    type Back = S;
+
+    fn back(&self, outcome: Result<()>) -> Result<S, SubmitError<S>> {
+        self.source.back(outcome)
     }
 }
 
-impl<S: Sink> Blob<S> {
+/// Ranges of a sink as the plan of one job.
+pub(super) struct Writes<S: Sink> {
+    sink: Given<S>,
+    ranges: Ranges,
+    may_block: bool,
+    /// Of a sink in memory.
+    first: Option<First>,
+}
+
+impl<S: Sink> Writes<S> {
     /// # Errors
     /// With the sink, which is as it was: no memory for what is to be written to it, or ranges that overlap in memory.
-    pub(super) fn to_sink(
-        mut sink: S,
-        ranges: Ranges,
-        counters: Arc<Counters>,
-    ) -> Result<Self, SubmitError<S>> {
+    pub(super) fn new(mut sink: S, ranges: Ranges) -> Result<Self, SubmitError<S>> {
         let target = sink.memory(ranges.end, ranges.overlap(), KEY);
         let (first, sink) = SubmitError::unless(target, sink)?;
         let (may_block, first) = (sink.may_block(KEY), first.map(First));
-        let fill = |_: &Self, _: &S, _: &Chunk, _: &mut PinnedBuf| {
-            Err(Error::Internal("bytes were read from a sink"))
-        };
-        let finish = |sink: &mut S, ranges: &Ranges| sink.has_all(&mut ranges.gaps(), ranges.end, KEY);
-        let value = Mutex::new(Some(Arc::new(Owned::new(sink))));
-        let (of_file, drain) = (false, Self::write as fn(&Self, &S, &Chunk, &[u8]) -> Result<()>);
-        Ok(Self { value, ranges, counters, may_block, of_file, fill, drain, first, finish })
+        Ok(Self { sink: Given::new(sink), ranges, may_block, first })
+    }
+}
+
+impl<S: Sink> Plan for Writes<S> {
+    fn may_block(&self) -> bool {
+        self.may_block
     }
 
-    fn write(&self, sink: &S, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
-        let ranges = &self.ranges;
+    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
+        self.ranges.cut(cursor, most, false)
+    }
+
+    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        let (ranges, sink) = (&self.ranges, self.sink.share()?);
         chunk.parts.iter().try_for_each(|part| {
             let (offset, bytes) = (ranges.part_at(part), part.of(bytes)?);
             let Some(First(first)) = self.first else {
@@ -350,43 +380,12 @@ impl<S: Sink> Blob<S> {
     }
 }
 
-impl<T: Send + Sync + 'static> Blob<T> {
-    fn value(&self) -> Result<Arc<Owned<T>>> {
-        self.value.lock().clone().ok_or(Error::Closed)
-    }
-}
+impl<S: Sink> Values for Writes<S> {
+    type Back = S;
 
-impl<T: Send + Sync + 'static> Plan for Blob<T> {
-    fn may_block(&self) -> bool {
-        self.may_block
-    }
-
-    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
-        if self.of_file { self.ranges.cut_file(cursor, most) } else { self.ranges.cut(cursor, most) }
-    }
-
-    fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        (self.fill)(self, &*self.value()?, chunk, segment)
-    }
-
-    fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
-        (self.drain)(self, &*self.value()?, chunk, bytes)
-    }
-}
-
-impl<T: Send + Sync + 'static> Values for Blob<T> {
-    type Back = T;
-
-    fn back(&self, outcome: Result<()>) -> Result<T, SubmitError<T>> {
-        let value = self.value.lock().take();
-        // The job is over, so no worker has a share.
-        let value = value.and_then(Arc::into_inner).map(Owned::into_inner);
-        match (outcome, value) {
-            (Ok(()), Some(mut value)) => {
-                (self.finish)(&mut value, &self.ranges);
-                Ok(value)
-            }
-            (outcome, buffer) => Err(SubmitError { error: outcome.err().unwrap_or(Error::Closed), buffer }),
-        }
+    fn back(&self, outcome: Result<()>) -> Result<S, SubmitError<S>> {
+        let mut sink = self.sink.back(outcome)?;
+        sink.has_all(&mut self.ranges.gaps(), self.ranges.end, KEY);
+        Ok(sink)
     }
 }

@@ -15,7 +15,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::types::{BESIDE, Priority, Settings};
+use super::types::{BESIDE, Kind, Priority, Settings};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::locks::Mutex;
@@ -29,10 +29,10 @@ const LEAST: usize = PAGE + BESIDE;
 
 /// How many of so many segments transfers of a priority use. Those that may block leave one to the others of any
 /// priority, if there are two.
-fn usable(segments: usize, priority: Priority, may_block: bool) -> usize {
+fn usable(segments: usize, priority: Priority, kind: Kind) -> usize {
     let bulk = segments - (segments / 8).max(usize::from(segments > 3));
     match priority {
-        _ if may_block => (bulk - 1).max(1),
+        _ if kind == Kind::Blocking => (bulk - 1).max(1),
         Priority::Foreground => segments,
         Priority::Bulk => bulk,
     }
@@ -74,9 +74,9 @@ impl Segments {
     }
 
     /// A segment. `None`: not now. The copier waits in the pool's queue if it has none.
-    pub(super) fn take(&self, priority: Priority, may_block: bool) -> Result<Option<PinnedBuf>> {
+    pub(super) fn take(&self, priority: Priority, kind: Kind) -> Result<Option<PinnedBuf>> {
         let mut state = self.state.lock();
-        if state.used >= usable(self.most, priority, may_block) {
+        if state.used >= usable(self.most, priority, kind) {
             return Ok(None);
         }
         if let Some(buf) = state.free.pop() {
@@ -152,7 +152,7 @@ impl Segments {
     /// A second segment for a call whose reader or writer may wait for another transfer of the copier while the first one
     /// is not seen complete: only one of full length, with a segment left in the share and in the pool for the other.
     pub(super) fn second(&self) -> Result<Option<PinnedBuf>> {
-        if self.state.lock().used >= usable(self.most, Priority::Bulk, true) {
+        if self.state.lock().used >= usable(self.most, Priority::Bulk, Kind::Blocking) {
             return Ok(None);
         }
         let Some(second) = self.longest(self.len)? else { return Ok(None) };

@@ -15,6 +15,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::ring::{Ring, Slot};
+use super::types::Role;
 use crate::device::memory::Allocation;
 use crate::device::{SPREAD_RUNS, SpreadRun, SpreadWay};
 use crate::error::{Error, Result};
@@ -47,11 +48,9 @@ struct Launch {
 #[derive(Default)]
 struct SpreadState {
     waiting: VecDeque<Entry>,
+    /// Only who advances puts a launch here, and takes it out.
     flying: Option<Launch>,
-    /// A thread has the role of advancing, and may have taken the launch out.
-    advancing: bool,
-    /// Since when a launch is in flight, and until when the ring is avoided.
-    since: Option<Instant>,
+    /// Until when the ring is avoided.
     avoid: Option<Instant>,
     launches: u64,
     runs: u64,
@@ -62,27 +61,13 @@ pub(super) struct Spreader {
     way: SpreadWay,
     stream: Stream,
     state: Mutex<SpreadState>,
-}
-
-/// The role of advancing. Its end puts the launch back.
-struct Advancing<'a> {
-    spreader: &'a Spreader,
-    launch: Option<Launch>,
-}
-
-impl Drop for Advancing<'_> {
-    fn drop(&mut self) {
-        let mut state = self.spreader.state.lock();
-        state.since = self.launch.as_ref().map(|launch| launch.since);
-        state.flying = self.launch.take();
-        state.advancing = false;
-    }
+    advances: Role,
 }
 
 impl Spreader {
     /// `stream`: one of the crate's own, for the kernels alone.
     pub(super) fn new(way: SpreadWay, stream: Stream) -> Self {
-        Self { way, stream, state: Mutex::default() }
+        Self { way, stream, state: Mutex::default(), advances: Role::default() }
     }
 
     pub(super) fn stream(&self) -> &Stream {
@@ -97,7 +82,7 @@ impl Spreader {
     /// Whether launches take so long that chunks are copied faster without.
     pub(super) fn is_slow(&self) -> bool {
         let state = self.state.lock();
-        state.since.is_some_and(|since| since.elapsed() > SLOW)
+        state.flying.as_ref().is_some_and(|launch| launch.since.elapsed() > SLOW)
             || state.avoid.is_some_and(|until| Instant::now() < until)
     }
 
@@ -109,40 +94,36 @@ impl Spreader {
 
     /// Does what can be done now. Whether anything has changed.
     pub(super) fn advance(&self, ring: &Ring) -> bool {
-        let mut role = {
-            let mut state = self.state.lock();
-            if state.advancing || (state.flying.is_none() && state.waiting.is_empty()) {
-                return false;
-            }
-            state.advancing = true;
-            Advancing { spreader: self, launch: state.flying.take() }
-        };
+        let Some(_role) = self.advances.take() else { return false };
+        let mut state = self.state.lock();
         let mut changed = false;
-        if let Some(launch) = &role.launch {
-            let said = match launch.ticket.timeline.poll_complete(launch.ticket.seq) {
+        if let Some(Launch { ticket, .. }) = &state.flying {
+            let ticket = ticket.clone();
+            drop(state);
+            let said = match ticket.timeline.poll_complete(ticket.seq) {
                 Ok(false) => return false,
                 Ok(true) => Ok(()),
                 Err(error) => Err(error),
             };
-            changed = true;
-            if let Some(Launch { entries, since, .. }) = role.launch.take() {
-                let took = since.elapsed();
-                if took > SLOW {
-                    self.state.lock().avoid = Instant::now().checked_add(took * AVOID);
-                }
-                finish(entries, &said, ring);
+            state = self.state.lock();
+            let landed = state.flying.take();
+            let took = landed.as_ref().map_or(Duration::ZERO, |launch| launch.since.elapsed());
+            if took > SLOW {
+                state.avoid = Instant::now().checked_add(took * AVOID);
             }
+            drop(state);
+            finish(landed.map_or(Vec::new(), |launch| launch.entries), &said, ring);
+            state = self.state.lock();
+            changed = true;
         }
-        let entries: Vec<Entry> = {
-            let mut state = self.state.lock();
-            let count = state.waiting.len().min(SPREAD_RUNS);
-            state.waiting.drain(..count).collect()
-        };
+        let count = state.waiting.len().min(SPREAD_RUNS);
+        let entries: Vec<Entry> = state.waiting.drain(..count).collect();
+        drop(state);
         if entries.is_empty() {
             return changed;
         }
         match self.launch(entries) {
-            Ok(launch) => role.launch = Some(launch),
+            Ok(launch) => self.state.lock().flying = Some(launch),
             Err((entries, error)) => finish(entries, &Err(error), ring),
         }
         true

@@ -31,7 +31,7 @@ macro_rules! transfer {
 }
 
 /// See the module's page. Dropped without an end, the span closes and says nothing of how it went.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Trace(Span);
 
 impl Trace {
@@ -58,7 +58,7 @@ impl Trace {
     }
 
     /// It is over, after so many bytes.
-    pub(super) fn end(self, result: &Result<()>, copied: u64, elapsed: Duration) {
+    pub(super) fn end(&self, result: &Result<()>, copied: u64, elapsed: Duration) {
         self.0.record(|span| {
             let outcome = match result {
                 Ok(()) => "done",

@@ -43,12 +43,11 @@ pub struct Transfer<T> {
     copier: Copier,
     job: Arc<Job>,
     values: Option<Arc<dyn Values<Back = T>>>,
-    waker: Option<u64>,
 }
 
 impl<T> Transfer<T> {
     pub(super) fn new(copier: Copier, job: Arc<Job>, values: Arc<dyn Values<Back = T>>) -> Self {
-        Self { copier, job, values: Some(values), waker: None }
+        Self { copier, job, values: Some(values) }
     }
 
     fn engine(&self) -> &Arc<Engine> {
@@ -94,7 +93,7 @@ impl<T> Transfer<T> {
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<Result<T, SubmitError<T>>, SubmitError<Self>> {
         let since = Instant::now();
         let timeout = if may_wait().is_ok() { timeout } else { Duration::ZERO };
-        if self.is_over() || self.until(since.checked_add(timeout), Job::is_over) {
+        if self.is_over() || self.until(since.checked_add(timeout), |progress| progress.over) {
             return Ok(self.take());
         }
         Err(SubmitError { error: Error::Timeout(Duration::ZERO.into()).waited(since), buffer: Some(self) })
@@ -113,11 +112,10 @@ impl<T> Transfer<T> {
         if crate::os::forked() {
             return false;
         }
-        let there = |job: &Job| job.progress().landed_to >= offset;
         if may_wait().is_ok() {
-            self.until(None, |job| there(job) || job.is_over());
+            self.until(None, |progress| progress.landed_to >= offset || progress.over);
         }
-        there(&self.job)
+        self.progress().landed_to >= offset
     }
 
     /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived.
@@ -132,7 +130,7 @@ impl<T> Transfer<T> {
         }
         // The waker first: what changes after the look wakes the task.
         if looked(self.progress()).is_pending() {
-            self.job.wake_later(&mut self.waker, cx.waker());
+            self.job.wake_later(cx.waker());
         }
         looked(self.progress())
     }
@@ -183,10 +181,14 @@ impl<T> Transfer<T> {
             return Ok(());
         }
         may_wait()?;
-        if self.until(None, Job::is_over) { Ok(()) } else { Err(Error::Timeout(Duration::ZERO.into())) }
+        if self.until(None, |progress| progress.over) {
+            Ok(())
+        } else {
+            Err(Error::Timeout(Duration::ZERO.into()))
+        }
     }
 
-    fn until(&self, deadline: Option<Instant>, until: impl Fn(&Job) -> bool) -> bool {
+    fn until(&self, deadline: Option<Instant>, until: impl Fn(&Progress) -> bool) -> bool {
         self.copier.workers.wait(&self.job, deadline, until)
     }
 
@@ -213,7 +215,7 @@ impl<T> Future for Transfer<T> {
         }
         // The waker first: what changes after the look wakes the task.
         if !this.is_over() {
-            this.job.wake_later(&mut this.waker, cx.waker());
+            this.job.wake_later(cx.waker());
         }
         if this.is_over() { Poll::Ready(this.take()) } else { Poll::Pending }
     }
@@ -226,7 +228,7 @@ impl<T> Drop for Transfer<T> {
             std::mem::forget((self.job.clone(), self.values.take()));
             return;
         }
-        self.job.forget_waker(&mut self.waker);
+        self.job.forget_waker();
     }
 }
 

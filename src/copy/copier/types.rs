@@ -1,5 +1,7 @@
 //! The plain data that the copier's parts share: they import this file, and it imports none of them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use crate::segment::PAGE;
 
 /// Bytes of a segment beside the chunk's: a file's chunk begins within a page and is read to the end of one; behind it
@@ -56,5 +58,38 @@ impl Direction {
             Self::Up => Self::Down,
             Self::Down => Self::Up,
         }
+    }
+}
+
+/// What the chunks of a job need of a worker. A worker that takes chunks of one kind takes those of lesser kinds, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    /// Nothing: their bytes stay where they are.
+    InPlace,
+    /// A segment.
+    Staged,
+    /// A segment and time: code of the program's, or a file, may block the worker.
+    Blocking,
+}
+
+/// A role that one thread has at a time. Others do not wait for it.
+#[derive(Debug, Default)]
+pub(super) struct Role(AtomicBool);
+
+impl Role {
+    /// Takes the role, until the drop of what this gives.
+    pub(super) fn take(&self) -> Option<Taken<'_>> {
+        // Acquire: pairs with the release in the drop of the one before.
+        let is_free = !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Acquire);
+        is_free.then(|| Taken(self))
+    }
+}
+
+pub(super) struct Taken<'a>(&'a Role);
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        // Release: pairs with the acquire in `take`.
+        self.0.0.store(false, Ordering::Release);
     }
 }

@@ -21,23 +21,17 @@
 
 mod stages;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::chunk::{Chunk, ROW};
-use super::engine::{Engine, Flight, Refusal, Then};
+use self::stages::{Owned, Stage, Step};
+use super::engine::Engine;
 use super::job::{End, Job};
-use super::lent::Lent;
-use super::packing::{Host, Packed, Way, transfer};
-use super::ring::{IDLE, Slot, Take};
-use super::spreader::Entry;
+use super::ring::IDLE;
 use super::stats::count;
-use super::types::{Direction, Priority};
-use crate::buffer::PinnedBuf;
+use super::types::{Direction, Kind, Priority};
 use crate::error::{Error, Result};
 use crate::foreign;
-use crate::stream::hold::Retain;
-use crate::stream::timeline::Ticket;
 
 /// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit, or for a stream that waits.
 const MOST: usize = 3;
@@ -50,59 +44,19 @@ const SPIN: Duration = Duration::from_micros(200);
 const PAUSE: Duration = Duration::from_micros(50);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
 
-type Done = Arc<OnceLock<Result<()>>>;
-
-enum Stage {
-    /// Filled, or laid out: waits for a slot or a permit.
-    Ready(Host),
-    /// Down: the table is on its way, and the kernel collects the bytes behind it. `flight`: the table, in the chunk's
-    /// segment or (with `lent`) in one of its own.
-    Collecting { flight: Flight, lent: Option<Lent>, slot: Slot, done: Done },
-    /// Down: the bytes are in the slot, or (without a slot) where they are, and the chunk waits for a permit.
-    Collected(Host, Option<Slot>),
-    /// The bytes are on their way. What follows on the device is the engine's; with `done` a kernel spreads them.
-    Copying { flight: Flight, done: Option<Done> },
-    /// Up: the kernel spreads the bytes, or will.
-    Spreading(Done),
-    /// Down: the bytes are in the segment, and the worker writes them to where they go.
-    Landed(PinnedBuf),
-    /// The driver has refused a copy. Others that were submitted with it may be in flight: the chunk ends when they are
-    /// complete.
-    Refused { ticket: Ticket, error: Error, slot: Option<Slot> },
-}
-
-/// What came of a look at a chunk.
-enum Step {
-    /// Nothing has changed.
-    Same(Stage),
-    /// It is in another stage.
-    Moved(Stage),
-    Ended(End),
-}
-
-/// A chunk that a worker owns.
-struct Owned {
-    job: Arc<Job>,
-    chunk: Chunk,
-    packed: Packed,
-    /// It has a segment of the copier's share.
-    staged: bool,
-    stage: Option<Stage>,
-}
-
 /// See the module's page.
 pub(super) struct Worker {
     engine: Arc<Engine>,
     owned: Vec<Owned>,
-    /// It takes chunks of jobs that may block, too.
-    may_block: bool,
+    /// It takes chunks of this kind, and of lesser ones.
+    most: Kind,
     /// The direction that it turns to next.
     next: Direction,
 }
 
 impl Worker {
-    pub(super) fn new(engine: Arc<Engine>, may_block: bool) -> Self {
-        Self { engine, owned: Vec::new(), may_block, next: Direction::Up }
+    pub(super) fn new(engine: Arc<Engine>, most: Kind) -> Self {
+        Self { engine, owned: Vec::new(), most, next: Direction::Up }
     }
 
     /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a chunk are
@@ -111,7 +65,7 @@ impl Worker {
         let mut changed = self.turn();
         if self.take_any() {
             changed = true;
-            if self.owned.iter().any(|owned| matches!(owned.stage, Some(Stage::Landed(_)))) {
+            if self.owned.iter().any(|owned| matches!(owned.stage, Stage::Landed)) {
                 self.turn();
             }
         }
@@ -125,7 +79,7 @@ impl Worker {
         loop {
             if self.round() {
                 still = None;
-            } else if !self.owned.is_empty() || self.engine.scheduler.has_work(self.may_block) {
+            } else if !self.owned.is_empty() || self.engine.scheduler.has_work(self.most) {
                 let waited = still.get_or_insert_with(Instant::now).elapsed();
                 if waited < SPIN {
                     std::hint::spin_loop();
@@ -139,12 +93,25 @@ impl Worker {
         }
     }
 
-    /// A chunk has ended, and its segment was given back.
-    fn end(&self, job: &Job, chunk: &Chunk, end: End) {
-        count(&self.engine.counters, |stats| stats.chunks += 1);
+    /// A chunk has ended.
+    fn end(&self, owned: Owned, end: End) {
+        let engine = &self.engine;
+        if owned.staged {
+            match owned.buf {
+                Some(buf) => engine.segments.give(buf),
+                None => engine.segments.gone(),
+            }
+        }
+        match (owned.slot, &end) {
+            (None, _) => {}
+            // A copy or a kernel may still use it.
+            (Some(slot), End::Failed(_)) => engine.ring.lose(slot),
+            (Some(slot), _) => engine.ring.give(slot),
+        }
+        count(&engine.counters, |stats| stats.chunks += 1);
         // Before a caller can hear of the end: nothing of the pool is in use without work.
-        self.engine.rest();
-        job.end(chunk, end);
+        engine.rest();
+        owned.job.end(&owned.chunk, end);
     }
 
     /// Sleeps until there may be work. `true`: there will be none.
@@ -152,14 +119,14 @@ impl Worker {
         self.engine.segments.rest();
         let deadline =
             self.engine.ring.rest().and_then(|rest| Instant::now().checked_add(rest.max(IDLE / 8)));
-        !self.engine.scheduler.park(deadline, self.may_block)
+        !self.engine.scheduler.park(deadline, self.most)
     }
 
     /// Whether the worker may take another chunk of this job.
     fn has_room(&self, job: &Job) -> bool {
-        let busy = self.owned.iter().filter(|owned| owned.job.needs_segment).count();
+        let busy = self.owned.iter().filter(|owned| owned.job.kind != Kind::InPlace).count();
         let segments = if job.priority == Priority::Foreground { MOST_URGENT } else { MOST };
-        self.owned.len() < MOST_CHUNKS && (!job.needs_segment || busy < segments)
+        self.owned.len() < MOST_CHUNKS && (job.kind == Kind::InPlace || busy < segments)
     }
 
     /// Looks at all chunks once.
@@ -167,23 +134,18 @@ impl Worker {
         let mut changed = self.engine.advance();
         let mut n = 0;
         while n < self.owned.len() {
-            let Some(stage) = self.owned[n].stage.take() else {
-                self.owned.remove(n);
-                continue;
-            };
-            let (stage, moved) = match self.step(n, stage) {
-                Step::Same(stage) => (stage, false),
-                Step::Moved(stage) => (stage, true),
-                Step::Ended(end) => {
-                    let Owned { job, chunk, .. } = self.owned.remove(n);
-                    self.end(&job, &chunk, end);
+            match self.owned[n].step(&self.engine) {
+                Step::Same => n += 1,
+                Step::Moved => {
                     changed = true;
-                    continue;
+                    n += 1;
                 }
-            };
-            self.owned[n].stage = Some(stage);
-            changed |= moved;
-            n += 1;
+                Step::Ended(end) => {
+                    let owned = self.owned.remove(n);
+                    self.end(owned, end);
+                    changed = true;
+                }
+            }
         }
         changed
     }
@@ -195,12 +157,12 @@ impl Worker {
     /// those of the other direction might never let it have one.
     fn take_any(&mut self) -> bool {
         let engine = self.engine.clone();
-        let Some(first) = engine.scheduler.first(self.next, self.may_block) else { return false };
+        let Some(first) = engine.scheduler.first(self.next, self.most) else { return false };
         let taken = match self.take(&first) {
             true => Some(first),
             // Chunks that need no segment would go on for ever where the job waits for the worker's own to end.
             false if self.has_to_wait(&first) => None,
-            false => engine.scheduler.without_segment(self.next).filter(|other| self.take(other)),
+            false => engine.scheduler.first(self.next, Kind::InPlace).filter(|other| self.take(other)),
         };
         let Some(job) = taken else { return false };
         self.next = job.direction.other();
@@ -213,7 +175,10 @@ impl Worker {
             return false;
         }
         let segments = &self.engine.segments;
-        let got = if job.needs_segment { segments.take(job.priority, job.may_block) } else { Ok(None) };
+        let got = match job.kind {
+            Kind::InPlace => Ok(None),
+            kind => segments.take(job.priority, kind),
+        };
         let segment = match got {
             Ok(segment) => segment,
             Err(error) => {
@@ -222,7 +187,7 @@ impl Worker {
                 return true;
             }
         };
-        if segment.is_none() && job.needs_segment {
+        if segment.is_none() && job.kind != Kind::InPlace {
             return false;
         }
         let Some(chunk) = job.take(segment.as_ref().map(|buf| segments.room(buf))) else {
@@ -230,98 +195,51 @@ impl Worker {
             self.engine.rest();
             return false;
         };
-        self.prepare(job, chunk, segment);
+        let mut owned = Owned::new(job.clone(), chunk, segment);
+        if job.direction == Direction::Up {
+            self.leave_to_others(job);
+        }
+        match survived(|| owned.prepare(&self.engine)) {
+            Ok(()) => self.owned.push(owned),
+            Err(error) => self.end(owned, End::Failed(error)),
+        }
         true
     }
 
     /// Whether a job's chunk is not to be taken before others have ended. A call that blocks holds up the worker's other
     /// chunks: they are of the same job, or there is none. An upload's chunk that is owned has been filled.
     fn has_to_wait(&self, job: &Arc<Job>) -> bool {
-        let blocks = |owned: &Owned| owned.job.may_block && owned.job.direction == Direction::Down;
-        self.owned.iter().any(|owned| !Arc::ptr_eq(&owned.job, job) && (job.may_block || blocks(owned)))
-    }
-
-    /// Lays a chunk out, and fills it.
-    fn prepare(&mut self, job: &Arc<Job>, mut chunk: Chunk, mut segment: Option<PinnedBuf>) {
-        let (direction, room) = (job.direction, self.ring_room(job));
-        if direction == Direction::Up {
-            self.leave_to_others(job);
-        }
-        let prepared = survived(|| {
-            // SAFETY: the chunk was taken and has not ended.
-            let plan = unsafe { job.plan() };
-            match &mut segment {
-                Some(segment) if direction == Direction::Up => plan.fill(&chunk, segment).map(|()| None),
-                Some(_) => Ok(None),
-                None => Ok(plan.lend(&chunk)),
-            }
-        });
-        let laid_out = match (prepared, segment) {
-            (Ok(None), Some(mut buf)) => {
-                let stretches = std::mem::take(&mut chunk.stretches);
-                let packed = Packed::in_segment(direction, &mut buf, stretches, room);
-                Ok((Host::Segment(buf), packed))
-            }
-            (Ok(Some((mut packed, lent))), None) => {
-                packed.choose(room);
-                Ok((Host::Lent(lent), packed))
-            }
-            (prepared, segment) => {
-                segment.into_iter().for_each(|buf| self.engine.segments.give(buf));
-                Err(prepared.err().unwrap_or(Error::Internal("a chunk's bytes are not where its job says")))
-            }
-        };
-        match laid_out {
-            Ok((host, packed)) => {
-                let (job, staged) = (job.clone(), matches!(host, Host::Segment(_)));
-                self.owned.push(Owned { job, chunk, packed, staged, stage: Some(Stage::Ready(host)) });
-            }
-            Err(error) => {
-                self.engine.rest();
-                job.end(&chunk, End::Failed(error));
-            }
-        }
+        let blocks = |job: &Job| job.kind == Kind::Blocking;
+        self.owned.iter().any(|Owned { job: other, .. }| {
+            let may_hold_up = blocks(job) || blocks(other) && other.direction == Direction::Down;
+            may_hold_up && !Arc::ptr_eq(other, job)
+        })
     }
 
     /// Before a call of this job's work that may block: another worker is to look for what is left, since this one does
     /// not for a while.
     fn leave_to_others(&self, job: &Job) {
-        if job.may_block && self.engine.scheduler.has_work(true) {
+        if job.kind == Kind::Blocking && self.engine.scheduler.has_work(Kind::Blocking) {
             self.engine.scheduler.poke();
         }
     }
 
-    /// Bytes of a slot, for a chunk of this job. 0: it goes without the ring.
-    fn ring_room(&self, job: &Job) -> usize {
-        // While a call of the program writes such bytes, it may wait for transfers that need the ring, and this worker
-        // would have a part of it.
-        let may_hold_up = job.direction == Direction::Down && job.may_block;
-        if may_hold_up || self.is_slow(job.direction) { 0 } else { self.engine.settings.segment }
-    }
-
     /// Writes the bytes of one chunk that has landed. Whether there was one.
     fn drain(&mut self) -> bool {
-        let is_due = |owned: &Owned| matches!(owned.stage, Some(Stage::Landed(_)));
-        let Some(n) = self.owned.iter().position(is_due) else { return false };
-        let Owned { job, chunk, stage: Some(Stage::Landed(buf)), .. } = &self.owned[n] else { return false };
-        self.leave_to_others(job);
-        // SAFETY: the chunk was taken and has not ended.
-        let said = survived(|| unsafe { job.plan() }.drain(chunk, buf));
-        let Owned { job, chunk, stage, .. } = self.owned.remove(n);
-        if let Some(Stage::Landed(buf)) = stage {
-            self.engine.segments.give(buf);
-        }
-        self.end(&job, &chunk, said.into());
+        let Some(n) = self.owned.iter().position(|owned| matches!(owned.stage, Stage::Landed)) else {
+            return false;
+        };
+        self.leave_to_others(&self.owned[n].job);
+        let said = survived(|| self.owned[n].drain());
+        let owned = self.owned.remove(n);
+        self.end(owned, said.into());
         true
     }
 
     /// Ends all chunks: nothing of them will change any more.
     pub(super) fn abandon(&mut self) {
-        for Owned { job, chunk, staged, .. } in self.owned.drain(..) {
-            if staged {
-                self.engine.segments.gone();
-            }
-            job.end(&chunk, End::Failed(Error::Timeout(Duration::ZERO.into())));
+        for owned in std::mem::take(&mut self.owned) {
+            self.end(owned, End::Failed(Error::Timeout(Duration::ZERO.into())));
         }
     }
 }

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::chunk::LEAST;
 use super::engine::Engine;
-use super::job::Job;
+use super::job::{Job, Progress};
+use super::types::Kind;
 use super::worker::Worker;
 use crate::error::{Error, Result};
 use crate::foreign;
@@ -31,7 +32,7 @@ pub(super) struct Workers {
 
 impl Workers {
     pub(super) fn new(engine: Arc<Engine>) -> Self {
-        let inline = Mutex::new(Some(Worker::new(engine.clone(), true)));
+        let inline = Mutex::new(Some(Worker::new(engine.clone(), Kind::Blocking)));
         Self { engine, started: Mutex::new(0), inline }
     }
 
@@ -45,14 +46,16 @@ impl Workers {
     pub(super) fn start(&self) -> Result<()> {
         let mut started = self.started.lock();
         while *started < self.engine.settings.workers() {
-            let (engine, may_block) = (self.engine.clone(), *started < self.engine.settings.threads);
+            let engine = self.engine.clone();
+            let is_last = *started == engine.settings.threads;
+            let most = if is_last { Kind::Staged } else { Kind::Blocking };
             let name = format!("pinpool-copy-{}", engine.device.name());
             let spawned = crate::os::thread::spawn(name, move || {
                 crate::sync::enter(crate::sync::Own::Copier);
                 crate::os::sleep_precisely();
                 engine.device.context().driver().enter_thread();
                 foreign::live("a thread of a copier panicked: it goes on", || {
-                    Worker::new(engine.clone(), may_block).serve()
+                    Worker::new(engine.clone(), most).serve()
                 });
             });
             match spawned {
@@ -80,10 +83,14 @@ impl Workers {
     }
 
     /// Waits until `until` holds of a job. Whether it does.
-    pub(super) fn wait(&self, job: &Job, deadline: Option<Instant>, until: impl Fn(&Job) -> bool) -> bool {
+    pub(super) fn wait(
+        &self,
+        job: &Job,
+        deadline: Option<Instant>,
+        until: impl Fn(&Progress) -> bool,
+    ) -> bool {
         if self.is_inline() {
             self.step_until(job, &until);
-            return until(job);
         }
         job.wait(deadline, until)
     }
@@ -123,9 +130,9 @@ impl Workers {
 
     /// Waits until `until` holds of a job: the device moves only when it is told to step. Where nothing is left to step,
     /// nothing will change any more, and the job fails.
-    fn step_until(&self, job: &Job, until: impl Fn(&Job) -> bool) {
+    fn step_until(&self, job: &Job, until: impl Fn(&Progress) -> bool) {
         let mut still = 0;
-        while !until(job) {
+        while !until(&job.progress()) {
             let stepped =
                 self.engine.device.context().driver().stepped().is_some_and(|stepped| stepped.step());
             if self.advance() || stepped {

@@ -1,218 +1,288 @@
-//! What a worker does with the chunks that it owns, by stage.
+//! A chunk that a worker owns, and what the worker does with it, by stage.
 
-use super::*;
+use std::sync::{Arc, OnceLock};
 
-impl Worker {
-    /// Moves a chunk on, if it can be.
-    pub(super) fn step(&mut self, n: usize, stage: Stage) -> Step {
-        match stage {
-            Stage::Ready(host) if self.is_stopped(n) => self.stopped(host, None),
-            Stage::Ready(host) => self.ready(n, host),
-            Stage::Collecting { flight, lent, slot, done } => match (done.get().cloned(), lent) {
-                (None, lent) => Step::Same(Stage::Collecting { flight, lent, slot, done }),
-                (Some(Ok(())), Some(lent)) => Step::Moved(Stage::Collected(Host::Lent(lent), Some(slot))),
-                // The table's copy comes before the kernel on the same stream, so it is complete.
-                (Some(Ok(())), None) => match flight.end() {
-                    Ok(Some(buf)) => Step::Moved(Stage::Collected(Host::Segment(buf), Some(slot))),
-                    other => self.lost(n, other.err(), Some(slot)),
-                },
-                (Some(Err(error)), _) => self.lost(n, Some(error), Some(slot)),
-            },
-            Stage::Collected(host, slot) if self.is_stopped(n) => self.stopped(host, slot),
-            Stage::Collected(host, slot) => self.copy(n, host, slot),
-            Stage::Copying { flight, done } => {
-                if !flight.is_over() {
-                    return Step::Same(Stage::Copying { flight, done });
-                }
-                self.copied(n, flight.end(), done)
+use crate::buffer::PinnedBuf;
+use crate::copy::copier::chunk::{Chunk, transfer};
+use crate::copy::copier::engine::{Engine, Flight, Refusal, Then};
+use crate::copy::copier::job::{End, Job};
+use crate::copy::copier::ring::{Slot, Take};
+use crate::copy::copier::spreader::Entry;
+use crate::copy::copier::stats::count;
+use crate::copy::copier::types::{Direction, Kind};
+use crate::error::{Error, Result};
+use crate::pool::Waiter;
+use crate::stream::hold::Retain;
+use crate::stream::timeline::Ticket;
+
+type Done = Arc<OnceLock<Result<()>>>;
+
+pub(super) enum Stage {
+    /// Filled, or in place: waits for a slot or a permit.
+    Ready,
+    /// Down: the table is on its way, in the chunk's segment or in one of its own, and the kernel collects the bytes
+    /// behind it.
+    Collecting(Flight, Done),
+    /// Down: the bytes are in the slot, or (without a slot) where they are, and the chunk waits for a permit.
+    Collected,
+    /// The bytes are on their way. What follows on the device is the engine's, which has the slot now; with `Done` a
+    /// kernel spreads them.
+    Copying(Flight, Option<Done>),
+    /// Up: the kernel spreads the bytes, or will.
+    Spreading(Done),
+    /// Down: the bytes are in the segment, and the worker writes them to where they go.
+    Landed,
+    /// The driver has refused a copy. Others that were submitted with it may be in flight: the chunk ends when they are
+    /// complete.
+    Refused(Ticket, Error),
+}
+
+/// What came of a look at a chunk.
+pub(super) enum Step {
+    Same,
+    /// It is in another stage.
+    Moved,
+    Ended(End),
+}
+
+fn failed(error: Error) -> Step {
+    Step::Ended(End::Failed(error))
+}
+
+/// See the module's page.
+pub(super) struct Owned {
+    pub(super) job: Arc<Job>,
+    pub(super) chunk: Chunk,
+    /// It has a segment of the copier's share: this one, but while that is in flight.
+    pub(super) staged: bool,
+    pub(super) buf: Option<PinnedBuf>,
+    pub(super) slot: Option<Slot>,
+    pub(super) stage: Stage,
+    by_ring: bool,
+}
+
+impl Owned {
+    pub(super) fn new(job: Arc<Job>, chunk: Chunk, buf: Option<PinnedBuf>) -> Self {
+        let (staged, slot, stage) = (buf.is_some(), None, Stage::Ready);
+        Self { job, chunk, staged, buf, slot, stage, by_ring: false }
+    }
+
+    /// Chooses the way, and fills the segment of an upload.
+    pub(super) fn prepare(&mut self, engine: &Engine) -> Result<()> {
+        let (job, chunk, direction) = (&self.job, &self.chunk, self.job.direction);
+        // While a call of the program writes bytes from the ring, it may wait for transfers that need the ring, and this
+        // worker would have a part of it.
+        let may_hold_up = direction == Direction::Down && job.kind == Kind::Blocking;
+        let may_use_ring = !may_hold_up && !engine.is_slow(direction);
+        self.by_ring = may_use_ring && chunk.is_for_ring(engine.settings.segment);
+        let Some(buf) = &mut self.buf else { return Ok(()) };
+        self.by_ring &= chunk.is_for_ring(buf.capacity());
+        if direction == Direction::Up {
+            // SAFETY: the chunk was taken and has not ended.
+            unsafe { job.plan() }.fill(chunk, buf)?;
+        }
+        chunk.close(direction, buf, self.by_ring);
+        Ok(())
+    }
+
+    /// Writes the bytes that have landed to where they go.
+    pub(super) fn drain(&self) -> Result<()> {
+        let buf = self.buf.as_ref().ok_or(Error::Internal("a chunk has lost its segment"))?;
+        // SAFETY: the chunk was taken and has not ended.
+        unsafe { self.job.plan() }.drain(&self.chunk, buf)
+    }
+
+    /// Moves the chunk on, if it can be.
+    pub(super) fn step(&mut self, engine: &Engine) -> Step {
+        match &self.stage {
+            Stage::Ready | Stage::Collected | Stage::Landed if self.job.is_stopped() => {
+                Step::Ended(End::Dropped)
             }
+            Stage::Ready => self.ready(engine),
+            Stage::Collecting(_, done) => match done.get() {
+                None => Step::Same,
+                Some(Ok(())) => self.collected(),
+                Some(Err(error)) => failed(error.clone()),
+            },
+            Stage::Collected => self.copy(engine),
+            Stage::Copying(flight, _) if flight.is_over() => self.copied(engine),
             Stage::Spreading(done) => match done.get() {
                 Some(said) => Step::Ended(said.clone().into()),
-                None => Step::Same(Stage::Spreading(done)),
+                None => Step::Same,
             },
-            Stage::Landed(buf) if self.is_stopped(n) => self.stopped(Host::Segment(buf), None),
-            landed @ Stage::Landed(_) => Step::Same(landed),
-            Stage::Refused { ticket, error, slot } => match ticket.timeline.poll_complete(ticket.seq) {
-                Ok(false) => Step::Same(Stage::Refused { ticket, error, slot }),
-                Ok(true) | Err(_) => self.lost(n, Some(error), slot),
+            Stage::Copying(..) | Stage::Landed => Step::Same,
+            Stage::Refused(ticket, error) => match ticket.timeline.poll_complete(ticket.seq) {
+                Ok(false) => Step::Same,
+                Ok(true) | Err(_) => failed(error.clone()),
             },
         }
     }
 
-    /// Sends a chunk off, by way of a slot of the ring or without.
-    fn ready(&mut self, n: usize, host: Host) -> Step {
-        let Owned { job, packed, .. } = &self.owned[n];
-        let direction = job.direction;
-        let slot =
-            if packed.way == Way::Ring { self.engine.ring.take(&self.engine.device) } else { Take::None };
-        match slot {
-            Take::Full if !self.is_slow(direction) => Step::Same(Stage::Ready(host)),
-            Take::Full | Take::None => self.copy(n, host, None),
-            Take::Slot(slot) if direction == Direction::Down => self.collect(n, host, slot),
-            Take::Slot(slot) => self.copy(n, host, Some(slot)),
+    fn moved(&mut self, stage: Stage) -> Step {
+        self.stage = stage;
+        Step::Moved
+    }
+
+    /// Sends the chunk off, by way of a slot of the ring or without.
+    fn ready(&mut self, engine: &Engine) -> Step {
+        let direction = self.job.direction;
+        if self.by_ring {
+            match engine.ring.take(&engine.device) {
+                Take::Full if !engine.is_slow(direction) => return Step::Same,
+                Take::Full | Take::None => {}
+                Take::Slot(slot) if direction == Direction::Down => return self.collect(engine, slot),
+                Take::Slot(slot) => self.slot = Some(slot),
+            }
         }
+        self.copy(engine)
     }
 
-    /// Whether launches take so long, if there are any, that a chunk in this direction goes without the ring.
-    pub(super) fn is_slow(&self, direction: Direction) -> bool {
-        self.engine.spreaders.as_ref().is_none_or(|both| both[direction as usize].is_slow())
-    }
-
-    /// The table of a chunk that has no segment: in a small one of its own, which returns by itself.
-    fn table(&self, packed: &Packed) -> Option<PinnedBuf> {
-        let pool = &self.engine.segments.pool;
-        let mut table = pool.for_copier((packed.rows * ROW).into(), crate::pool::Waiter::Retry).ok()?;
+    /// The table of a chunk in place: in a small segment of its own, which returns by itself.
+    fn table(&self, engine: &Engine) -> Option<PinnedBuf> {
+        let pool = &engine.segments.pool;
+        let mut table = pool.for_copier(self.chunk.table_len().into(), Waiter::Retry).ok()?;
         // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
-        unsafe { packed.write_table(table.as_mut_ptr()) };
+        unsafe { self.chunk.write_table(table.as_mut_ptr()) };
         Some(table)
     }
 
-    /// Has the bytes of a chunk collected in a slot.
-    fn collect(&mut self, n: usize, host: Host, slot: Slot) -> Step {
-        let packed = &self.owned[n].packed;
-        let at = packed.table_at();
-        let (mut table, from, lent) = match host {
-            Host::Segment(buf) => (buf, at, None),
-            Host::Lent(lent) => match self.table(packed) {
-                Some(table) => (table, 0, Some(lent)),
-                None => {
-                    self.engine.ring.give(slot);
-                    return self.copy(n, Host::Lent(lent), None);
-                }
-            },
+    /// Has the bytes of the chunk collected in a slot.
+    fn collect(&mut self, engine: &Engine, slot: Slot) -> Step {
+        let (at, len) = (self.chunk.table_at(), self.chunk.table_len());
+        let Some(spreader) = engine.spreader(Direction::Down) else {
+            return failed(Error::Internal("a slot without kernels"));
         };
-        let Some(both) = &self.engine.spreaders else {
-            return self.lost(n, Some(Error::Internal("a slot without kernels")), Some(slot));
+        let (buf, from) = if self.staged { (self.buf.take(), at) } else { (self.table(engine), 0) };
+        let Some(mut buf) = buf else {
+            engine.ring.give(slot);
+            return self.copy(engine);
         };
-        // SAFETY: within the segment.
-        let src = unsafe { table.as_mut_ptr().add(from) };
-        let copy = transfer(Direction::Up, src, slot.at(at), packed.rows * ROW);
-        let (spreader, ring) = (&both[Direction::Down as usize], slot.memory.allocation());
+        let copy = transfer(Direction::Up, buf.as_mut_ptr().wrapping_add(from), slot.at(at), len);
+        let ring = slot.memory.allocation();
         // On the kernel's stream, so that the kernel comes after it. SAFETY: within the segment and the slot.
-        let sent =
-            unsafe { self.engine.submit(spreader.stream(), Host::Segment(table), &[copy], ring, None) };
+        let sent = unsafe { engine.submit(spreader.stream(), (Some(buf), None), None, &[copy], ring) };
+        let (entry, done) = self.entry(&slot);
+        self.slot = Some(slot);
         match sent {
             Ok(flight) => {
-                let (entry, done) = self.entry(n, &slot);
                 spreader.add(entry);
-                Step::Moved(Stage::Collecting { flight, lent, slot, done })
+                self.moved(Stage::Collecting(flight, done))
             }
-            Err(refusal) => self.refused(n, refusal, Some(slot)),
+            Err(refusal) => self.refused(refusal),
         }
     }
 
-    /// What a kernel does for a chunk in a slot, which is not given back then.
-    fn entry(&self, n: usize, slot: &Slot) -> (Entry, Done) {
-        let (Owned { job, packed, .. }, done) = (&self.owned[n], Done::default());
-        let (run, memories, ring) = (packed.spread(slot), job.memories.clone(), slot.memory.allocation());
+    /// The bytes are in the slot. The table's copy comes before the kernel on the same stream, so it is complete.
+    fn collected(&mut self) -> Step {
+        let Stage::Collecting(flight, _) = std::mem::replace(&mut self.stage, Stage::Collected) else {
+            return Step::Same;
+        };
+        match flight.end() {
+            Ok(buf) => {
+                self.buf = buf.filter(|_| self.staged);
+                Step::Moved
+            }
+            Err(error) => failed(error),
+        }
+    }
+
+    /// What a kernel does for the chunk in a slot, which is not given back then.
+    fn entry(&self, slot: &Slot) -> (Entry, Done) {
+        let done = Done::default();
+        let (run, memories, ring) =
+            (self.chunk.spread(slot), self.job.memories.clone(), slot.memory.allocation());
         (Entry { run, memories, ring, slot: None, done: done.clone() }, done)
     }
 
-    /// Submits the copies of a chunk: between the host and the slot, or the places on the device.
-    fn copy(&mut self, n: usize, mut host: Host, mut slot: Option<Slot>) -> Step {
-        let Owned { job, chunk, packed, .. } = &self.owned[n];
-        let (direction, engine) = (job.direction, &self.engine);
-        if !engine.may_send(direction, job.priority, chunk.bytes) {
-            if direction == Direction::Down {
-                return Step::Same(Stage::Collected(host, slot));
+    /// Submits the copies of the chunk: between the host and the slot, or the places on the device.
+    fn copy(&mut self, engine: &Engine) -> Step {
+        let (direction, priority, bytes) = (self.job.direction, self.job.priority, self.chunk.bytes);
+        let is_up = direction == Direction::Up;
+        if !engine.may_send(direction, priority, bytes) {
+            self.stage = if is_up { Stage::Ready } else { Stage::Collected };
+            if is_up {
+                // It has nothing in the slot yet.
+                self.slot.take().into_iter().for_each(|slot| engine.ring.give(slot));
             }
-            // It has nothing in the slot yet.
-            slot.into_iter().for_each(|slot| engine.ring.give(slot));
-            return Step::Same(Stage::Ready(host));
+            return Step::Same;
         }
-        let mut transfers = packed.transfers(direction, slot.as_ref());
-        if let (Direction::Up, Host::Lent(lent), Some(taken)) = (direction, &mut host, &slot) {
-            match self.table(packed) {
-                Some(mut table) => {
-                    let place = taken.at(packed.table_at());
-                    transfers.push(transfer(direction, table.as_mut_ptr(), place, packed.rows * ROW));
-                    lent.add(table);
-                }
-                None => {
-                    transfers = packed.transfers(direction, None);
-                    slot.take().into_iter().for_each(|slot| engine.ring.give(slot));
-                }
-            }
+        let needs_table = is_up && !self.staged && self.slot.is_some();
+        let mut buf = if needs_table { self.table(engine) } else { self.buf.take() };
+        if needs_table && buf.is_none() {
+            self.slot.take().into_iter().for_each(|slot| engine.ring.give(slot));
+        }
+        let segment = buf.as_mut().filter(|_| self.staged);
+        let segment = segment.map(|buf| (buf.as_mut_ptr(), if is_up { buf.len() } else { self.chunk.data }));
+        let mut transfers = self.chunk.transfers(direction, segment, self.slot.as_ref());
+        if let (true, Some(table), Some(slot)) = (needs_table, &mut buf, &self.slot) {
+            let (place, len) = (slot.at(self.chunk.table_at()), self.chunk.table_len());
+            transfers.push(transfer(direction, table.as_mut_ptr(), place, len));
         }
         count(&engine.counters, |stats| {
-            let bytes = match (&slot, &host) {
-                (Some(_), _) => &mut stats.ring_bytes,
-                (None, Host::Segment(_)) => &mut stats.batch_bytes,
-                (None, Host::Lent(_)) => &mut stats.in_place_bytes,
+            let way = match self.slot {
+                Some(_) => &mut stats.ring_bytes,
+                None if self.staged => &mut stats.batch_bytes,
+                None => &mut stats.in_place_bytes,
             };
-            *bytes += chunk.bytes as u64;
+            *way += bytes as u64;
         });
-        let memories: Arc<dyn Retain> = match &slot {
+        let memories: Arc<dyn Retain> = match &self.slot {
             Some(slot) => slot.memory.allocation(),
-            None => job.memories.clone(),
+            None => self.job.memories.clone(),
         };
-        let stream = engine.stream(direction, job.priority);
-        let written = (direction == Direction::Down).then_some(packed.data);
+        // SAFETY: the chunk was taken and has not ended.
+        let lent = if self.staged { None } else { unsafe { self.job.plan() }.in_place() };
+        let stream = engine.stream(direction, priority);
+        let buf = (buf, (!is_up).then_some(self.chunk.data));
         // SAFETY: within the segment, or what is lent, as it was laid out, and within the slot or the job's memory.
-        match unsafe { engine.submit(stream, host, &transfers, memories, written) } {
+        match unsafe { engine.submit(stream, buf, lent, &transfers, memories) } {
             Ok(flight) => {
-                let (then, done) = match slot {
+                let (then, done) = match self.slot.take() {
                     None => (Then::Nothing, None),
-                    Some(slot) if direction == Direction::Down => (Then::Give(slot), None),
+                    Some(slot) if !is_up => (Then::Give(slot), None),
                     Some(slot) => {
-                        let (entry, done) = self.entry(n, &slot);
+                        let (entry, done) = self.entry(&slot);
                         (Then::Spread(Entry { slot: Some(slot), ..entry }), Some(done))
                     }
                 };
-                engine.sent(direction, job.priority, Some((flight.ticket().clone(), then)));
-                Step::Moved(Stage::Copying { flight, done })
+                engine.sent(direction, priority, Some((flight.ticket.clone(), then)));
+                self.moved(Stage::Copying(flight, done))
             }
             Err(refusal) => {
-                engine.sent(direction, job.priority, None);
-                self.refused(n, refusal, slot)
+                engine.sent(direction, priority, None);
+                self.refused(refusal)
             }
         }
     }
 
-    /// The copies of a chunk have ended.
-    fn copied(&mut self, n: usize, ended: Result<Option<PinnedBuf>>, done: Option<Done>) -> Step {
-        match (self.owned[n].job.direction, ended) {
-            (_, Err(error)) => self.lost(n, Some(error), None),
-            (Direction::Up, Ok(buf)) => {
-                self.owned[n].staged = false;
-                buf.into_iter().for_each(|buf| self.engine.segments.give(buf));
-                done.map_or(Step::Ended(End::Arrived), |done| Step::Moved(Stage::Spreading(done)))
+    /// The copies of the chunk have ended.
+    fn copied(&mut self, engine: &Engine) -> Step {
+        let Stage::Copying(flight, done) = std::mem::replace(&mut self.stage, Stage::Landed) else {
+            return Step::Same;
+        };
+        let buf = match flight.end() {
+            Ok(buf) => buf.filter(|_| self.staged),
+            Err(error) => return failed(error),
+        };
+        match (self.job.direction, buf) {
+            (Direction::Up, buf) => {
+                self.staged = false;
+                buf.into_iter().for_each(|buf| engine.segments.give(buf));
+                done.map_or(Step::Ended(End::Arrived), |done| self.moved(Stage::Spreading(done)))
             }
-            (Direction::Down, Ok(None)) => Step::Ended(End::Arrived),
-            (Direction::Down, Ok(Some(buf))) => Step::Moved(Stage::Landed(buf)),
+            (Direction::Down, None) => Step::Ended(End::Arrived),
+            (Direction::Down, buf) => {
+                self.buf = buf;
+                Step::Moved
+            }
         }
     }
 
-    // --- ends --------------------------------------------------------------------------------------------------------
-
-    /// A chunk has failed. Its segment, if it has one, is not this worker's any more, and a slot may still be in use.
-    fn lost(&mut self, n: usize, error: Option<Error>, slot: Option<Slot>) -> Step {
-        slot.into_iter().for_each(|slot| self.engine.ring.lose(slot));
-        if self.owned[n].staged {
-            self.engine.segments.gone();
+    /// The driver has refused a copy of the chunk.
+    fn refused(&mut self, refusal: Refusal) -> Step {
+        match refusal.ticket {
+            Some(ticket) => self.moved(Stage::Refused(ticket, refusal.error)),
+            None => failed(refusal.error),
         }
-        Step::Ended(End::Failed(error.unwrap_or(Error::Internal("a chunk has lost its segment"))))
-    }
-
-    /// The driver has refused a copy of a chunk.
-    fn refused(&mut self, n: usize, refusal: Refusal, slot: Option<Slot>) -> Step {
-        let Refusal { error, ticket } = refusal;
-        match ticket {
-            Some(ticket) => Step::Moved(Stage::Refused { ticket, error, slot }),
-            None => self.lost(n, Some(error), slot),
-        }
-    }
-
-    fn is_stopped(&self, n: usize) -> bool {
-        self.owned[n].job.is_stopped()
-    }
-
-    /// Ends a chunk of a job that has stopped, while no copy uses its memory.
-    fn stopped(&self, host: Host, slot: Option<Slot>) -> Step {
-        slot.into_iter().for_each(|slot| self.engine.ring.give(slot));
-        if let Host::Segment(buf) = host {
-            self.engine.segments.give(buf);
-        }
-        Step::Ended(End::Dropped)
     }
 }
