@@ -1,17 +1,17 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! The header is JSON, which serde_json reads in place ([`super::json`]).
+//! The header is JSON, which serde_json reads in place ([`super::json`]). Its text stays in the file's [`Table`], beside 32
+//! bytes for each tensor ([`Entry`]), whose text is longer than that: so a header that is refused takes at most two and a
+//! half times its own bytes of memory, these included.
 //!
-//! 1. [`Notes`] notes 32 bytes of each tensor ([`Entry`]), whose text is longer than that: a header that is refused takes
-//!    at most two and a half times its own bytes of memory, these included. Whatever concerns one tensor is checked here.
-//! 2. [`side_by_side`] and [`Names::sort`] check the notes against each other: no gaps, no overlaps, nothing past the end,
-//!    each name once.
-//! 3. [`Notes::keep`] makes the table: one text of all names and one list of all axes, for which there is memory now.
+//! 1. [`Notes`] checks whatever concerns one tensor.
+//! 2. [`Table::side_by_side`] checks that there are no gaps, no overlaps, and nothing past the end.
+//! 3. [`Names`] has the tensors of all files by name. Each name is in a file once.
+//! 4. [`Table::read_axes`] makes a list of all axes, for which there is memory now.
 //!
 //! Memory in proportion to the header is asked for in few large pieces, each by way of [`reserved`], so that the system
 //! can refuse it. The `safetensors` crate knows the types of elements.
 
-use std::borrow::Cow;
 use std::cmp::Ordering::{Equal, Greater, Less};
 use std::fmt;
 use std::fs::File;
@@ -20,17 +20,11 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use ::safetensors::Dtype;
-use serde::de::value::StrDeserializer;
-use serde::de::{Deserialize, Error as _, IgnoredAny, MapAccess};
-use serde_json::value::RawValue;
 
-use super::json::{
-    Entries, Key, LONGEST, Object, brackets, first, inside, is_object, named, numbers, place, read_object,
-    text,
-};
+use super::json::{LONGEST, Stop, brackets, entries, inside, named, numbers, text};
 use super::{NAME, blamed, malformed, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
@@ -49,29 +43,33 @@ const SHORTEST_ENTRY: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0
 const ENTRY_BRACKETS: usize = 3;
 /// The header's entry that is no tensor.
 const METADATA: &str = "__metadata__";
+/// What the entry of a tensor has.
+const FIELDS: [&str; 3] = ["dtype", "shape", "data_offsets"];
 
 /// What a file's header says: a table of its tensors, in the file's order.
 pub(super) struct Table {
     pub(super) path: Box<Path>,
-    /// The tensors' names, one behind the other, and their axes.
-    names: String,
-    axes: Vec<usize>,
+    /// The header, with the names themselves in the places of those that were written with escapes.
+    text: String,
+    /// Where the metadata is in it. Empty: there is none.
+    metadata: Range<usize>,
     pub(super) entries: Vec<Entry>,
-    metadata: Option<Box<str>>,
+    /// The axes of all tensors, one tensor's behind the other's.
+    axes: Vec<usize>,
 }
 
-/// A tensor. Until [`Notes::keep`], `name` and `shape` are places in the header's text, and offsets count from the start
-/// of the data; from then on they are places in the table's names and axes, and the file's offsets.
+/// A tensor.
 pub(super) struct Entry {
+    /// Where its name is in the header's text.
     name: u32,
-    shape: u32,
     name_len: u16,
     axes: u8,
-    /// Whether the name stands in the text without escapes.
-    plain: bool,
     dtype: Dtype,
+    /// Where its axes are: in the header's text, and from [`Table::read_axes`] on in the table's list.
+    shape: u32,
     /// Whether an index has named it.
     pub(super) listed: bool,
+    /// Its bytes in the file; while the header is checked, behind the header.
     pub(super) from: u64,
     pub(super) to: u64,
 }
@@ -84,17 +82,93 @@ impl Entry {
     pub(super) fn bytes(&self) -> u64 {
         self.to - self.from
     }
+
+    fn name(&self) -> Range<usize> {
+        self.name as usize..self.name as usize + usize::from(self.name_len)
+    }
 }
 
 impl Table {
-    pub(super) fn name(&self, tensor: u32) -> &str {
-        let entry = &self.entries[tensor as usize];
-        &self.names[entry.name as usize..][..usize::from(entry.name_len)]
+    /// Reads a header, which stands behind the first bytes of a file of `file_len` bytes.
+    fn read(what: &str, path: &Path, header: Vec<u8>, file_len: u64) -> Result<Self> {
+        // The whole header at once is faster than each of its strings.
+        let text = String::from_utf8(header).map_err(|error| no_object(what, &error.utf8_error()))?;
+        let Notes { entries, metadata, .. } = Notes::read(what, &text)?;
+        let mut table = Self { path: path.into(), text, metadata, entries, axes: Vec::new() };
+        table.unescape();
+        // Headers mostly have the file's order already. A tensor without bytes starts where another does, and comes
+        // before it.
+        let order = |entry: &Entry| (entry.from, entry.to, entry.name);
+        if !table.entries.is_sorted_by_key(order) {
+            table.entries.sort_unstable_by_key(order);
+        }
+        let start = (FRONT + table.text.len()) as u64;
+        table.side_by_side(what, file_len.saturating_sub(start))?;
+        for entry in &mut table.entries {
+            (entry.from, entry.to) = (start + entry.from, start + entry.to);
+        }
+        Ok(table)
     }
 
-    /// The hashes of all names, with their places. `shard` is the file's number. (A file has no 2^32 tensors.)
-    pub(super) fn hashed(&self, shard: u32) -> impl Iterator<Item = (u64, Place)> {
-        (0..self.entries.len() as u32).map(move |tensor| (hash(self.name(tensor)), (shard, tensor)))
+    /// Writes each name over what the text has for it, which is as long or longer.
+    fn unescape(&mut self) {
+        for entry in &mut self.entries {
+            let place = entry.name();
+            let raw = &self.text[place.clone()];
+            if raw.contains('\\') {
+                let mut name = named(raw).into_owned();
+                entry.name_len = name.len() as u16;
+                name.extend(std::iter::repeat_n(' ', place.len() - name.len()));
+                self.text.replace_range(place, &name);
+            }
+        }
+    }
+
+    pub(super) fn name(&self, tensor: u32) -> &str {
+        &self.text[self.entries[tensor as usize].name()]
+    }
+
+    /// Checks tensors, which are in the order of their offsets, against each other and against the `data` bytes of the
+    /// file behind the header.
+    fn side_by_side(&self, what: &str, data: u64) -> Result<()> {
+        let (mut end, mut last) = (0, "");
+        for entry in &self.entries {
+            let (from, to, name) = (entry.from, entry.to, &self.text[entry.name()]);
+            if from != end || to > data {
+                let other = shown(last, NAME);
+                let why = match from.cmp(&end) {
+                    Less => fault(format_args!(
+                        "starts at {from}, inside of tensor \"{other}\", which ends at {end}"
+                    )),
+                    Greater => fault(format_args!(
+                        "starts at {from}, and bytes {end}..{from} before it belong to no tensor"
+                    )),
+                    Equal => format!(
+                        "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
+                    ),
+                };
+                return Err(blamed(what, name, why));
+            }
+            (end, last) = (to, name);
+        }
+        match data - end {
+            0 => Ok(()),
+            left => {
+                Err(malformed(what, format!("{left} bytes at its end belong to no tensor; get it again")))
+            }
+        }
+    }
+
+    /// Reads the axes of all tensors, the last that is done of a table.
+    pub(super) fn read_axes(&mut self, what: &str) -> Result<()> {
+        let count = self.entries.iter().map(|entry| usize::from(entry.axes)).sum();
+        reserved(self.axes.try_reserve_exact(count), what, count * size_of::<usize>())?;
+        for entry in &mut self.entries {
+            let shape = self.text[entry.shape as usize..].split_inclusive(']').next();
+            entry.shape = self.axes.len() as u32;
+            numbers(shape.unwrap_or_default(), |axis| self.axes.push(axis as usize));
+        }
+        Ok(())
     }
 }
 
@@ -186,7 +260,15 @@ impl Header {
             let there = start.len() - FRONT;
             return Err(malformed(name, format!("its header has {len} bytes, of which {there} are there")));
         };
-        let (table, _) = read(name, Path::new(name), header, file_len, 0)?;
+        let mut bytes = Vec::new();
+        reserved(bytes.try_reserve_exact(len), name, len)?;
+        bytes.extend_from_slice(header);
+        let tables = [Table::read(name, Path::new(name), bytes, file_len)?];
+        if let Some((_, (_, tensor))) = Names::of(name, &tables)?.twice(&tables, true) {
+            return Err(twice(name, tables[0].name(tensor)));
+        }
+        let [mut table] = tables;
+        table.read_axes(name)?;
         Ok(Self(Arc::new(table)))
     }
 
@@ -198,7 +280,7 @@ impl Header {
     /// The metadata (`__metadata__`), as the header has it: a JSON object of texts.
     #[must_use]
     pub fn metadata(&self) -> Option<&str> {
-        self.0.metadata.as_deref()
+        Some(&self.0.text[self.0.metadata.clone()]).filter(|text| !text.is_empty())
     }
 }
 
@@ -208,8 +290,8 @@ impl fmt::Debug for Header {
     }
 }
 
-/// Reads the header of a file that has `len` bytes: its table, and the places of its names. `shard` is the file's number.
-pub(super) fn of_file(file: &File, what: &str, path: &Path, len: u64, shard: u32) -> Result<(Table, Names)> {
+/// Reads the header of a file that has `len` bytes.
+pub(super) fn of_file(file: &File, what: &str, path: &Path, len: u64) -> Result<Table> {
     let unread = |error: io::Error| unread(what, 0, &error);
     let mut start = [0; START];
     let start = &mut start[..len.min(START as u64) as usize];
@@ -220,42 +302,7 @@ pub(super) fn of_file(file: &File, what: &str, path: &Path, len: u64, shard: u32
     reserved(bytes.try_reserve_exact(header), what, header)?;
     bytes.resize(header, 0);
     file.read_exact_at(&mut bytes, FRONT as u64).map_err(unread)?;
-    read(what, path, &bytes, len, shard)
-}
-
-fn read(what: &str, path: &Path, header: &[u8], file_len: u64, shard: u32) -> Result<(Table, Names)> {
-    // The whole header at once is faster than each of its strings.
-    let text = std::str::from_utf8(header).map_err(|error| no_object(what, &error))?;
-    let brackets = brackets(text).map_err(|said| no_object(what, &said))?;
-    let most = (text.len() / SHORTEST_ENTRY + 1).min(brackets / ENTRY_BRACKETS);
-    let mut notes = Notes { text, entries: Vec::new(), metadata: None, dtype: None, at: None, refused: None };
-    reserved(notes.entries.try_reserve_exact(most), what, most * size_of::<Entry>())?;
-    read_object(text, &mut notes).map_err(|said| match (notes.at, notes.refused.take()) {
-        (Some(METADATA), why) => {
-            let said = why.unwrap_or_else(|| said.to_string());
-            malformed(what, format!("its metadata is not an object of texts ({said})"))
-        }
-        (Some(key), Some(why)) => blamed(what, &named(key), why),
-        (Some(key), None) if !said.is_eof() => blamed(what, &named(key), undescribed(&said)),
-        _ => no_object(what, &said),
-    })?;
-    // Headers mostly have the file's order already. A tensor without bytes starts where another does, and comes before
-    // it.
-    let order = |entry: &Entry| (entry.from, entry.to, entry.name);
-    if !notes.entries.is_sorted_by_key(order) {
-        notes.entries.sort_unstable_by_key(order);
-    }
-    let start = (FRONT + header.len()) as u64;
-    side_by_side(what, &notes, file_len.saturating_sub(start))?;
-    let name = |(_, tensor): Place| notes.name(&notes.entries[tensor as usize]);
-    // (A header has no room for 2^32 tensors.)
-    let count = notes.entries.len();
-    let hashed = (0..count as u32).map(|tensor| (hash(&name((shard, tensor))), (shard, tensor)));
-    let (names, again) = Names::sort(what, count, hashed, name)?;
-    if let Some((tensor, _)) = again {
-        return Err(twice(what, &name(tensor)));
-    }
-    Ok((notes.keep(what, path, start)?, names))
+    Table::read(what, path, bytes, len)
 }
 
 /// The header's length, from the file's first bytes, checked against the file's length and the format.
@@ -298,107 +345,94 @@ fn undescribed(said: impl fmt::Display) -> String {
     fault(format_args!("is not described as the format asks ({said})"))
 }
 
-/// What is read of a header before all of it is checked.
+/// What is read of a header.
 struct Notes<'a> {
     text: &'a str,
     entries: Vec<Entry>,
-    metadata: Option<&'a str>,
+    metadata: Range<usize>,
+    has_metadata: bool,
     /// The type of the tensor before, which most tensors have too.
     dtype: Option<(&'a str, Dtype)>,
-    /// The name of the entry that is being read, and why it was refused.
-    at: Option<&'a str>,
-    refused: Option<String>,
-}
-
-/// What the entry of a tensor has: the text from each value on, in the order of these names.
-#[derive(Default)]
-struct Fields<'a>([Option<&'a str>; 3]);
-const FIELDS: [&str; 3] = ["dtype", "shape", "data_offsets"];
-
-impl<'a> Entries<'a> for Fields<'a> {
-    #[inline(always)]
-    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
-        map.next_value::<IgnoredAny>()?;
-        let name = if key.plain { key.raw.into() } else { text(key.raw).map_err(A::Error::custom)? };
-        let field = FIELDS.iter().position(|field| *field == name);
-        match field.and_then(|field| self.0[field].replace(key.rest)) {
-            None => Ok(()),
-            Some(_) => Err(A::Error::custom(format_args!("its {name} is said twice"))),
-        }
-    }
-}
-
-impl<'a> Entries<'a> for Notes<'a> {
-    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
-        self.at = Some(key.raw);
-        let noted = if key.raw == METADATA {
-            let value = map.next_value::<&RawValue>()?.get();
-            match self.metadata.replace(value) {
-                Some(_) => Err("it is there twice".into()),
-                None if value == "null" => Ok(()),
-                None => read_object(value, &mut Texts).map_err(|said| said.to_string()),
-            }
-        } else if is_object(key.rest) {
-            let mut fields = Fields::default();
-            map.next_value_seed(Object { text: key.rest, plain: key.plain, entries: &mut fields })?;
-            self.note(key.raw, &fields)
-        } else {
-            let value = shown(map.next_value::<&RawValue>()?.get(), NEAR);
-            Err(undescribed(format_args!("an object is expected: {value}")))
-        };
-        if let Err(why) = noted {
-            self.refused = Some(why);
-            return Err(A::Error::custom(""));
-        }
-        self.at = None;
-        Ok(())
-    }
-}
-
-/// Metadata: an object of texts.
-struct Texts;
-
-impl<'a> Entries<'a> for Texts {
-    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
-        let value = inside(map.next_value::<&RawValue>()?.get());
-        let value = value.ok_or_else(|| A::Error::custom("a text is expected"))?;
-        // Long ones are not read.
-        let mut short = [key.raw, value].into_iter().filter(|raw| raw.len() <= LONGEST);
-        short.try_for_each(|raw| text(raw).map(drop)).map_err(A::Error::custom)
-    }
 }
 
 impl<'a> Notes<'a> {
-    /// The name of a tensor as it stands in the text.
-    fn raw(&self, entry: &Entry) -> &'a str {
-        &self.text[entry.name as usize..][..usize::from(entry.name_len)]
+    fn read(what: &str, text: &'a str) -> Result<Self> {
+        let brackets = brackets(text).map_err(|said| no_object(what, &said))?;
+        let most = (text.len() / SHORTEST_ENTRY + 1).min(brackets / ENTRY_BRACKETS);
+        let mut notes = Self { text, entries: Vec::new(), metadata: 0..0, has_metadata: false, dtype: None };
+        reserved(notes.entries.try_reserve_exact(most), what, most * size_of::<Entry>())?;
+        let metadata = |said: &dyn fmt::Display| {
+            malformed(what, format!("its metadata is not an object of texts ({said})"))
+        };
+        let read = entries(text, |key, value| match key {
+            METADATA => notes.metadata(value).map_err(|why| metadata(&why)),
+            _ => notes.tensor(key, value).map_err(|why| blamed(what, &named(key), why)),
+        });
+        read.map_err(|stop| match stop {
+            Stop::Refused(error) => error,
+            Stop::Json(said, Some(METADATA)) => metadata(&said),
+            Stop::Json(said, Some(key)) if !said.is_eof() => blamed(what, &named(key), undescribed(&said)),
+            Stop::Json(said, _) => no_object(what, &said),
+        })?;
+        Ok(notes)
     }
 
-    /// The name of a tensor.
-    fn name(&self, entry: &Entry) -> Cow<'a, str> {
-        let raw = self.raw(entry);
-        if entry.plain { raw.into() } else { named(raw) }
+    /// Where a part of the text starts in it. A header has at most 100,000,000 bytes, so it fits 32 bits.
+    fn place(&self, part: &str) -> u32 {
+        (part.as_ptr() as usize - self.text.as_ptr() as usize) as u32
     }
 
-    /// Makes the note of a tensor, or says why not.
-    fn note(&mut self, key: &'a str, fields: &Fields<'a>) -> Result<(), String> {
-        let plain = text(key).map(|name| matches!(name, Cow::Borrowed(_))).map_err(undescribed)?;
-        let [Some(dtype), Some(shape), Some(offsets)] = fields.0 else {
-            let missing = FIELDS.iter().zip(fields.0).find(|(_, value)| value.is_none());
+    /// Notes the metadata, or says why not.
+    fn metadata(&mut self, value: &str) -> Result<(), String> {
+        if std::mem::replace(&mut self.has_metadata, true) {
+            return Err("it is there twice".into());
+        }
+        if value == "null" {
+            return Ok(());
+        }
+        let read = entries(value, |key, value| {
+            let value = inside(value).ok_or("a text is expected")?;
+            // Long ones are not read.
+            let mut short = [key, value].into_iter().filter(|raw| raw.len() <= LONGEST);
+            short.try_for_each(|raw| text(raw).map(drop))
+        });
+        let start = self.place(value) as usize;
+        self.metadata = start..start + value.len();
+        read.map_err(|said| said.to_string())
+    }
+
+    /// Notes a tensor, or says why not.
+    fn tensor(&mut self, key: &'a str, value: &'a str) -> Result<(), String> {
+        text(key).map_err(undescribed)?;
+        let mut fields = [None; FIELDS.len()];
+        let read = entries(value, |field, value| {
+            let place = |name: &str| FIELDS.iter().position(|field| *field == name);
+            let place = match place(field) {
+                None => place(&text(field)?),
+                found => found,
+            };
+            match place.and_then(|place| fields[place].replace(value)) {
+                None => Ok(()),
+                Some(_) => Err(format!("its {field} is said twice")),
+            }
+        });
+        read.map_err(undescribed)?;
+        let [Some(dtype), Some(shape), Some(offsets)] = fields else {
+            let missing = FIELDS.iter().zip(fields).find(|(_, value)| value.is_none());
             return Err(undescribed(format_args!("it has no {}", missing.map_or("", |(field, _)| field))));
         };
         let dtype = self.dtype(dtype)?;
-        let told = |rest| shown(first(rest), NEAR);
+        let told = |value| shown(value, NEAR);
         let (mut axes, mut bits, mut empty) = (0, Some(dtype.bitsize() as u64), false);
         let are_numbers = numbers(shape, |axis| {
-            (axes, bits) = (axes + 1, bits.and_then(|bits| bits.checked_mul(axis)));
+            axes += 1;
+            bits = bits.and_then(|bits| bits.checked_mul(axis));
             empty |= axis == 0;
         });
         if !are_numbers || axes > AXES {
-            let what = if are_numbers {
-                "its shape has more than 64 axes"
-            } else {
-                "a list of whole numbers is expected"
+            let what = match are_numbers {
+                true => "its shape has more than 64 axes",
+                false => "a list of whole numbers is expected",
             };
             return Err(undescribed(format_args!("{what}: {}", told(shape))));
         }
@@ -422,81 +456,28 @@ impl<'a> Notes<'a> {
                 "is {dtype} of shape {shape}, {need}, and has {have} at {from}..{to}"
             )));
         }
-        let (name, shape) = (place(self.text, key), place(self.text, shape));
+        let (name, shape) = (self.place(key), self.place(shape));
         let (name_len, axes) = (key.len() as u16, axes as u8);
-        self.entries.push(Entry { name, shape, name_len, axes, plain, dtype, listed: false, from, to });
+        self.entries.push(Entry { name, name_len, axes, dtype, shape, listed: false, from, to });
         Ok(())
     }
 
-    /// The type of elements whose name starts `rest` of the text.
-    fn dtype(&mut self, rest: &'a str) -> Result<Dtype, String> {
-        if let Some((_, dtype)) = self.dtype.filter(|(last, _)| rest.starts_with(last)) {
+    /// The type of elements of this name.
+    fn dtype(&mut self, name: &'a str) -> Result<Dtype, String> {
+        if let Some((_, dtype)) = self.dtype.filter(|(last, _)| *last == name) {
             return Ok(dtype);
         }
-        let value = first(rest);
-        let name = inside(value).and_then(|name| text(name).ok());
-        let known = name.map(|name| Dtype::deserialize(StrDeserializer::<serde_json::Error>::new(&name)));
+        // A long one would be in the error.
+        let known = inside(name).filter(|name| name.len() < LONGEST).map(|_| serde_json::from_str(name));
         let Some(Ok(dtype)) = known else {
             return Err(format!(
                 "has elements of no type that is known: {}; if the file is of a newer version of the format, upgrade \
                  pinpool",
-                shown(value, NEAR)
+                shown(name, NEAR)
             ));
         };
-        self.dtype = Some((value, dtype));
+        self.dtype = Some((name, dtype));
         Ok(dtype)
-    }
-
-    /// Makes what is kept of a header that was checked. The data starts at `start` in the file.
-    fn keep(mut self, what: &str, path: &Path, start: u64) -> Result<Table> {
-        let said = self.metadata.filter(|metadata| *metadata != "null");
-        let (mut names, mut axes, mut metadata) = (String::new(), Vec::new(), String::new());
-        let bytes = self.entries.iter().map(|entry| usize::from(entry.name_len)).sum();
-        let count = self.entries.iter().map(|entry| usize::from(entry.axes)).sum();
-        let len = said.map_or(0, str::len);
-        reserved(names.try_reserve_exact(bytes), what, bytes)?;
-        reserved(axes.try_reserve_exact(count), what, count * size_of::<usize>())?;
-        reserved(metadata.try_reserve_exact(len), what, len)?;
-        metadata.push_str(said.unwrap_or_default());
-        let mut entries = std::mem::take(&mut self.entries);
-        for entry in &mut entries {
-            let (name, shape) = (names.len(), axes.len());
-            names.push_str(&self.name(entry));
-            numbers(&self.text[entry.shape as usize..], |axis| axes.push(axis as usize));
-            (entry.name, entry.name_len, entry.shape) =
-                (name as u32, (names.len() - name) as u16, shape as u32);
-            (entry.from, entry.to) = (start + entry.from, start + entry.to);
-        }
-        Ok(Table { path: path.into(), names, axes, entries, metadata: said.map(|_| metadata.into()) })
-    }
-}
-
-/// Checks tensors, which are in the order of their offsets, against each other and against the `data` bytes of the
-/// file behind the header.
-fn side_by_side(what: &str, notes: &Notes<'_>, data: u64) -> Result<()> {
-    let (mut end, mut last) = (0, "");
-    for entry in &notes.entries {
-        let (from, to, key) = (entry.from, entry.to, notes.raw(entry));
-        if from != end || to > data {
-            let other = shown(&named(last), NAME);
-            let why = match from.cmp(&end) {
-                Less => {
-                    fault(format_args!("starts at {from}, inside of tensor \"{other}\", which ends at {end}"))
-                }
-                Greater => fault(format_args!(
-                    "starts at {from}, and bytes {end}..{from} before it belong to no tensor"
-                )),
-                Equal => format!(
-                    "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
-                ),
-            };
-            return Err(blamed(what, &named(key), why));
-        }
-        (end, last) = (to, key);
-    }
-    match data - end {
-        0 => Ok(()),
-        left => Err(malformed(what, format!("{left} bytes at its end belong to no tensor; get it again"))),
     }
 }
 
@@ -506,45 +487,52 @@ pub(super) fn twice(what: &str, tensor: &str) -> Error {
     blamed(what, tensor, why)
 }
 
-/// The hash of a name. Its keys are the process's own, so nobody can make names that collide.
-fn hash(name: &str) -> u64 {
-    static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
-    KEYS.hash_one(name)
-}
-
 /// Where a tensor is: the number of its file, and its place in the file's table.
 pub(super) type Place = (u32, u32);
 
-/// The places of tensors by the hashes of their names, sorted.
-pub(super) struct Names(pub(super) Vec<(u64, Place)>);
+/// The tensors of several files by the hashes of their names, sorted.
+pub(super) struct Names {
+    /// The process's own, so that nobody can make names that collide.
+    keys: RandomState,
+    list: Vec<(u64, Place)>,
+}
 
 impl Names {
-    /// Sorts places with their hashes, `count` at most, and gives two that have the same name, if there are two. `what`
-    /// has them, for errors.
-    pub(super) fn sort<'n>(
-        what: &str,
-        count: usize,
-        hashed: impl Iterator<Item = (u64, Place)>,
-        name: impl Fn(Place) -> Cow<'n, str>,
-    ) -> Result<(Self, Option<(Place, Place)>)> {
-        let mut list = Vec::new();
+    /// `what` has the tensors, for errors. (A file has no 2^32 tensors.)
+    pub(super) fn of(what: &str, tables: &[Table]) -> Result<Self> {
+        let (keys, mut list) = (RandomState::new(), Vec::new());
+        let count = tables.iter().map(|table| table.entries.len()).sum::<usize>();
         reserved(list.try_reserve_exact(count), what, count.saturating_mul(size_of::<(u64, Place)>()))?;
-        list.extend(hashed);
-        list.sort_unstable();
-        // Of the same hash are one, or the same names.
-        for same in list.chunk_by_mut(|a, b| a.0 == b.0).filter(|same| same.len() > 1) {
-            same.sort_unstable_by(|(_, a), (_, b)| name(*a).cmp(&name(*b)).then_with(|| a.cmp(b)));
+        for (shard, table) in (0..).zip(tables) {
+            let tensors = 0..table.entries.len() as u32;
+            list.extend(tensors.map(|tensor| (keys.hash_one(table.name(tensor)), (shard, tensor))));
         }
-        let is_same = |pair: &&[(u64, Place)]| pair[0].0 == pair[1].0 && name(pair[0].1) == name(pair[1].1);
-        let twice = list.windows(2).find(is_same).map(|pair| (pair[0].1, pair[1].1));
-        Ok((Self(list), twice))
+        list.sort_unstable();
+        Ok(Self { keys, list })
     }
 
-    /// The place of a name. `name`: as for [`sort`](Self::sort).
-    pub(super) fn get<'n>(&self, wanted: &str, name: impl Fn(Place) -> &'n str) -> Option<Place> {
-        let hash = hash(wanted);
-        let first = self.0.partition_point(|(other, _)| *other < hash);
-        let mut same = self.0[first..].iter().take_while(|(other, _)| *other == hash);
-        same.find(|(_, place)| name(*place) == wanted).map(|(_, place)| *place)
+    /// Two tensors of one name. `of_a_file`: both of the same file.
+    pub(super) fn twice(&self, tables: &[Table], of_a_file: bool) -> Option<(Place, Place)> {
+        let name = |(shard, tensor): Place| tables[shard as usize].name(tensor);
+        // Of one hash are one name's, in the order of the files, with hardly an exception.
+        self.list.chunk_by(|a, b| a.0 == b.0).find_map(|same| {
+            same.iter().enumerate().find_map(|(count, (_, second))| {
+                let before = same[..count].iter().rev().map(|(_, first)| *first);
+                let mut before = before.take_while(|first| !of_a_file || first.0 == second.0);
+                before.find(|first| name(*first) == name(*second)).map(|first| (first, *second))
+            })
+        })
+    }
+
+    /// The tensors of a name. `name`: that of a tensor.
+    pub(super) fn get<'n>(
+        &self,
+        wanted: &str,
+        name: impl Fn(Place) -> &'n str,
+    ) -> impl Iterator<Item = Place> {
+        let hash = self.keys.hash_one(wanted);
+        let first = self.list.partition_point(|(other, _)| *other < hash);
+        let same = self.list[first..].iter().take_while(move |(other, _)| *other == hash);
+        same.map(|(_, place)| *place).filter(move |place| name(*place) == wanted)
     }
 }

@@ -11,12 +11,9 @@ use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
-use serde::de::{Error as _, IgnoredAny, MapAccess};
-use serde_json::value::RawValue;
-
-use super::header::{LONGEST_HEADER, twice};
-use super::json::{Entries, Key, Object, brackets, inside, is_object, named, read_object, text};
-use super::{NAME, Opened, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
+use super::header::{LONGEST_HEADER, Names, Table, twice};
+use super::json::{Stop, brackets, entries, inside, is_object, named, text};
+use super::{NAME, Shard, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
 const SUFFIX: &str = "safetensors";
@@ -41,28 +38,29 @@ type Found = (Vec<PathBuf>, Option<Index>);
 
 impl Index {
     /// Leaves of the tensors of its files, which were opened in order, those that it names.
-    pub(super) fn choose(&self, opened: &mut [Opened]) -> Result<()> {
+    pub(super) fn choose(&self, shards: &[Shard], tables: &mut [Table], names: &Names) -> Result<()> {
         let (what, mut last, mut number) = (&*self.what, "", 0);
         each_pair(what, &self.text, |tensor, file| {
             if file != last {
                 let name = file_name(file).unwrap_or_default();
                 (last, number) = (file, self.files.binary_search(&name).unwrap_or_default());
             }
-            let (shard, table, names) = &mut opened[number];
             let name = text(tensor)
                 .map_err(|said| blamed(what, &named(tensor), format!("has a wrong name ({said})")))?;
-            let Some((_, place)) = names.get(&name, |(_, tensor)| table.name(tensor)) else {
-                let why = format!("is said to be in {}, which does not have it; get both again", shard.name);
+            let mut places = names.get(&name, |(shard, tensor)| tables[shard as usize].name(tensor));
+            let Some((_, place)) = places.find(|(shard, _)| *shard as usize == number) else {
+                let why = format!(
+                    "is said to be in {}, which does not have it; get both again",
+                    shards[number].name
+                );
                 return Err(blamed(what, &name, why));
             };
-            let again = std::mem::replace(&mut table.entries[place as usize].listed, true);
+            drop(places);
+            let entry = &mut tables[number].entries[place as usize];
+            let again = std::mem::replace(&mut entry.listed, true);
             if again { Err(twice(what, &name)) } else { Ok(()) }
         })?;
-        for (number, (_, table, names)) in (0..).zip(opened) {
-            table.entries.retain(|entry| entry.listed);
-            names.0.clear();
-            names.0.extend(table.hashed(number));
-        }
+        tables.iter_mut().for_each(|table| table.entries.retain(|entry| entry.listed));
         Ok(())
     }
 
@@ -133,47 +131,30 @@ pub(super) fn incomplete(path: &Path, files: &[PathBuf], mut error: Error) -> Er
 }
 
 /// Calls `take` with each tensor of an index, and its file, as they stand in the text. (The file has its quotes.)
-fn each_pair<'a>(what: &str, text: &'a str, take: impl FnMut(&'a str, &'a str) -> Result<()>) -> Result<()> {
-    let mut map = WeightMap { what, take, is_there: false, is_inside: false, refused: None };
-    let read = if is_object(text) { read_object(text, &mut map) } else { Ok(()) };
-    if let Some(error) = map.refused {
-        return Err(error);
+fn each_pair<'a>(
+    what: &str,
+    text: &'a str,
+    mut take: impl FnMut(&'a str, &'a str) -> Result<()>,
+) -> Result<()> {
+    if !is_object(text) {
+        return Err(no_map(what));
     }
-    read.map_err(|said| no_json(what, &said))?;
-    if map.is_there { Ok(()) } else { Err(no_map(what)) }
-}
-
-struct WeightMap<'w, F> {
-    what: &'w str,
-    take: F,
-    /// Whether the object was found, and whether its entries are being read.
-    is_there: bool,
-    is_inside: bool,
-    refused: Option<Error>,
-}
-
-impl<'a, F: FnMut(&'a str, &'a str) -> Result<()>> Entries<'a> for WeightMap<'_, F> {
-    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error> {
-        let noted = if self.is_inside {
-            (self.take)(key.raw, map.next_value::<&RawValue>()?.get())
-        } else if key.raw != MAP {
-            return map.next_value::<IgnoredAny>().map(drop);
-        } else if std::mem::replace(&mut self.is_there, true) {
+    let mut is_there = false;
+    let told = |stop| match stop {
+        Stop::Refused(error) => error,
+        Stop::Json(said, _) => no_json(what, &said),
+    };
+    let read = entries(text, |key, value| match key {
+        MAP if std::mem::replace(&mut is_there, true) => {
             let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
-            Err(malformed(self.what, format!("its {MAP:?} {twice}")))
-        } else if is_object(key.rest) {
-            self.is_inside = true;
-            map.next_value_seed(Object { text: key.rest, plain: key.plain, entries: &mut *self })?;
-            self.is_inside = false;
-            Ok(())
-        } else {
-            Err(no_map(self.what))
-        };
-        noted.map_err(|error| {
-            self.refused = Some(error);
-            A::Error::custom("")
-        })
-    }
+            Err(malformed(what, format!("its {MAP:?} {twice}")))
+        }
+        MAP if is_object(value) => entries(value, &mut take).map_err(told),
+        MAP => Err(no_map(what)),
+        _ => Ok(()),
+    });
+    read.map_err(told)?;
+    if is_there { Ok(()) } else { Err(no_map(what)) }
 }
 
 /// The name of a file beside the index. `None`: it is something else, such as a path that leads elsewhere.

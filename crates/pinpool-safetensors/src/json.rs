@@ -2,14 +2,14 @@
 //!
 //! A header or an index may be a hundred megabytes of anything, and one that is refused must take little more memory
 //! than its own bytes. serde_json keeps a copy of a string that has escapes, and writes a value of the wrong kind into its
-//! error. So names and values are taken as they stand in the text, which only checks them; short ones are then read
-//! further ([`text`]). Each byte of a tensor is read by serde_json once.
+//! error. So keys and values are taken as they stand in the text, which only checks them; short ones are then read
+//! further ([`text`], [`numbers`]).
 
 use std::borrow::Cow;
 use std::fmt;
 
-use serde::Deserializer;
-use serde::de::{Deserialize, DeserializeSeed, Error as _, MapAccess, Visitor};
+use serde::Deserializer as _;
+use serde::de::{Error as _, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 /// The longest string that is read, in bytes as the file has it: the name of a tensor, for example.
@@ -24,60 +24,56 @@ pub(super) fn brackets(text: &str) -> Result<usize, &'static str> {
     if opened <= text.len() / 8 + 100 { Ok(opened) } else { Err("it is mostly brackets") }
 }
 
-/// A key as it stands in the text, without its quotes, and the text from its value on.
-#[derive(Clone, Copy)]
-pub(super) struct Key<'a> {
-    pub(super) raw: &'a str,
-    pub(super) rest: &'a str,
-    /// Whether the text has no escapes.
-    pub(super) plain: bool,
+/// Why an object was not read to its end.
+pub(super) enum Stop<'a, E> {
+    /// It is no JSON, or no object. The key is that of the value in which it was found.
+    Json(serde_json::Error, Option<&'a str>),
+    /// What was said of an entry.
+    Refused(E),
 }
 
-/// What takes the entries of an object, in the order of the text.
-pub(super) trait Entries<'a> {
-    /// Takes an entry, whose value is the next of `map`.
-    fn entry<A: MapAccess<'a>>(&mut self, key: Key<'a>, map: &mut A) -> Result<(), A::Error>;
-}
-
-/// Reads a text that is one object.
-pub(super) fn read_object<'a>(
-    text: &'a str,
-    entries: &mut impl Entries<'a>,
-) -> Result<(), serde_json::Error> {
-    if !is_object(text) {
-        return Err(serde_json::Error::custom("an object is expected"));
+impl<E: fmt::Display> fmt::Display for Stop<'_, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Json(error, _) => error.fmt(f),
+            Self::Refused(error) => error.fmt(f),
+        }
     }
-    let mut json = serde_json::Deserializer::from_str(text);
-    Object { text, plain: !text.contains('\\'), entries }.deserialize(&mut json)?;
-    json.end()
 }
 
-/// Whether the value that a text starts with is an object. (Of a string in its place serde_json's error has all.)
+/// Whether the value that a text starts with is an object.
 pub(super) fn is_object(text: &str) -> bool {
     text.trim_ascii_start().starts_with('{')
 }
 
-/// The value that a text starts with, which was checked before.
-pub(super) fn first(text: &str) -> &str {
-    <&RawValue>::deserialize(&mut serde_json::Deserializer::from_str(text)).map_or("", RawValue::get)
-}
-
-/// Reads an object that begins in `text`. `plain`: the text has no escapes.
-pub(super) struct Object<'e, 'a, E> {
-    pub(super) text: &'a str,
-    pub(super) plain: bool,
-    pub(super) entries: &'e mut E,
-}
-
-impl<'a, E: Entries<'a>> DeserializeSeed<'a> for Object<'_, 'a, E> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'a>>(self, json: D) -> Result<(), D::Error> {
-        json.deserialize_map(self)
+/// Reads a text that is one object. `each` takes each key, without its quotes, and its value, as they stand in the text.
+pub(super) fn entries<'a, E>(
+    text: &'a str,
+    each: impl FnMut(&'a str, &'a str) -> Result<(), E>,
+) -> Result<(), Stop<'a, E>> {
+    // Of a string in its place serde_json's error has all.
+    if !is_object(text) {
+        return Err(Stop::Json(serde_json::Error::custom("an object is expected"), None));
     }
+    let mut object = Object { each, is_plain: !text.contains('\\'), at: None, refused: None };
+    let mut json = serde_json::Deserializer::from_str(text);
+    let read = json.deserialize_map(&mut object).and_then(|()| json.end());
+    read.map_err(|error| match object.refused {
+        Some(refused) => Stop::Refused(refused),
+        None => Stop::Json(error, object.at),
+    })
 }
 
-impl<'a, E: Entries<'a>> Visitor<'a> for Object<'_, 'a, E> {
+struct Object<'a, F, E> {
+    each: F,
+    /// Whether its text has no escapes.
+    is_plain: bool,
+    /// The key of the entry that is being read.
+    at: Option<&'a str>,
+    refused: Option<E>,
+}
+
+impl<'a, E, F: FnMut(&'a str, &'a str) -> Result<(), E>> Visitor<'a> for &mut Object<'a, F, E> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -85,24 +81,22 @@ impl<'a, E: Entries<'a>> Visitor<'a> for Object<'_, 'a, E> {
     }
 
     fn visit_map<A: MapAccess<'a>>(self, mut map: A) -> Result<(), A::Error> {
-        let Self { text, plain, entries } = self;
         loop {
             // serde_json copies only a string that has escapes.
-            let raw = match plain {
+            let key = match self.is_plain {
                 true => map.next_key::<&str>()?,
                 false => map.next_key::<&RawValue>()?.and_then(|key| inside(key.get())),
             };
-            let Some(raw) = raw else { return Ok(()) };
-            let rest = text[place(text, raw) as usize + raw.len() + 1..].trim_ascii_start();
-            let rest = rest.strip_prefix(':').unwrap_or(rest).trim_ascii_start();
-            entries.entry(Key { raw, rest, plain }, &mut map)?;
+            let Some(key) = key else { return Ok(()) };
+            self.at = Some(key);
+            let value = map.next_value::<&RawValue>()?.get();
+            if let Err(refused) = (self.each)(key, value) {
+                self.refused = Some(refused);
+                return Err(A::Error::custom(""));
+            }
+            self.at = None;
         }
     }
-}
-
-/// Where a part of a text starts in it. Texts have at most 100,000,000 bytes, so it fits 32 bits.
-pub(super) fn place(text: &str, part: &str) -> u32 {
-    (part.as_ptr() as usize - text.as_ptr() as usize) as u32
 }
 
 /// A string without its quotes. `None`: another value.
@@ -124,27 +118,22 @@ pub(super) fn named(raw: &str) -> Cow<'_, str> {
     text(raw).unwrap_or(raw.into())
 }
 
-/// Calls `each` with the whole numbers of a list that was checked and starts a text. `false`: it is something else, or has
-/// something else in it.
-pub(super) fn numbers(text: &str, mut each: impl FnMut(u64)) -> bool {
+/// Calls `each` with the whole numbers of a list that was checked. `false`: it is something else, or has something else in
+/// it.
+pub(super) fn numbers(list: &str, mut each: impl FnMut(u64)) -> bool {
     let mut number = None::<u64>;
-    for byte in text.strip_prefix('[').unwrap_or_default().bytes() {
+    for byte in list.strip_prefix('[').unwrap_or("-").bytes() {
         match byte {
             b'0'..=b'9' => {
                 let shifted = number.unwrap_or(0).checked_mul(10);
-                let Some(more) = shifted.and_then(|n| n.checked_add(u64::from(byte - b'0'))) else {
+                number = shifted.and_then(|number| number.checked_add(u64::from(byte - b'0')));
+                if number.is_none() {
                     return false;
-                };
-                number = Some(more);
-            }
-            b',' | b' ' | b'\t' | b'\n' | b'\r' | b']' => {
-                number.take().into_iter().for_each(&mut each);
-                if byte == b']' {
-                    return true;
                 }
             }
+            b',' | b']' | b' ' | b'\t' | b'\n' | b'\r' => number.take().into_iter().for_each(&mut each),
             _ => return false,
         }
     }
-    false
+    true
 }

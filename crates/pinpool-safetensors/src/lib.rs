@@ -115,16 +115,13 @@ struct Shard {
     opened: fs::Metadata,
 }
 
-/// A file that was opened, the table of its tensors, and their names.
-type Opened = (Shard, Table, Names);
-
 impl Shard {
-    /// Opens the file of this number.
-    fn open(path: &Path, number: u32) -> Result<Opened> {
+    /// Opens a file, and reads its header.
+    fn open(path: &Path) -> Result<(Self, Table)> {
         let name = path.display().to_string();
         let (file, opened) = open_regular(path, &name)?;
-        let (table, names) = header::of_file(&file, &name, path, opened.len(), number)?;
-        Ok((Self { file: file.into(), name, opened }, table, names))
+        let table = header::of_file(&file, &name, path, opened.len())?;
+        Ok((Self { file: file.into(), name, opened }, table))
     }
 
     /// An error if the file was written to since its header was read.
@@ -208,22 +205,24 @@ impl Checkpoint {
 
     /// Opens files, one at a time, so that a missing one ends it: an index may name thousands.
     fn of<P: AsRef<Path>>(paths: &[P], index: Option<&Index>) -> Result<Self> {
-        let opened = (0..).zip(paths).map(|(number, path)| Shard::open(path.as_ref(), number));
-        let mut opened = opened.collect::<Result<Vec<_>>>()?;
+        let opened = paths.iter().map(|path| Shard::open(path.as_ref()));
+        let opened = opened.collect::<Result<Vec<_>>>()?;
+        let (shards, mut tables): (Vec<_>, Vec<_>) = opened.into_iter().unzip();
+        let file = |(shard, _): Place| &shards[shard as usize].name;
+        let mut names = Names::of(&shards[0].name, &tables)?;
+        if let Some((_, second)) = names.twice(&tables, true) {
+            return Err(header::twice(file(second), tables[second.0 as usize].name(second.1)));
+        }
         if let Some(index) = index {
-            index.choose(&mut opened)?;
+            index.choose(&shards, &mut tables, &names)?;
+            names = Names::of(&shards[0].name, &tables)?;
         }
-        let hashed = opened.iter().flat_map(|(.., names)| names.0.iter().copied());
-        let count = opened.iter().map(|(.., names)| names.0.len()).sum();
-        let file = |(shard, _): Place| &opened[shard as usize].0.name;
-        let name = |place: Place| opened[place.0 as usize].1.name(place.1).into();
-        let (names, twice) = Names::sort(file((0, 0)), count, hashed, name)?;
-        if let Some((first, second)) = twice {
+        if let Some((first, second)) = names.twice(&tables, false) {
             let why = format!("is in {} too: it is there twice; load the files one by one", file(first));
-            return Err(blamed(file(second), &name(second), why));
+            return Err(blamed(file(second), tables[second.0 as usize].name(second.1), why));
         }
-        let opened = opened.into_iter().map(|(shard, table, _)| (shard, Header(Arc::new(table))));
-        let (shards, headers) = opened.unzip();
+        shards.iter().zip(&mut tables).try_for_each(|(shard, table)| table.read_axes(&shard.name))?;
+        let headers = tables.into_iter().map(|table| Header(Arc::new(table))).collect();
         Ok(Self(Arc::new(Files { shards, headers, names })))
     }
 
@@ -268,7 +267,7 @@ impl Checkpoint {
 impl Files {
     /// Which file has the tensor of this name, and where.
     fn place(&self, name: &str) -> Option<Place> {
-        self.names.get(name, |(shard, tensor)| self.headers[shard as usize].0.name(tensor))
+        self.names.get(name, |(shard, tensor)| self.headers[shard as usize].0.name(tensor)).next()
     }
 }
 

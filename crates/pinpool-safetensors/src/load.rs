@@ -5,14 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
-use std::sync::Arc;
 
 use pinpool::copier::{Copier, CopyRange, FileSource, Reading, Transfer, may_wait};
 use pinpool::{DeviceSlice, Error, Result};
 
-use super::header::{Table, Tensor};
-use super::share::{Driver, Load, Part, Places};
-use super::{Checkpoint, NAME, Shard, shown};
+use super::header::Tensor;
+use super::share::{Driver, Load, Part};
+use super::{Checkpoint, NAME, shown};
 
 /// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
 /// tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
@@ -21,8 +20,8 @@ const TENSOR_ALIGN: usize = 16;
 const LARGEST_ALIGN: usize = 2 << 20;
 
 /// A tensor on the device, with what its file's header says of it. Work submitted to any stream from now on finds the
-/// bytes there. The tensors of one file share a block of device memory, which lives until the last handle to any of them
-/// is dropped.
+/// bytes there. The tensors of one file share a block of device memory, which lives until the last handle to any of them,
+/// and to the load, is dropped.
 #[derive(Clone, Debug)]
 pub struct DeviceTensor {
     pub(super) tensor: Tensor,
@@ -190,26 +189,33 @@ impl<'a> Loader<'a> {
     pub(super) fn load_chosen(self, chosen: Vec<Chosen>) -> Result<Vec<DeviceTensor>> {
         // Checked before anything begins: this thread could not wait for it afterwards.
         may_wait()?;
-        self.begin(chosen, true)?.blocking().collect()
+        let load = self.begin(chosen, true)?;
+        let mut tensors = Vec::with_capacity(load.left());
+        for tensor in load.blocking() {
+            tensors.push(tensor?);
+        }
+        Ok(tensors)
     }
 
     /// What is loaded, in the order of the load.
     fn chosen(&mut self) -> Vec<Chosen> {
-        let mut chosen = Vec::new();
-        for (number, header) in (0_u32..).zip(&self.checkpoint.0.headers) {
+        let headers = &self.checkpoint.0.headers;
+        // What meets the first prefix of all files, then what meets the second, and so on, and last the rest.
+        let files = (0..=self.first.len()).flat_map(|_| 0..headers.len() as u32);
+        let mut chosen: Vec<Chosen> = files.map(|number| (number, Vec::new())).collect();
+        for (number, header) in headers.iter().enumerate() {
             let mut tensor = Tensor { table: header.0.clone(), index: 0 };
             for index in 0..header.0.entries.len() as u32 {
                 tensor.index = index;
                 if self.filter.as_mut().is_none_or(|filter| filter(&tensor)) {
                     let group = self.first.iter().position(|prefix| tensor.name().starts_with(prefix));
-                    chosen.push((group.unwrap_or(self.first.len()), number, index));
+                    let group = group.unwrap_or(self.first.len());
+                    chosen[group * headers.len() + number].1.push(index);
                 }
             }
         }
-        // Those of each prefix, and the rest, each in the order of the files.
-        chosen.sort_by_key(|(group, ..)| *group);
-        let parts = chosen.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1));
-        parts.map(|part| (part[0].1, part.iter().map(|(.., index)| *index).collect())).collect()
+        chosen.retain(|(_, chosen)| !chosen.is_empty());
+        chosen
     }
 
     /// Starts the transfers of all files. `waits`: the caller waits for all of them, also where one is refused.
@@ -221,98 +227,88 @@ impl<'a> Loader<'a> {
             )));
         }
         // Made first: where a later file is refused, its drop cancels the transfers that have begun.
-        let mut driver = Driver::new(self.checkpoint.0.clone(), waits);
-        for (number, chosen) in chosen {
-            let part = self.begin_file(number, chosen, driver.count)?;
-            driver.count += part.chosen.len();
-            if !part.chosen.is_empty() {
-                driver.parts.push_back(part);
+        let (mut driver, mut parts) = (Driver::new(waits), Vec::<Part>::new());
+        for (number, mut chosen) in chosen {
+            let first = parts.last().map_or(0, Part::end);
+            let ranges = match self.memory {
+                Memory::Places(_) => self.places_of(number, &mut chosen, first)?,
+                Memory::Device | Memory::Blocks(_) => self.block_of(number, &chosen)?,
+            };
+            if chosen.is_empty() {
+                continue;
             }
+            let part = Part { number, first, chosen, ranges };
+            driver.transfers.push_back(self.upload(&part)?);
+            parts.push(part);
         }
-        Ok(Load::new(self.copier.clone(), self.checkpoint.0.clone(), driver))
-    }
-
-    /// Starts the transfer of a file. `before`: tensors of the load so far.
-    fn begin_file(&mut self, number: u32, mut chosen: Vec<u32>, before: usize) -> Result<Part> {
-        let files = &*self.checkpoint.0;
-        let (table, total) = (&files.headers[number as usize].0, before + chosen.len());
-        let (pieces, places) = match self.memory {
-            Memory::Places(_) => self.places_of(table, &mut chosen, total)?,
-            Memory::Device | Memory::Blocks(_) => self.block_of(table, &chosen)?,
-        };
-        let transfer = (!pieces.is_empty()).then(|| self.upload(&files.shards[number as usize], pieces));
-        let transfer = transfer.transpose().map_err(|error| match (error, &places) {
-            (Error::Piece { piece, cause, .. }, Places::Own(places)) => {
-                let mut with_bytes = chosen.iter().zip(places).filter(|(_, place)| place.is_some());
-                let tensor = with_bytes.nth(piece).map_or("", |(index, _)| table.name(*index));
-                not_there(tensor, 0, total, *cause)
-            }
-            // All pieces are parts of one block.
-            (Error::Piece { cause, .. }, Places::Block(..)) => *cause,
-            (error, _) => error,
-        })?;
-        Ok(Part { number, chosen: chosen.into(), places, next: 0, transfer })
+        Ok(Load::new(self.copier.clone(), self.checkpoint.0.clone(), parts, driver))
     }
 
     /// Gives the tensors of a file one block of device memory.
-    fn block_of(&mut self, table: &Table, chosen: &[u32]) -> Result<(Vec<CopyRange>, Places)> {
+    fn block_of(&mut self, number: u32, chosen: &[u32]) -> Result<Vec<CopyRange>> {
+        let table = &self.checkpoint.0.headers[number as usize].0;
         // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are joined before
-        // pieces are made: there may be tens of thousands of tensors, and the link idles meanwhile.
-        let (mut runs, mut starts) = (Vec::<(u64, Range<usize>)>::new(), Vec::with_capacity(chosen.len()));
-        let mut end = 0_usize;
-        for entry in chosen.iter().map(|index| &table.entries[*index as usize]) {
+        // memory is divided: there may be tens of thousands of tensors, and the link idles meanwhile.
+        let (mut runs, mut end) = (Vec::<(u64, Range<usize>)>::new(), 0_usize);
+        let entries = chosen.iter().map(|index| &table.entries[*index as usize]);
+        for entry in entries.filter(|entry| !entry.is_empty()) {
             // The alignment is a power of two; a division would be most of a plan's time. (Saturated, it is more than any
             // memory.)
-            let start =
-                if entry.is_empty() { end } else { end.saturating_add(self.align - 1) & !(self.align - 1) };
+            let start = end.saturating_add(self.align - 1) & !(self.align - 1);
             end = start.saturating_add(usize::try_from(entry.bytes()).unwrap_or(usize::MAX));
-            starts.push(start);
             match runs.last_mut() {
-                _ if entry.is_empty() => {}
                 Some((at, run)) if *at + run.len() as u64 == entry.from && run.end == start => run.end = end,
                 _ => runs.push((entry.from, start..end)),
             }
         }
         if runs.is_empty() {
-            return Ok((Vec::new(), Places::Own(vec![None; chosen.len()])));
+            return Ok(Vec::new());
         }
         let block = self.block(end)?;
-        let pieces = runs.into_iter().map(|(at, run)| Ok(CopyRange::new(at, block.slice(run)?)));
-        Ok((pieces.collect::<Result<_>>()?, Places::Block(block, starts)))
+        runs.into_iter().map(|(at, run)| Ok(CopyRange::new(at, block.slice(run)?))).collect()
     }
 
-    /// Asks the caller for the places of tensors. Those without one are left out.
-    fn places_of(
-        &mut self,
-        table: &Arc<Table>,
-        chosen: &mut Vec<u32>,
-        total: usize,
-    ) -> Result<(Vec<CopyRange>, Places)> {
-        let (mut pieces, mut places, mut kept) = (Vec::new(), Vec::new(), Vec::new());
-        let mut tensor = Tensor { table: table.clone(), index: 0 };
+    /// Asks the caller for the places of tensors. Those without one are left out. `before`: tensors of the load so far.
+    fn places_of(&mut self, number: u32, chosen: &mut Vec<u32>, before: usize) -> Result<Vec<CopyRange>> {
+        let (mut ranges, mut kept, total) = (Vec::new(), Vec::new(), before + chosen.len());
+        let mut tensor = Tensor { table: self.checkpoint.0.headers[number as usize].0.clone(), index: 0 };
         for index in chosen.drain(..) {
             tensor.index = index;
-            let mut place = None;
             if !tensor.entry().is_empty() {
                 let Memory::Places(get) = &mut self.memory else { break };
                 let Some(slice) = get(&tensor)? else { continue };
                 let slice = self.claim(&slice, tensor.bytes());
                 let slice = slice.map_err(|cause| not_there(tensor.name(), 0, total, cause))?;
-                pieces.push(CopyRange::new(tensor.range().start, slice.clone()));
-                place = Some(slice);
+                ranges.push(CopyRange::new(tensor.range().start, slice));
             }
             kept.push(index);
-            places.push(place);
         }
         *chosen = kept;
-        Ok((pieces, Places::Own(places)))
+        Ok(ranges)
     }
 
-    /// Starts a transfer.
-    fn upload(&self, shard: &Shard, pieces: Vec<CopyRange>) -> Result<Transfer<FileSource>> {
+    /// Starts the transfer of a part. `None`: its tensors have no bytes.
+    fn upload(&self, part: &Part) -> Result<Option<Transfer<FileSource>>> {
+        if part.ranges.is_empty() {
+            return Ok(None);
+        }
+        let files = &self.checkpoint.0;
+        let shard = &files.shards[part.number as usize];
         shard.unchanged()?;
         let source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
-        self.copier.upload(source, pieces).map_err(|refused| refused.error)
+        let transfer = self.copier.upload(source, part.ranges.clone());
+        transfer.map(Some).map_err(|refused| match (refused.error, &self.memory) {
+            (Error::Piece { piece, cause, .. }, Memory::Places(_)) => {
+                let table = &files.headers[part.number as usize].0;
+                let mut with_bytes =
+                    part.chosen.iter().filter(|index| !table.entries[**index as usize].is_empty());
+                let tensor = with_bytes.nth(piece).map_or("", |index| table.name(*index));
+                not_there(tensor, 0, part.end(), *cause)
+            }
+            // All pieces are parts of one block.
+            (Error::Piece { cause, .. }, Memory::Device | Memory::Blocks(_)) => *cause,
+            (error, _) => error,
+        })
     }
 
     /// Device memory of so many bytes that starts on the alignment.

@@ -1,8 +1,11 @@
 //! A load under way, for any number of threads and tasks.
 //!
-//! A [`Driver`] polls the transfers in the load's order. Whoever waits takes it, polls it without a lock, and puts it back
-//! with the tensors that have come out, which wait in `arrived`. The driver's waker wakes all tasks that wait; one that
-//! found the driver taken is woken when it is put back. A thread that waits is a task that parks.
+//! The tensors of a load have places, from 0 on, in the order in which they come out. What is known of their arrival is one
+//! number: how many have come out. A tensor is made when it is taken, of its [`Part`], which never changes.
+//!
+//! A [`Driver`] polls the transfers in that order. Whoever waits takes it, polls it without a lock, and puts it back. The
+//! driver's waker wakes all tasks that wait; one that found the driver taken is woken when it is put back. A thread that
+//! waits is a task that parks.
 //!
 //! # Invariants
 //!
@@ -13,6 +16,7 @@
 
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, RefUnwindSafe, UnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,8 +25,8 @@ use std::task::{Context, Poll, Wake, Waker, ready};
 use std::thread::{self, Thread};
 
 use parking_lot::Mutex;
-use pinpool::copier::{Canceller, Copier, FileSource, Progress, Transfer, may_wait};
-use pinpool::{DeviceSlice, Error, Result};
+use pinpool::copier::{Canceller, Copier, CopyRange, FileSource, Progress, Transfer, may_wait};
+use pinpool::{Error, Result};
 
 use super::Files;
 use super::header::Tensor;
@@ -61,23 +65,21 @@ impl Clone for Load {
 struct Shared {
     copier: Copier,
     files: Arc<Files>,
-    /// For each part of the load its file's number, and which of the file's tensors it has.
-    parts: Vec<(u32, Arc<[u32]>)>,
+    parts: Vec<Part>,
     cancellers: Vec<Canceller>,
     state: Mutex<State>,
     /// The driver's waker.
     waker: Waker,
 }
 
-#[derive(Default)]
 struct State {
     /// `None` while a thread has it.
     driver: Option<Driver>,
-    /// The tensors that have come out of it, in the order of the load, behind some that were all taken. `None`: it was
-    /// taken.
-    arrived: VecDeque<Option<DeviceTensor>>,
-    before: usize,
-    /// How many were taken.
+    /// How many tensors have come out.
+    out: usize,
+    /// Which were taken: all before `next`, and as many as `taken` says in all.
+    is_taken: Vec<bool>,
+    next: usize,
     taken: usize,
     /// How far the load had come when it ended, and the error that it ended with.
     over: Option<Progress>,
@@ -88,24 +90,19 @@ struct State {
 }
 
 impl State {
-    /// The tensor at a place in the load's order, or the next that nobody has taken. An outer `None`: it is to be waited
-    /// for.
+    /// Takes the tensor at a place, or the next that nobody has taken. An outer `None`: it is to be waited for.
     #[inline]
-    fn found(&mut self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
-        let arrived = match wanted {
-            Some(place) if place < self.before => Some(None),
-            Some(place) => self.arrived.get_mut(place - self.before).map(Option::take),
-            None => loop {
-                let Some(next) = self.arrived.pop_front() else { break None };
-                self.before += 1;
-                if next.is_some() {
-                    break Some(next);
-                }
-            },
-        };
-        let Some(tensor) = arrived else { return self.over.map(|_| self.error.clone().map(Err)) };
-        self.taken += usize::from(tensor.is_some());
-        Some(tensor.map(Ok))
+    fn found(&mut self, wanted: Option<usize>) -> Option<Option<Result<usize>>> {
+        while self.next < self.out && self.is_taken[self.next] {
+            self.next += 1;
+        }
+        let place = wanted.unwrap_or(self.next);
+        if place >= self.out {
+            return self.over.map(|_| self.error.clone().map(Err));
+        }
+        let is_taken = std::mem::replace(&mut self.is_taken[place], true);
+        self.taken += usize::from(!is_taken);
+        Some((!is_taken).then_some(Ok(place)))
     }
 }
 
@@ -145,15 +142,26 @@ thread_local! {
 }
 
 impl Shared {
-    /// The place of a tensor in the load's order.
+    /// The place of a tensor.
     fn place(&self, name: &str) -> Option<usize> {
         let (shard, tensor) = self.files.place(name)?;
-        let mut before = 0;
-        self.parts.iter().find_map(|(number, chosen)| {
-            let place = chosen.binary_search(&tensor).ok().filter(|_| *number == shard);
-            before += chosen.len();
-            place.map(|place| before - chosen.len() + place)
-        })
+        let mut parts = self.parts.iter().filter(|part| part.number == shard);
+        parts.find_map(|part| Some(part.first + part.chosen.binary_search(&tensor).ok()?))
+    }
+
+    /// The tensor at a place.
+    #[inline]
+    fn tensor(&self, place: usize) -> Result<DeviceTensor> {
+        let part = &self.parts[self.parts.partition_point(|part| part.first <= place) - 1];
+        let index = part.chosen[place - part.first];
+        let tensor = Tensor { table: self.files.headers[part.number as usize].0.clone(), index };
+        let Range { start, end } = tensor.range();
+        let range = part.ranges.partition_point(|range| range.at <= start).checked_sub(1);
+        let slice = range.filter(|_| start < end).map(|range| {
+            let CopyRange { at, device, .. } = &part.ranges[range];
+            device.slice((start - at) as usize..(end - at) as usize)
+        });
+        Ok(DeviceTensor { tensor, slice: slice.transpose()? })
     }
 
     fn progress(&self, over: bool) -> Progress {
@@ -177,7 +185,14 @@ impl Shared {
         if pinpool::forked() {
             return Some(Some(Err(Error::Forked)));
         }
-        self.state.lock().found(wanted)
+        let found = self.state.lock().found(wanted);
+        found.map(|found| self.made(found))
+    }
+
+    /// The tensor at a place that was found, if one was.
+    #[inline]
+    fn made(&self, found: Option<Result<usize>>) -> Option<Result<DeviceTensor>> {
+        found.map(|place| self.tensor(place?))
     }
 
     fn poll(&self, cx: &Context<'_>, wanted: Option<usize>) -> Poll<Option<Result<DeviceTensor>>> {
@@ -189,7 +204,8 @@ impl Shared {
             let task = cx.waker().clone();
             let mut state = self.state.lock();
             if let Some(found) = state.found(wanted) {
-                return Poll::Ready(found);
+                drop(state);
+                return Poll::Ready(self.made(found));
             }
             let driver = state.driver.take();
             let list = if driver.is_some() { &mut state.tasks } else { &mut state.missed };
@@ -206,24 +222,18 @@ impl Shared {
 
     /// Polls the driver, which was taken, and puts it back. Whether anything has come of it.
     fn advance(&self, mut driver: Driver) -> bool {
-        let mut out = VecDeque::with_capacity(BATCH);
-        let polled = driver.advance(&mut Context::from_waker(&self.waker), &mut out);
-        let over = driver.parts.is_empty().then(|| self.progress(true));
+        let polled = driver.advance(&self.files, &self.parts, &mut Context::from_waker(&self.waker));
+        let over = driver.transfers.is_empty().then(|| self.progress(true));
         let mut state = self.state.lock();
         let mut woken = std::mem::take(&mut state.missed);
         if polled.is_ready() {
             // Whoever waits looks.
             woken.append(&mut state.tasks);
         }
-        if state.arrived.is_empty() {
-            state.arrived = out;
-        } else {
-            state.arrived.append(&mut out);
-        }
         if let Poll::Ready(Err(error)) = &polled {
             state.error = Some(error.clone());
         }
-        (state.over, state.driver) = (over, Some(driver));
+        (state.out, state.over, state.driver) = (driver.out, over, Some(driver));
         drop(state);
         wake_all(woken);
         polled.is_ready()
@@ -256,19 +266,29 @@ impl Shared {
 }
 
 impl Load {
-    pub(super) fn new(copier: Copier, files: Arc<Files>, driver: Driver) -> Self {
-        let parts: Vec<_> = driver.parts.iter().map(|part| (part.number, part.chosen.clone())).collect();
-        let transfers = driver.parts.iter().filter_map(|part| part.transfer.as_ref());
+    pub(super) fn new(copier: Copier, files: Arc<Files>, parts: Vec<Part>, driver: Driver) -> Self {
+        let transfers = driver.transfers.iter().flatten();
         let cancellers = transfers.map(Transfer::canceller).collect();
+        let count = parts.last().map_or(0, Part::end);
         let shared = Arc::new_cyclic(|shared| Shared {
             copier,
             files,
             parts,
             cancellers,
-            state: Mutex::new(State { driver: Some(driver), ..State::default() }),
+            state: Mutex::new(State {
+                driver: Some(driver),
+                out: 0,
+                is_taken: vec![false; count],
+                next: 0,
+                taken: 0,
+                over: None,
+                error: None,
+                tasks: Vec::new(),
+                missed: Vec::new(),
+            }),
             waker: Waker::from(Arc::new(WakesTasks(shared.clone()))),
         });
-        if shared.parts.is_empty() {
+        if count == 0 {
             shared.state.lock().over = Some(shared.progress(true));
         }
         Self { shared, told: AtomicBool::new(false) }
@@ -320,8 +340,7 @@ impl Load {
             return 0;
         }
         let state = self.shared.state.lock();
-        let all = self.shared.parts.iter().map(|(_, chosen)| chosen.len()).sum();
-        let all = if state.over.is_some() { state.before + state.arrived.len() } else { all };
+        let all = if state.over.is_some() { state.out } else { state.is_taken.len() };
         all - state.taken
     }
 
@@ -351,36 +370,30 @@ impl std::fmt::Debug for Load {
     }
 }
 
-/// Tensors that come out at once, at most: they are in the processor's cache when they are taken.
-const BATCH: usize = 64;
-
-/// Where the tensors of a part go.
-pub(super) enum Places {
-    /// Into one block, from these places on.
-    Block(DeviceSlice, Vec<usize>),
-    /// Each to memory of its own. `None`: it has no bytes, or has come out.
-    Own(Vec<Option<DeviceSlice>>),
-}
-
 /// What is loaded of one file by one transfer.
 pub(super) struct Part {
     /// The file's.
     pub(super) number: u32,
+    /// The place of its first tensor in the load.
+    pub(super) first: usize,
     /// Which of the file's tensors, in its order.
-    pub(super) chosen: Arc<[u32]>,
-    pub(super) places: Places,
-    /// How many have come out.
-    pub(super) next: usize,
-    /// `None` where the chosen tensors have no bytes.
-    pub(super) transfer: Option<Transfer<FileSource>>,
+    pub(super) chosen: Vec<u32>,
+    /// Where they go, in their order. A range has one tensor or several, and none is in two.
+    pub(super) ranges: Vec<CopyRange>,
+}
+
+impl Part {
+    /// The place behind its last tensor.
+    pub(super) fn end(&self) -> usize {
+        self.first + self.chosen.len()
+    }
 }
 
 /// Brings out the tensors of a load, in its order.
 pub(super) struct Driver {
-    files: Arc<Files>,
-    pub(super) parts: VecDeque<Part>,
-    /// Tensors of the whole load, and those that have come out.
-    pub(super) count: usize,
+    /// Those of the last parts of the load. `None` for a part whose tensors have no bytes.
+    pub(super) transfers: VecDeque<Option<Transfer<FileSource>>>,
+    /// Tensors that have come out.
     out: usize,
     /// Its end waits until nothing of it is under way.
     waits: bool,
@@ -388,78 +401,51 @@ pub(super) struct Driver {
 
 impl Driver {
     /// A load of nothing yet.
-    pub(super) fn new(files: Arc<Files>, waits: bool) -> Self {
-        Self { files, parts: VecDeque::new(), count: 0, out: 0, waits }
+    pub(super) fn new(waits: bool) -> Self {
+        Self { transfers: VecDeque::new(), out: 0, waits }
     }
 
-    /// Brings out the tensors that are on the device, at least one. The last tensor of a file comes out by itself, when the
-    /// file's transfer is over, since the caller need not call again to learn of an error.
-    fn advance(
-        &mut self,
-        cx: &mut Context<'_>,
-        out: &mut VecDeque<Option<DeviceTensor>>,
-    ) -> Poll<Result<()>> {
-        let Some(Part { number, chosen, places, next, transfer }) = self.parts.front_mut() else {
+    /// Brings out the tensors that are on the device, at least one. The last tensor of a file comes out when the file's
+    /// transfer is over, since the caller need not call again to learn of an error.
+    fn advance(&mut self, files: &Files, parts: &[Part], cx: &mut Context<'_>) -> Poll<Result<()>> {
+        let place = parts.len() - self.transfers.len();
+        let (Some(part), Some(transfer)) = (parts.get(place), self.transfers.front_mut()) else {
             return Poll::Ready(Err(Error::Closed));
         };
-        let table = &self.files.headers[*number as usize].0;
-        let entry = |next: usize| &table.entries[chosen[next] as usize];
-        let end = |next: usize| if entry(next).is_empty() { 0 } else { entry(next).to };
-        let mut bring = |next: usize| {
-            let bytes = entry(next).bytes() as usize;
-            let slice = match places {
-                Places::Own(slices) => slices[next].take(),
-                Places::Block(..) if bytes == 0 => None,
-                Places::Block(block, starts) => Some(block.slice(starts[next]..starts[next] + bytes)?),
-            };
-            let tensor = Tensor { table: table.clone(), index: chosen[next] };
-            out.push_back(Some(DeviceTensor { tensor, slice }));
-            Ok(())
-        };
-        let (first, last, mut landed_to, mut over) = (*next, chosen.len() - 1, u64::MAX, Ok(()));
+        let table = &files.headers[part.number as usize].0;
+        let end = |tensor: u32| table.entries[tensor as usize].to;
+        let next = part.chosen[self.out - part.first];
         if let Some(transfer) = transfer {
-            let _ = ready!(transfer.poll_landed(cx, end(first)));
-            landed_to = transfer.progress().landed_to;
-            if first == last || end(first) > landed_to {
-                // It is over, or about to be: all of its copies are complete, or it has failed.
-                over = ready!(Pin::new(transfer).poll(cx)).map(drop).map_err(|refused| refused.error);
-                // Checked after the last byte was read.
-                over = over.and_then(|()| self.files.shards[*number as usize].unchanged());
+            let _ = ready!(transfer.poll_landed(cx, end(next)));
+            let landed_to = transfer.progress().landed_to;
+            let landed = part.chosen.partition_point(|tensor| end(*tensor) <= landed_to);
+            let landed = part.first + landed.min(part.chosen.len() - 1);
+            if landed > self.out {
+                self.out = landed;
+                return Poll::Ready(Ok(()));
+            }
+            // It is over, or about to be: all of its copies are complete, or it has failed.
+            let over = ready!(Pin::new(transfer).poll(cx)).map(drop).map_err(|refused| refused.error);
+            // Checked after the last byte was read.
+            if let Err(cause) = over.and_then(|()| files.shards[part.number as usize].unchanged()) {
+                self.end();
+                return Poll::Ready(Err(match cause {
+                    // Those are of the load or of the file, and not of a tensor.
+                    Error::Cancelled { .. } | Error::Timeout(_) | Error::Malformed { .. } | Error::Forked => {
+                        cause
+                    }
+                    _ => not_there(table.name(next), self.out, parts.last().map_or(0, Part::end), cause),
+                }));
             }
         }
-        let until = if first == last { last + 1 } else { last.min(first + BATCH) };
-        while over.is_ok() && *next < until && end(*next) <= landed_to {
-            over = bring(*next);
-            *next += 1;
-        }
-        let brought = *next - first;
-        let error = match over {
-            Ok(()) if brought > 0 => None,
-            // Those are of the load or of the file, and not of a tensor.
-            Err(
-                error @ (Error::Cancelled { .. }
-                | Error::Timeout(_)
-                | Error::Malformed { .. }
-                | Error::Forked),
-            ) => Some(error),
-            over => {
-                let cause = over.err().unwrap_or(Error::Closed);
-                Some(not_there(table.name(chosen[first]), self.out, self.count, cause))
-            }
-        };
-        self.out += brought;
-        let is_over = *next > last;
-        if error.is_some() {
-            self.end();
-        } else if is_over {
-            self.parts.pop_front();
-        }
-        Poll::Ready(error.map_or(Ok(()), Err))
+        self.out = part.end();
+        self.transfers.pop_front();
+        Poll::Ready(Ok(()))
     }
 
     /// Cancels the transfers that are left, and drops them, or waits for each until the device is done with it.
     fn end(&mut self) {
-        let transfers: Vec<_> = self.parts.drain(..).filter_map(|part| part.transfer).collect();
+        let transfers: Vec<_> = self.transfers.drain(..).flatten().collect();
         transfers.iter().for_each(Transfer::cancel);
         for transfer in transfers.into_iter().filter(|_| self.waits) {
             let _ = transfer.wait();
