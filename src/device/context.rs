@@ -4,8 +4,8 @@
 //! counts errors, and the first error that says that the device is lost makes every later [`Context::alive`] fail.
 //! Timelines, allocations and registrations keep the context; [`Holds`] outlives it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use crate::locks::Mutex;
 use crossbeam::utils::CachePadded;
@@ -29,9 +29,7 @@ pub(crate) struct Context {
     events: Mutex<Vec<EventHandle>>,
     /// Events that are not used again: see [`Context::set_aside`].
     aside: Mutex<Vec<EventHandle>>,
-    /// The error that the device was lost with.
-    poison: OnceLock<Error>,
-    /// What keeps the device open. It outlives the context.
+    /// What keeps the device open, and the error that it was lost with. It outlives the context.
     holds: Arc<Holds>,
     /// The errors that the driver answered with.
     errors: ErrorTally,
@@ -57,7 +55,6 @@ impl Context {
             worker,
             events: Mutex::default(),
             aside: Mutex::default(),
-            poison: OnceLock::new(),
             holds,
             errors: ErrorTally::default(),
             flights: Mutex::default(),
@@ -136,7 +133,7 @@ impl Context {
 
     /// The error that the device was lost with, if it was.
     pub(crate) fn poisoned(&self) -> Option<&Error> {
-        self.poison.get()
+        self.holds.lost()
     }
 
     /// An error if the device is lost, and in the child of a fork.
@@ -150,8 +147,7 @@ impl Context {
     pub(crate) fn noting<R>(&self, result: Result<R>) -> Result<R> {
         if let Err(error) = &result {
             self.errors.note(error);
-            if error.is_device_lost() && self.poison.set(error.clone()).is_ok() {
-                self.holds.lose(error);
+            if error.is_device_lost() && self.holds.lose(error) {
                 crate::foreign::error!(target: "pinpool::device::lost", device = self.name(), %error, "the device is lost");
             }
         }
@@ -197,7 +193,7 @@ impl Drop for Context {
         events.append(self.aside.get_mut());
         // On a lost device the events are destroyed too, whatever it answers. A driver that has shut down must not be
         // called.
-        let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::DriverShutdown);
+        let ended = self.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverShutdown);
         if ended || events.is_empty() {
             return;
         }

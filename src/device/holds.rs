@@ -10,14 +10,12 @@
 //! They go into the report of a close that fails, and decide whether waiting on is of any use; no memory is freed by
 //! them.
 
-use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use crate::locks::{Condvar, Mutex};
-
 use crate::error::Error;
+use crate::locks::{Condvar, Mutex};
 
 /// A sum of what is still to be given back.
 #[derive(Debug, Default)]
@@ -40,7 +38,7 @@ impl Count {
 }
 
 /// See the module's page.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Holds {
     /// Bytes of device memory.
     pub(crate) memory: Count,
@@ -49,7 +47,7 @@ pub(crate) struct Holds {
     /// Jobs that the worker has still to do.
     pub(crate) jobs: Count,
     /// Things that could not be given back.
-    leaks: AtomicU64,
+    pub(crate) leaks: Count,
     /// Whether something that belongs to no pool never comes back.
     has_quarantined: AtomicBool,
     lost: OnceLock<Error>,
@@ -71,16 +69,12 @@ impl Holds {
         Last(self.clone())
     }
 
-    // Relaxed: as in `Count`.
-    pub(crate) fn leaks(&self) -> u64 {
-        self.leaks.load(Ordering::Relaxed)
-    }
-
     /// Counts things that the driver did not take back, or that may not be given back: they stay for good.
     pub(crate) fn leaked(&self, things: usize) {
-        self.leaks.fetch_add(things as u64, Ordering::Relaxed);
+        self.leaks.add(things);
     }
 
+    // Relaxed, here and below: as in `Count`.
     pub(crate) fn has_quarantined(&self) -> bool {
         self.has_quarantined.load(Ordering::Relaxed)
     }
@@ -90,12 +84,14 @@ impl Holds {
         self.has_quarantined.store(true, Ordering::Relaxed);
     }
 
+    /// The error that the device was lost with, if it was.
     pub(crate) fn lost(&self) -> Option<&Error> {
         self.lost.get()
     }
 
-    pub(crate) fn lose(&self, error: &Error) {
-        let _ = self.lost.set(error.clone());
+    /// Notes that the device is lost. Returns whether it was not until now.
+    pub(crate) fn lose(&self, error: &Error) -> bool {
+        self.lost.set(error.clone()).is_ok()
     }
 
     /// Waits until the last driver call has returned, but not past `until`. Returns whether that call has returned.
@@ -107,15 +103,6 @@ impl Holds {
             }
         }
         *drivers == 0
-    }
-}
-
-impl fmt::Debug for Holds {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Holds")
-            .field("jobs", &self.jobs.get())
-            .field("leaks", &self.leaks())
-            .finish_non_exhaustive()
     }
 }
 

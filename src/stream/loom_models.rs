@@ -386,22 +386,6 @@ fn loom_seqs_and_events() {
 }
 
 #[test]
-fn loom_seq_in_two_closings() {
-    stream_model("events: one submits twice between two who close and ask", |setup| {
-        let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
-        let submitter = setup.spawn(|setup| {
-            drop(setup.upload(one));
-            setup.upload_and_end(two);
-        });
-        let closer = setup.spawn(|setup| _ = setup.timeline.advance(true));
-        step();
-        setup.timeline.advance(true);
-        setup.reuse();
-        vec![submitter, closer]
-    });
-}
-
-#[test]
 fn loom_share_closes() {
     stream_model("events: one submits while the stream's handle is given out", |setup| {
         let segment = setup.take().unwrap();

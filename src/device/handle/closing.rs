@@ -1,10 +1,8 @@
-//! Closing a device: a wait until everything that it has in its driver was given back, and a report of what is in the
-//! way.
+//! Closing a device: [`Device::close`].
 //!
-//! Nothing is closed by force. A device is open for as long as anything needs it, and each thing gives back its own
-//! when it is dropped, on the device's region thread. So `close` drops one handle and waits for the end of the driver
-//! itself ([`crate::device::holds`]), which comes after all others. The rest is looked at only for the report, and to
-//! find out whether waiting can help at all.
+//! Each thing gives back its own when it is dropped, on the device's region thread. So `close` drops one handle and
+//! waits for the end of the driver itself ([`crate::device::holds`]), which comes after all others. The rest is looked
+//! at only for the report, and to find out whether waiting can help at all.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -232,7 +230,7 @@ impl Closing {
             memory_bytes: self.holds.memory.get(),
             registered_bytes: self.holds.registered.get(),
             jobs: self.holds.jobs.get(),
-            leaked: self.holds.leaks(),
+            leaked: self.holds.leaks.get() as u64,
             lost: self.holds.lost().cloned(),
             forked: false,
         };
@@ -294,8 +292,9 @@ impl Device {
     /// gives another handle to it, and this call waits for that one too.
     ///
     /// The call blocks the thread: a task makes it on another one (tokio's `spawn_blocking`). On threads of this crate,
-    /// in a waker, and in the drop of an owner that was left with the crate, it does not wait. On a [stepped](crate::host) device it first runs what is queued, and then waits
-    /// only for calls that other threads are making.
+    /// in a waker, and in the drop of an owner that was left with the crate, it does not wait. On a
+    /// [stepped](crate::host) device it first runs what is queued, and then waits only for calls that other threads are
+    /// making.
     ///
     /// # Ordering
     /// After `Ok` this crate makes no call for this opening of the device, and every call that it made has returned.

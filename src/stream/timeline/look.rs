@@ -9,22 +9,6 @@ use crate::sync::Ordering;
 /// How far a stream has come towards the completion of a buffer's work: what stands between the buffer and its return.
 /// In reports on buffers that have been out for long ([`StuckBuffer`](crate::telemetry::StuckBuffer)). When a stream is
 /// lost, its buffers are quarantined and wait for nothing.
-///
-/// # Examples
-///
-/// ```
-/// use pinpool::telemetry::EventState;
-///
-/// fn advice(event: EventState) -> &'static str {
-///     match event {
-///         EventState::Submitting => "the driver's call has not returned",
-///         EventState::Failing => "see the log for the driver's error",
-///         _ => "wait",
-///     }
-/// }
-/// assert_eq!(advice(EventState::Due), "wait");
-/// assert_eq!(EventState::Recorded.name(), "recorded");
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventState {

@@ -213,7 +213,7 @@ fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
     let Rig { node, device, stream, pool } = rig;
     drop((device, stream, pool));
     let destroyed = node.trace().iter().filter(|call| **call == Call::DestroyEvent).count();
-    assert_eq!((holds.leaks(), destroyed), (1, 1), "leaked, and not destroyed");
+    assert_eq!((holds.leaks.get(), destroyed), (1, 1), "leaked, and not destroyed");
 }
 
 /// A report tells since when the reaper has known of what is in flight, and never an earlier time.
