@@ -107,32 +107,23 @@ mod linux {
 
     /// The same of the pages from `first` to `last`. `None`: the file cannot be mapped.
     pub(super) fn mincore(file: &File, first: u64, last: u64) -> Option<u64> {
-        /// Pages of a mapping.
-        const WINDOW: usize = 1024;
         let page = crate::os::page_size();
-        let (mut marks, mut cached) = ([0_u8; WINDOW], 0);
-        for first in (first..=last).step_by(WINDOW) {
-            let pages = WINDOW.min((last - first + 1) as usize);
-            let at = i64::try_from(first * page as u64).ok()?;
-            // SAFETY: a mapping of its own, which nothing touches and which is unmapped below. There is a mark for each of
-            // its pages.
-            let said = unsafe {
-                let (shared, read) = (libc::MAP_SHARED, libc::PROT_READ);
-                let map =
-                    libc::mmap64(std::ptr::null_mut(), pages * page, read, shared, file.as_raw_fd(), at);
-                if map == libc::MAP_FAILED {
-                    return None;
-                }
-                let said = libc::mincore(map, pages * page, marks.as_mut_ptr());
-                libc::munmap(map, pages * page);
-                said
-            };
-            if said != 0 {
+        let at = i64::try_from(first * page as u64).ok()?;
+        let mut marks = vec![0_u8; (last - first + 1) as usize];
+        let len = marks.len() * page;
+        // SAFETY: a mapping of its own, which nothing touches and which is unmapped below. There is a mark for each of its
+        // pages.
+        let said = unsafe {
+            let (shared, read) = (libc::MAP_SHARED, libc::PROT_READ);
+            let map = libc::mmap64(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), at);
+            if map == libc::MAP_FAILED {
                 return None;
             }
-            cached += marks[..pages].iter().filter(|mark| **mark & 1 == 1).count() as u64;
-        }
-        Some(cached)
+            let said = libc::mincore(map, len, marks.as_mut_ptr());
+            libc::munmap(map, len);
+            said
+        };
+        (said == 0).then(|| marks.iter().filter(|mark| **mark & 1 == 1).count() as u64)
     }
 
     /// Writes all bytes at an offset.

@@ -20,8 +20,7 @@ impl Pool {
             let Some(pool) = pool.upgrade() else { return };
             pool.0.watched.store(false, Ordering::Relaxed);
             let central = pool.central();
-            let (long, waits) =
-                central.long_wait(Instant::now(), stuck::LONG_WAIT, || pool.may_report());
+            let (long, waits) = central.long_wait(Instant::now(), stuck::LONG_WAIT, || pool.may_report());
             if let Some(long) = long {
                 stuck::report(pool.name(), long.waited, Some(&long), central, pool.devices());
             }

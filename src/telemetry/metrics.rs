@@ -13,7 +13,9 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use super::counters::{BOUNDS, ClassStats, Histogram};
-use super::snapshot::{DeviceStats, Snapshot};
+use super::snapshot::DeviceStats;
+use crate::pool::PoolStats;
+use crate::region::Pinning;
 
 /// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";
@@ -77,7 +79,11 @@ impl Metric {
 
 /// A poll of a pool: what its metrics are read from.
 pub(super) struct PoolSample {
-    pub(super) snapshot: Snapshot,
+    pub(super) stats: PoolStats,
+    pub(super) classes: Vec<ClassStats>,
+    pub(super) pinning: Pinning,
+    pub(super) waiting: Histogram,
+    pub(super) holding: Histogram,
     pub(super) peak_bytes: usize,
     pub(super) stuck_buffers: usize,
     pub(super) stuck_bytes: usize,
@@ -88,7 +94,7 @@ pub(super) struct PoolSample {
 impl PoolSample {
     fn by_stride<V>(&self, of: fn(&ClassStats) -> V) -> impl Iterator<Item = (String, V)> {
         let label = |class: &ClassStats| class.stride.map_or("large".to_owned(), |stride| stride.to_string());
-        self.snapshot.classes.iter().map(move |class| (label(class), of(class)))
+        self.classes.iter().map(move |class| (label(class), of(class)))
     }
 }
 
@@ -244,65 +250,65 @@ macro_rules! table {
 table! {
     gauge [pinpool.memory.bytes] [pool, state]
         |p, to| to.each([
-            ("free", p.snapshot.pool.free_bytes as f64),
-            ("checked_out", p.snapshot.pool.checked_out_bytes as f64),
-            ("in_flight", p.snapshot.pool.in_flight_bytes as f64),
-            ("quarantined", p.snapshot.pool.quarantined_bytes as f64),
-            ("cut", p.snapshot.pool.cut_bytes as f64),
+            ("free", p.stats.free_bytes as f64),
+            ("checked_out", p.stats.checked_out_bytes as f64),
+            ("in_flight", p.stats.in_flight_bytes as f64),
+            ("quarantined", p.stats.quarantined_bytes as f64),
+            ("cut", p.stats.cut_bytes as f64),
         ]),
         "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: pinned and unpinned.";
-    gauge [pinpool.memory.pinned.bytes] [pool] |p, to| to.one(p.snapshot.pool.pinned_bytes as f64),
+    gauge [pinpool.memory.pinned.bytes] [pool] |p, to| to.one(p.stats.pinned_bytes as f64),
         "Bytes that are pinned.";
-    gauge [pinpool.memory.unpinned.bytes] [pool] |p, to| to.one(p.snapshot.pool.unpinned_bytes as f64),
+    gauge [pinpool.memory.unpinned.bytes] [pool] |p, to| to.one(p.stats.unpinned_bytes as f64),
         "Bytes that the pool serves and that are not pinned.";
-    gauge [pinpool.memory.capacity.bytes] [pool] |p, to| to.one(p.snapshot.pool.capacity_bytes as f64),
+    gauge [pinpool.memory.capacity.bytes] [pool] |p, to| to.one(p.stats.capacity_bytes as f64),
         "Bytes that the pool may hold at most.";
-    gauge [pinpool.memory.cached.bytes] [pool] |p, to| to.one(p.snapshot.pool.cached_bytes as f64),
+    gauge [pinpool.memory.cached.bytes] [pool] |p, to| to.one(p.stats.cached_bytes as f64),
         "Of the free bytes, those that are cached for the next checkouts.";
-    gauge [pinpool.memory.claimed.bytes] [pool] |p, to| to.one(p.snapshot.pool.claimed_bytes as f64),
+    gauge [pinpool.memory.claimed.bytes] [pool] |p, to| to.one(p.stats.claimed_bytes as f64),
         "Of the bytes in flight, those that a stream-ready buffer has claimed.";
-    gauge [pinpool.memory.requested.bytes] [pool] |p, to| to.one(p.snapshot.pool.requested_bytes as f64),
+    gauge [pinpool.memory.requested.bytes] [pool] |p, to| to.one(p.stats.requested_bytes as f64),
         "The lengths asked for, of all buffers that are out.";
-    gauge [pinpool.memory.rounding.bytes] [pool] |p, to| to.one(p.snapshot.pool.rounding_bytes as f64),
+    gauge [pinpool.memory.rounding.bytes] [pool] |p, to| to.one(p.stats.rounding_bytes as f64),
         "Bytes given to buffers that are out beyond the lengths asked for.";
-    gauge [pinpool.memory.largest_free.bytes] [pool] |p, to| to.one(p.snapshot.pool.largest_free_bytes as f64),
+    gauge [pinpool.memory.largest_free.bytes] [pool] |p, to| to.one(p.stats.largest_free_bytes as f64),
         "The longest free range in one piece.";
     gauge [pinpool.memory.peak.bytes] [pool] |p, to| to.one(p.peak_bytes as f64),
         "The most bytes at a time since the poll before that were in use or cached by threads.";
-    monotonic_counter [pinpool.checkouts.total] [pool] |p, to| to.one(p.snapshot.pool.checkouts),
+    monotonic_counter [pinpool.checkouts.total] [pool] |p, to| to.one(p.stats.checkouts),
         "Segments checked out.";
-    monotonic_counter [pinpool.returns.total] [pool] |p, to| to.one(p.snapshot.pool.returns),
+    monotonic_counter [pinpool.returns.total] [pool] |p, to| to.one(p.stats.returns),
         "Segments that came back.";
-    monotonic_counter [pinpool.misses.total] [pool] |p, to| to.one(p.snapshot.pool.misses),
+    monotonic_counter [pinpool.misses.total] [pool] |p, to| to.one(p.stats.misses),
         "Requests that the thread's own cache could not serve.";
-    monotonic_counter [pinpool.reclaims.total] [pool] |p, to| to.one(p.snapshot.pool.reclaims),
+    monotonic_counter [pinpool.reclaims.total] [pool] |p, to| to.one(p.stats.reclaims),
         "Times that cached segments were taken back from the threads.";
-    monotonic_counter [pinpool.growths.total] [pool] |p, to| to.one(p.snapshot.pool.growths),
+    monotonic_counter [pinpool.growths.total] [pool] |p, to| to.one(p.stats.growths),
         "Regions that the pool began to pin because a request found nothing.";
-    monotonic_counter [pinpool.growth_failures.total] [pool] |p, to| to.one(p.snapshot.pool.growth_failures),
+    monotonic_counter [pinpool.growth_failures.total] [pool] |p, to| to.one(p.stats.growth_failures),
         "Times that pinning ended before all of a region was pinned.";
-    monotonic_counter [pinpool.waits.total] [pool] |p, to| to.one(p.snapshot.pool.waits),
+    monotonic_counter [pinpool.waits.total] [pool] |p, to| to.one(p.stats.waits),
         "Requests that had to wait.";
-    monotonic_counter [pinpool.timeouts.total] [pool] |p, to| to.one(p.snapshot.pool.timeouts),
+    monotonic_counter [pinpool.timeouts.total] [pool] |p, to| to.one(p.stats.timeouts),
         "Waits that were given up at their deadline.";
-    monotonic_counter [pinpool.abandoned.total] [pool] |p, to| to.one(p.snapshot.pool.abandoned),
+    monotonic_counter [pinpool.abandoned.total] [pool] |p, to| to.one(p.stats.abandoned),
         "Waits whose future was dropped: a client went away, or a runtime's own timeout passed.";
     monotonic_counter [pinpool.refused.total] [pool, reason]
-        |p, to| to.each(p.snapshot.pool.refused.by_reason()),
+        |p, to| to.each(p.stats.refused.by_reason()),
         "Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed.";
-    gauge [pinpool.waiting.requests] [pool] |p, to| to.one(p.snapshot.pool.waiting as f64),
+    gauge [pinpool.waiting.requests] [pool] |p, to| to.one(p.stats.waiting as f64),
         "Requests that wait now.";
-    monotonic_counter [pinpool.errors.total] [pool, class] |p, to| to.each(p.snapshot.pool.errors.by_class()),
+    monotonic_counter [pinpool.errors.total] [pool, class] |p, to| to.each(p.stats.errors.by_class()),
         "Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown.";
-    histogram [pinpool.wait.seconds] [pool] |p, to| to.one(p.snapshot.waiting),
+    histogram [pinpool.wait.seconds] [pool] |p, to| to.one(p.waiting),
         "How long requests waited for memory.";
-    histogram [pinpool.holding.seconds] [pool] |p, to| to.one(p.snapshot.holding),
+    histogram [pinpool.holding.seconds] [pool] |p, to| to.one(p.holding),
         "How long buffers were out; of a sample, one in eight of those that no cache served.";
     gauge [pinpool.pinning.bytes_per_second] [pool]
-        |p, to| to.one(p.snapshot.pinning.bytes_per_second().unwrap_or(0.0)),
+        |p, to| to.one(p.pinning.bytes_per_second().unwrap_or(0.0)),
         "Bytes pinned per second spent in pinning.";
     gauge [pinpool.pinning.longest_call.seconds] [pool]
-        |p, to| to.one(p.snapshot.pinning.longest_call.as_secs_f64()),
+        |p, to| to.one(p.pinning.longest_call.as_secs_f64()),
         "The longest single call that pinned.";
     gauge [pinpool.sampled.timestamp.seconds] [pool] |p, to| to.one(p.at_seconds),
         "When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended.";

@@ -17,7 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::metrics::{self, DeviceSample, PoolSample, Reading, Sample, Value};
-use super::snapshot::{DeviceStats, StreamStats};
+use super::snapshot::{DeviceStats, Snapshot, StreamStats};
 use super::stuck::{self, BufferState, StuckBuffer};
 use crate::error::{Error, Result};
 use crate::foreign;
@@ -309,10 +309,13 @@ impl WatchedPool {
         // Nothing keeps a quarantined buffer that could let go of it.
         stuck.retain(|buffer| !buffer.long_lived && buffer.state != BufferState::Quarantined);
         self.log(pool.name(), &stuck);
-        let mut snapshot = pool.snapshot();
-        let devices = std::mem::take(&mut snapshot.devices);
+        let Snapshot { pool: stats, classes, devices, pinning, waiting, holding, .. } = pool.snapshot();
         let sample = PoolSample {
-            snapshot,
+            stats,
+            classes,
+            pinning,
+            waiting,
+            holding,
             peak_bytes: pool.central().take_peak(),
             stuck_buffers: stuck.len(),
             stuck_bytes: stuck.iter().map(|buffer| buffer.granted).sum(),
@@ -328,12 +331,12 @@ impl WatchedPool {
         let before = std::mem::take(&mut self.logged);
         let mut left = BUFFERS_LOGGED;
         for buffer in stuck {
-            let is_logged = before.contains(&buffer.known);
-            if !is_logged && left > 0 {
+            if !before.contains(&buffer.known) {
+                if left == 0 {
+                    continue;
+                }
                 left -= 1;
                 stuck::emit(pool, buffer);
-            } else if !is_logged {
-                continue;
             }
             self.logged.insert(buffer.known);
         }
