@@ -1,7 +1,7 @@
 //! Devices. The trait [`Driver`] is the contract: what a device must do.
 //!
 //! Regions, timelines and the pool are written against [`Driver`] and nothing else, so the host device, CUDA and Ascend
-//! differ only behind this trait. A driver does what it is told and reports what happened. It keeps no policy: the
+//! differ only behind this trait. Only the public modules `cuda`, `cudarc` and `acl` call what one vendor has. A driver does what it is told and reports what happened. It keeps no policy: the
 //! modules above decide when to record an event, when a buffer is free, and which thread waits.
 //!
 //! # The files, in the order in which to read them
@@ -19,12 +19,6 @@
 //! | `confined.rs` | streams that one thread alone can name |
 //! | `gate.rs`, `vendor.rs` | the way into a vendor's library, which is shut when the process ends; what the vendors share |
 //! | `handle.rs`, `handle/` | the public [`Device`](handle::Device): opening and closing |
-//!
-//! # What may call it
-//!
-//! The modules above this one (`region`, `central`, `stream`, `buffer`, `pool`, `copy`) call a [`Driver`], mostly
-//! through a [`Context`](context::Context). Only the public modules `cuda`, `cudarc` and `acl` call what one vendor
-//! has. [`handle`] is a layer of its own: it uses `stream`, which is above the contract.
 //!
 //! # The rules that every driver keeps
 //!
@@ -200,8 +194,10 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The device as [`Device::open`](crate::Device::open) names it, such as `host:0`.
     fn name(&self) -> &str;
 
-    /// Devices of one family can share pinned memory.
-    fn family(&self) -> &'static str;
+    /// What its name begins with. Devices of one family can share pinned memory.
+    fn family(&self) -> &str {
+        self.name().split(':').next().unwrap_or_default()
+    }
 
     /// This driver as a device that does nothing by itself: work happens when [`Stepped::step`] is called. `None` for
     /// all others.

@@ -123,8 +123,7 @@ impl Pool {
         let central = &self.0.central;
         central.close();
         loop {
-            let moved = self.reap()
-                | self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
+            let moved = self.reap() | self.step();
             let (left, snapshot) = (central.outstanding(), central.snapshot());
             let (stuck, quarantined_bytes) = (snapshot.quarantined_segments, snapshot.quarantined);
             let late = deadline.is_some_and(|d| Instant::now() >= d);

@@ -346,8 +346,9 @@ impl Pool {
         if let Some(buf) = self.hit(request) {
             return Ok(ready(buf));
         }
-        let wants = self.wants(&[request])?;
-        if let Some(granted) = self.try_all(&wants, ReclaimLevel::Idle)? {
+        let failed = |error| self.failed(error);
+        let wants = self.wants(&[request]).map_err(failed)?;
+        if let Some(granted) = self.try_all(&wants, ReclaimLevel::Idle).map_err(failed)? {
             self.missed();
             let mut bufs = self.entered(granted, &[request], site);
             return bufs.pop().map(ready).ok_or(Error::ZeroLength);
@@ -471,17 +472,6 @@ impl Pool {
         self.0.devices[0].context().driver().stepped().is_some()
     }
 
-    /// The error to report. When the process ends, what is in flight is quarantined, and a request may find that no wait
-    /// can help: the reason is the end.
-    fn or_the_end(&self, error: Error) -> Error {
-        if !crate::exit::exiting() || !matches!(error, Error::Impossible { .. }) {
-            return error;
-        }
-        // Another device of the pool may have been lost before, for a reason of its own.
-        let mut lost = self.0.devices.iter().filter_map(Device::lost);
-        lost.find(|lost| lost.class() == ErrorClass::DriverShutdown).unwrap_or(error)
-    }
-
     /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
     /// long-lived, or, where checkouts are tracked, all.
     fn entered(
@@ -505,7 +495,15 @@ impl Pool {
     /// The error to report of a checkout that ended with this one, which is counted, with the pool's name where it tells
     /// of a shortage. A timeout makes a report on stuck buffers.
     fn failed(&self, error: Error) -> Error {
-        let error = self.or_the_end(error);
+        let error = match error {
+            // When the process ends, what is in flight is quarantined, and a request may find that no wait can help: the
+            // reason is the end. Another device of the pool may have been lost before, for a reason of its own.
+            Error::Impossible { .. } if crate::exit::exiting() => {
+                let mut lost = self.0.devices.iter().filter_map(Device::lost);
+                lost.find(|lost| lost.class() == ErrorClass::DriverShutdown).unwrap_or(error)
+            }
+            error => error,
+        };
         self.0.errors.note(&error);
         self.0.refused.note(&error);
         if let Error::Timeout(waited) = &error {

@@ -30,6 +30,11 @@ impl Pool {
         });
     }
 
+    /// Makes one piece of work of a stepped device happen, if there is any.
+    pub(super) fn step(&self) -> bool {
+        self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|stepped| stepped.step()))
+    }
+
     /// Waits where nothing moves by itself: this thread steps the devices.
     pub(super) fn wait_stepped(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
         let central = &self.0.central;
@@ -37,8 +42,7 @@ impl Pool {
             if let Some(outcome) = central.look(key, None) {
                 return outcome;
             }
-            let moved =
-                self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
+            let moved = self.step();
             if !self.reap() && !moved {
                 return central.give_up(key, len, since);
             }

@@ -95,9 +95,6 @@ impl Driver for Late {
     fn name(&self) -> &str {
         "late"
     }
-    fn family(&self) -> &'static str {
-        "late"
-    }
     fn as_any(&self) -> &dyn std::any::Any {
         self
     }

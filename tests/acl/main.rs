@@ -194,6 +194,8 @@ fn plain_memory_is_never_copied_from_asynchronously() {
         let memory = device.alloc(100_000).unwrap();
         // SAFETY: the double's `control.rs` has the signature.
         unsafe { stand_in.get::<extern "C" fn(usize, usize)>("standin_host_limits")(1 << 30, 4096) };
+        // Where memory can be registered, the pool pins it after a while. SAFETY: as above.
+        unsafe { stand_in.get::<extern "C" fn(bool, bool)>("standin_abilities")(false, false) };
         let refused = Pool::builder(&device).capacity(1 << 20).build().unwrap_err().to_string();
         for part in
             ["acl:0: aclrtMallocHost", "207001", "ACL_ERROR_RT_MEMORY_ALLOCATION", "ulimit -l", "memory.max"]

@@ -299,10 +299,6 @@ impl Driver for Acl {
         &self.name
     }
 
-    fn family(&self) -> &'static str {
-        "acl"
-    }
-
     fn as_any(&self) -> &dyn Any {
         self
     }

@@ -308,10 +308,6 @@ impl Driver for Cuda {
         &self.name
     }
 
-    fn family(&self) -> &'static str {
-        "cuda"
-    }
-
     fn as_any(&self) -> &dyn Any {
         self
     }

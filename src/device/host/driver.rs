@@ -243,10 +243,6 @@ impl Driver for HostDriver {
         &self.unit.name
     }
 
-    fn family(&self) -> &'static str {
-        "host"
-    }
-
     fn as_any(&self) -> &dyn Any {
         self
     }
