@@ -10,7 +10,6 @@ mod captured;
 pub mod copier;
 mod host;
 pub mod launch;
-mod overlap;
 
 use std::ops::{DerefMut, RangeBounds};
 use std::sync::Arc;

@@ -2,7 +2,12 @@
 //!
 //! Bulk copies leave room for others: at most [`depth`](Settings) of them are in flight in each direction, and one while
 //! a foreground copy is in flight. A rate bounds the bytes a second of both directions together.
+//!
+//! Two locks say what is to be done: the scheduler's, and under it a job's. All others (of the copies in flight, the rate,
+//! the ring, the spreaders, the segments and the counts) are held for a look or a change, and none under another. What
+//! asks the driver is no lock but a [`Role`].
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -16,9 +21,8 @@ use super::types::{Direction, Kind, Priority, Role, Settings};
 use crate::buffer::{InFlight, Lend, PinnedBuf};
 use crate::central::Segment;
 use crate::copy::NOT_YET;
-use crate::copy::overlap::first_in_the_way;
 use crate::device::handle::Device;
-use crate::device::{SpreadWay, Transfer};
+use crate::device::{DevicePtr, SpreadWay, Transfer};
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::locks::Mutex;
@@ -221,10 +225,7 @@ impl Engine {
                 (Then::Nothing, _) => {}
                 (Then::Give(slot), _) => self.ring.ended(slot, &said),
                 (Then::Spread(entry), Some(spreader)) if said.is_ok() => spreader.add(entry),
-                (Then::Spread(entry), _) => {
-                    let _ = entry.done.set(said);
-                    entry.slot.into_iter().for_each(|slot| self.ring.lose(slot));
-                }
+                (Then::Spread(entry), _) => entry.end(&said, &self.ring),
             }
         }
     }
@@ -263,8 +264,11 @@ impl Engine {
     // --- submitting --------------------------------------------------------------------------------------------------
 
     /// Submits copies of a chunk. `buf`: its segment, or one of its own for its table; `written`: its length when they are
-    /// complete. `lent`: what keeps the bytes of a chunk in place. After an error these return by themselves when the
-    /// device is known to be done with them.
+    /// complete. `lent`: what keeps the bytes of a chunk in place. What the driver says comes with what is in flight: after
+    /// an error, too, these return by themselves when the device is known to be done with them.
+    ///
+    /// # Errors
+    /// Nothing was submitted.
     ///
     /// # Safety
     /// The transfers stay within `buf` and what is lent, and within `memories`.
@@ -273,9 +277,9 @@ impl Engine {
         stream: &Stream,
         (buf, written): (Option<PinnedBuf>, Option<usize>),
         lent: Option<Arc<dyn Retain>>,
-        transfers: &[Transfer],
+        transfers: &mut [Transfer],
         mut memories: Arc<dyn Retain>,
-    ) -> std::result::Result<Flight, Refusal> {
+    ) -> Result<(Flight, Result<()>)> {
         let timeline = stream.timeline();
         let mut ticket = Ticket { timeline: timeline.clone(), seq: NOT_YET };
         let back = lent.map(|lent| {
@@ -291,10 +295,7 @@ impl Engine {
         let (seq, said) = unsafe { self.copy_all(stream, transfers, submission) };
         buf.iter_mut().for_each(|buf| buf.submitted(seq));
         ticket.seq = seq;
-        match said {
-            Ok(()) => Ok(Flight { ticket, buf, back }),
-            Err(error) => Err(Refusal { error, ticket: Some(ticket) }),
-        }
+        Ok((Flight { ticket, buf, back }, said))
     }
 
     /// # Safety
@@ -302,16 +303,16 @@ impl Engine {
     unsafe fn copy_all(
         &self,
         stream: &Stream,
-        transfers: &[Transfer],
+        transfers: &mut [Transfer],
         submission: Submission<'_>,
     ) -> (u64, Result<()>) {
         let context = self.device.context();
         let mut failed = None;
-        let mut rest = transfers;
+        // Copies of one call have no order, so those that write the same bytes are in different calls.
+        transfers.sort_unstable_by_key(|transfer| written(transfer).start);
+        let mut rest = &*transfers;
         while !rest.is_empty() {
-            // Copies of one call have no order, so those that write the same bytes are in different calls.
-            let count = first_in_the_way(rest).max(1);
-            let (call, later) = rest.split_at(count);
+            let (call, later) = rest.split_at(apart(rest));
             // SAFETY: the caller's promise.
             unsafe {
                 context.driver().copy_many(stream.timeline().stream(), call, &mut |_, error| {
@@ -324,11 +325,29 @@ impl Engine {
         match failed {
             Some(error) => (seq, context.noting(Err(error))),
             None => {
-                context.count_copied(transfers);
+                context.count_copied(&*transfers);
                 (seq, Ok(()))
             }
         }
     }
+}
+
+/// Which bytes of the device a copy writes.
+fn written(transfer: &Transfer) -> Range<u64> {
+    match *transfer {
+        Transfer::Upload { dst: DevicePtr(start), len, .. } => start..start.saturating_add(len as u64),
+        _ => 0..0,
+    }
+}
+
+/// How many copies from the front of a list, which is sorted by what they write, write different bytes.
+fn apart(transfers: &[Transfer]) -> usize {
+    let mut end = 0;
+    let meets = |transfer: &Transfer| {
+        let Range { start, end: next } = written(transfer);
+        start < std::mem::replace(&mut end, next)
+    };
+    transfers.iter().position(meets).unwrap_or(transfers.len())
 }
 
 /// What copies of a chunk in place use. Its drop gives its shares back, and then says so.
@@ -374,14 +393,24 @@ impl Flight {
     }
 }
 
-/// The driver has refused a copy. `ticket`: what was submitted with it, if anything was.
-pub(super) struct Refusal {
-    pub(super) error: Error,
-    pub(super) ticket: Option<Ticket>,
-}
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
 
-impl From<Error> for Refusal {
-    fn from(error: Error) -> Self {
-        Self { error, ticket: None }
+    #[test]
+    fn copies_of_a_call_write_different_bytes() {
+        let upload = |&(start, len): &(u64, usize)| {
+            let src = std::ptr::null();
+            Transfer::Upload { src, dst: DevicePtr(start), len }
+        };
+        let cases: [(&[(u64, usize)], usize); 4] = [
+            (&[(0, 10), (10, 10), (20, 1)], 3),
+            (&[(0, 4), (0, 4), (0, 4)], 1),
+            (&[(0, 100), (10, 2), (11, 2)], 1),
+            (&[(0, 2), (5, 7), (11, 2)], 2),
+        ];
+        for (spans, expected) in cases {
+            assert_eq!(apart(&spans.iter().map(upload).collect::<Vec<_>>()), expected, "{spans:?}");
+        }
     }
 }

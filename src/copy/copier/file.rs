@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use super::source::{Fill, Sink, Source, length, read_error, shrunk, write_error};
-use super::stats::{Counters, count};
+use super::stats::Counters;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
@@ -190,7 +190,7 @@ impl FileSource {
 
     /// Reading past the cache was refused: ordinary reads take its place.
     fn direct_refused(&self, error: &io::Error, counters: &Counters) {
-        count(counters, |stats| stats.direct_refused += 1);
+        counters.lock().direct_refused += 1;
         let file = &*clean(&self.name, TEXT);
         crate::foreign::debug!(target: "pinpool::copier", file, %error, "not read past the page cache");
     }
@@ -214,15 +214,17 @@ impl FileSource {
                 if let Err(error) = read_on(direct, start, until, PAGE, buf) {
                     self.direct_refused(&error, counters);
                 }
-                count(counters, |stats| stats.direct_bytes += read(before, buf.len()));
+                counters.lock().direct_bytes += read(before, buf.len());
             }
             // What is left, which is all of it or what the other way could not read.
             let before = buf.len();
             let said = read_on(&self.file, start, until, 1, buf);
-            count(counters, |stats| match is_cached {
+            let mut stats = counters.lock();
+            match is_cached {
                 Some(true) => stats.cached_bytes += read(before, buf.len()),
                 _ => stats.buffered_bytes += read(before, buf.len()),
-            });
+            }
+            drop(stats);
             let there = (start + buf.len() as u64).max(at);
             said.map_err(|error| read_error(&self.name, there, &error))?;
             if buf.len() < until {

@@ -7,8 +7,7 @@
 //!
 //! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits until the job is over, or owned by the job.
 //!
-//! A job has one lock. No other lock of the crate is taken under it, but that of the segments from a reader when one of
-//! its chunks is taken.
+//! A job has one lock. No other lock of the crate is taken under it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

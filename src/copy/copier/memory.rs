@@ -9,7 +9,6 @@ use super::engine::Engine;
 use super::job::{Job, Named, Plan, Start, Values};
 use super::pages::{Paged, Pages};
 use super::pieces::{Borrowed, Piece, Survey};
-use super::stats::count;
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::types::{Direction, Priority};
@@ -102,10 +101,10 @@ impl Copier {
             offset: 0,
             cause: Box::new(cause),
         });
-        count(&engine.counters, |stats| {
-            stats.chunks += 1;
-            stats.batch_bytes += bytes as u64;
-        });
+        let mut stats = engine.counters.lock();
+        stats.chunks += 1;
+        stats.batch_bytes += bytes as u64;
+        drop(stats);
         drop(permit);
         trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
         Some(said)

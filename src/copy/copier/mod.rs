@@ -102,22 +102,11 @@
 //! segments between those that somebody holds, in a run of one size, are none. Beside a cache that holds the whole pool
 //! for good, a transfer waits for good, unless it has a deadline ([`Copier::with_timeout`]): give such a cache and the
 //! loads a pool each.
-//!
-//! # Priorities
-//!
-//! Transfers of a handle [with foreground priority](Copier::with_priority) go before bulk ones, which leave room for
-//! others: a bounded number of their copies is in flight ([`depth`](CopierBuilder::depth)), one by one while a
-//! foreground copy is, and an eighth of the segments, at least one of four, is never theirs.
 
-// The files, in the order to read them. This one: the type, and its settings at run time. `memory.rs`, `bulk.rs`,
-// `in_order.rs`: the calls. `types.rs`: the plain data that all share. `job.rs`: one transfer: which of its chunks are
-// taken, and how it ended. `workers.rs`: the threads. `worker.rs`: what a thread does; `worker/stages.rs`: with each of
-// its chunks. `scheduler.rs`: which job the threads turn to, and how they sleep. `engine.rs`: what the threads share;
-// submitting copies, and how many may be in flight. `segments.rs`: which segments
-// are in use. `chunk.rs`: what a chunk is, where its bytes lie on both sides, and by which way they go. `ring.rs`, `spreader.rs`: the device ring, and the kernels that work on it. `pieces.rs`, `pages.rs`,
-// `ranges.rs`: the plans: memory; pages; sources, files and sinks. `source.rs`, `file.rs`: what a program can give.
-// `transfer.rs`, `config.rs`, `stats.rs`, `trace.rs`: the handle, the settings, the counts, the span. `stores.rs`: CPU
-// copies.
+// The files, in the order to read them; the head of each says what it is for. The calls: `memory`, `bulk`, `in_order`, and
+// what a program gives: `source`, `file`. A transfer: `job`, its handle `transfer`. What moves it: `workers`, `worker` and
+// its `stages`, `scheduler`, `engine`, `segments`; on the device `ring` and `spreader`. What a chunk is: `chunk`; the plans
+// that cut transfers into chunks: `pieces`, `pages`, `ranges`.
 //
 // Invariants:
 // - A worker owns a chunk from the moment in which it takes the chunk to the chunk's end. It waits only while it owns

@@ -39,6 +39,14 @@ pub(super) struct Entry {
     pub(super) done: Arc<OnceLock<Result<()>>>,
 }
 
+impl Entry {
+    /// The kernel is complete, or was never submitted, or will never be known to be complete.
+    pub(super) fn end(self, said: &Result<()>, ring: &Ring) {
+        self.slot.into_iter().for_each(|slot| ring.ended(slot, said));
+        let _ = self.done.set(said.clone());
+    }
+}
+
 struct Launch {
     ticket: Ticket,
     entries: Vec<Entry>,
@@ -112,7 +120,8 @@ impl Spreader {
                 state.avoid = Instant::now().checked_add(took * AVOID);
             }
             drop(state);
-            finish(landed.map_or(Vec::new(), |launch| launch.entries), &said, ring);
+            let entries = landed.into_iter().flat_map(|launch| launch.entries);
+            entries.for_each(|entry| entry.end(&said, ring));
             state = self.state.lock();
             changed = true;
         }
@@ -124,7 +133,10 @@ impl Spreader {
         }
         match self.launch(entries) {
             Ok(launch) => self.state.lock().flying = Some(launch),
-            Err((entries, error)) => finish(entries, &Err(error), ring),
+            Err((entries, error)) => {
+                let said = Err(error);
+                entries.into_iter().for_each(|entry| entry.end(&said, ring));
+            }
         }
         true
     }
@@ -157,13 +169,5 @@ impl Spreader {
             }
         }
         Ok(Launch { ticket, entries, since: Instant::now() })
-    }
-}
-
-/// The kernel is complete, or was never submitted, or will never be known to be complete.
-fn finish(entries: Vec<Entry>, said: &Result<()>, ring: &Ring) {
-    for Entry { slot, done, .. } in entries {
-        slot.into_iter().for_each(|slot| ring.ended(slot, said));
-        let _ = done.set(said.clone());
     }
 }

@@ -46,8 +46,3 @@ pub struct CopierStats {
 
 /// What is counted so far; what is not counted is filled in when a program asks.
 pub(super) type Counters = Mutex<CopierStats>;
-
-/// Counts.
-pub(super) fn count(counters: &Counters, count: impl FnOnce(&mut CopierStats)) {
-    count(&mut counters.lock());
-}

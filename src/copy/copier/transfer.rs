@@ -120,19 +120,21 @@ impl<T> Transfer<T> {
 
     /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived.
     pub fn poll_landed(&mut self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
-        let looked = |progress: Progress| match progress.landed_to >= offset {
-            true => Poll::Ready(true),
-            false if progress.over => Poll::Ready(false),
+        match self.poll_for(cx, |progress| progress.landed_to >= offset || progress.over) {
+            true => Poll::Ready(self.progress().landed_to >= offset),
             false => Poll::Pending,
-        };
-        if looked(self.progress()).is_pending() {
-            self.copier.workers.advance();
         }
+    }
+
+    /// Whether `there` holds. If not, the task is woken by the job's next change.
+    fn poll_for(&self, cx: &mut Context<'_>, there: impl Fn(&Progress) -> bool) -> bool {
+        if there(&self.progress()) {
+            return true;
+        }
+        self.copier.workers.advance();
         // The waker first: what changes after the look wakes the task.
-        if looked(self.progress()).is_pending() {
-            self.job.wake_later(cx.waker());
-        }
-        looked(self.progress())
+        self.job.wake_later(cx.waker());
+        there(&self.progress())
     }
 
     /// Makes later work of `stream` start only after the transfer's copies. Waits until they are complete: the bytes of
@@ -209,15 +211,7 @@ impl<T> Future for Transfer<T> {
     type Output = Result<T, SubmitError<T>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = &mut *self;
-        if !this.is_over() {
-            this.copier.workers.advance();
-        }
-        // The waker first: what changes after the look wakes the task.
-        if !this.is_over() {
-            this.job.wake_later(cx.waker());
-        }
-        if this.is_over() { Poll::Ready(this.take()) } else { Poll::Pending }
+        if self.poll_for(cx, |progress| progress.over) { Poll::Ready(self.take()) } else { Poll::Pending }
     }
 }
 

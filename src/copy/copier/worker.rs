@@ -28,7 +28,6 @@ use self::stages::{Owned, Stage, Step};
 use super::engine::Engine;
 use super::job::{End, Job};
 use super::ring::IDLE;
-use super::stats::count;
 use super::types::{Direction, Kind, Priority};
 use crate::error::{Error, Result};
 use crate::foreign;
@@ -108,7 +107,7 @@ impl Worker {
             (Some(slot), End::Failed(_)) => engine.ring.lose(slot),
             (Some(slot), _) => engine.ring.give(slot),
         }
-        count(&engine.counters, |stats| stats.chunks += 1);
+        engine.counters.lock().chunks += 1;
         // Before a caller can hear of the end: nothing of the pool is in use without work.
         engine.rest();
         owned.job.end(&owned.chunk, end);

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 fn half<L: pinpool::Landing>(landing: L) -> usize {
-    let both = landing.lend(); //~ E0061
+    let both = landing.land(); //~ E0061
     size_of_val(&both)
 }
 

@@ -4,11 +4,10 @@ use std::sync::{Arc, OnceLock};
 
 use crate::buffer::PinnedBuf;
 use crate::copy::copier::chunk::{Chunk, transfer};
-use crate::copy::copier::engine::{Engine, Flight, Refusal, Then};
+use crate::copy::copier::engine::{Engine, Flight, Then};
 use crate::copy::copier::job::{End, Job};
 use crate::copy::copier::ring::{Slot, Take};
 use crate::copy::copier::spreader::Entry;
-use crate::copy::copier::stats::count;
 use crate::copy::copier::types::{Direction, Kind};
 use crate::error::{Error, Result};
 use crate::pool::Waiter;
@@ -160,15 +159,16 @@ impl Owned {
         let copy = transfer(Direction::Up, buf.as_mut_ptr().wrapping_add(from), slot.at(at), len);
         let ring = slot.memory.allocation();
         // On the kernel's stream, so that the kernel comes after it. SAFETY: within the segment and the slot.
-        let sent = unsafe { engine.submit(spreader.stream(), (Some(buf), None), None, &[copy], ring) };
+        let sent = unsafe { engine.submit(spreader.stream(), (Some(buf), None), None, &mut [copy], ring) };
         let (entry, done) = self.entry(&slot);
         self.slot = Some(slot);
         match sent {
-            Ok(flight) => {
+            Ok((flight, Ok(()))) => {
                 spreader.add(entry);
                 self.moved(Stage::Collecting(flight, done))
             }
-            Err(refusal) => self.refused(refusal),
+            Ok((flight, Err(error))) => self.moved(Stage::Refused(flight.ticket, error)),
+            Err(error) => failed(error),
         }
     }
 
@@ -218,14 +218,13 @@ impl Owned {
             let (place, len) = (slot.at(self.chunk.table_at()), self.chunk.table_len());
             transfers.push(transfer(direction, table.as_mut_ptr(), place, len));
         }
-        count(&engine.counters, |stats| {
-            let way = match self.slot {
-                Some(_) => &mut stats.ring_bytes,
-                None if self.staged => &mut stats.batch_bytes,
-                None => &mut stats.in_place_bytes,
-            };
-            *way += bytes as u64;
-        });
+        let mut stats = engine.counters.lock();
+        *match self.slot {
+            Some(_) => &mut stats.ring_bytes,
+            None if self.staged => &mut stats.batch_bytes,
+            None => &mut stats.in_place_bytes,
+        } += bytes as u64;
+        drop(stats);
         let memories: Arc<dyn Retain> = match &self.slot {
             Some(slot) => slot.memory.allocation(),
             None => self.job.memories.clone(),
@@ -235,8 +234,8 @@ impl Owned {
         let stream = engine.stream(direction, priority);
         let buf = (buf, (!is_up).then_some(self.chunk.data));
         // SAFETY: within the segment, or what is lent, as it was laid out, and within the slot or the job's memory.
-        match unsafe { engine.submit(stream, buf, lent, &transfers, memories) } {
-            Ok(flight) => {
+        match unsafe { engine.submit(stream, buf, lent, &mut transfers, memories) } {
+            Ok((flight, Ok(()))) => {
                 let (then, done) = match self.slot.take() {
                     None => (Then::Nothing, None),
                     Some(slot) if !is_up => (Then::Give(slot), None),
@@ -248,9 +247,13 @@ impl Owned {
                 engine.sent(direction, priority, Some((flight.ticket.clone(), then)));
                 self.moved(Stage::Copying(flight, done))
             }
-            Err(refusal) => {
+            Ok((flight, Err(error))) => {
                 engine.sent(direction, priority, None);
-                self.refused(refusal)
+                self.moved(Stage::Refused(flight.ticket, error))
+            }
+            Err(error) => {
+                engine.sent(direction, priority, None);
+                failed(error)
             }
         }
     }
@@ -275,14 +278,6 @@ impl Owned {
                 self.buf = buf;
                 Step::Moved
             }
-        }
-    }
-
-    /// The driver has refused a copy of the chunk.
-    fn refused(&mut self, refusal: Refusal) -> Step {
-        match refusal.ticket {
-            Some(ticket) => self.moved(Stage::Refused(ticket, refusal.error)),
-            None => failed(refusal.error),
         }
     }
 }
