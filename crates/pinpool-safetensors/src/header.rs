@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use ::safetensors::Dtype;
 
-use super::json::{LONGEST, Stop, brackets, entries, inside, named, numbers, text};
+use super::json::{FIELDS, FieldValues, LONGEST, brackets, entries, inside, named, numbers, objects, text};
 use super::{NAME, blamed, malformed, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
@@ -43,8 +43,6 @@ const SHORTEST_ENTRY: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0
 const ENTRY_BRACKETS: usize = 3;
 /// The header's entry that is no tensor.
 const METADATA: &str = "__metadata__";
-/// What the entry of a tensor has.
-const FIELDS: [&str; 3] = ["dtype", "shape", "data_offsets"];
 
 /// What a file's header says: a table of its tensors, in the file's order.
 pub(super) struct Table {
@@ -56,6 +54,8 @@ pub(super) struct Table {
     pub(super) entries: Vec<Entry>,
     /// The axes of all tensors, one tensor's behind the other's.
     axes: Vec<usize>,
+    /// The bits of the lengths of all tensors; all bits where an index has left some out.
+    pub(super) lengths: u64,
 }
 
 /// A tensor.
@@ -94,7 +94,8 @@ impl Table {
         // The whole header at once is faster than each of its strings.
         let text = String::from_utf8(header).map_err(|error| no_object(what, &error.utf8_error()))?;
         let Notes { entries, metadata, .. } = Notes::read(what, &text)?;
-        let mut table = Self { path: path.into(), text, metadata, entries, axes: Vec::new() };
+        let metadata = metadata.unwrap_or_default();
+        let mut table = Self { path: path.into(), text, metadata, entries, axes: Vec::new(), lengths: 0 };
         table.unescape();
         // Headers mostly have the file's order already. A tensor without bytes starts where another does, and comes
         // before it.
@@ -112,6 +113,9 @@ impl Table {
 
     /// Writes each name over what the text has for it, which is as long or longer.
     fn unescape(&mut self) {
+        if !self.text.contains('\\') {
+            return;
+        }
         for entry in &mut self.entries {
             let place = entry.name();
             let raw = &self.text[place.clone()];
@@ -163,10 +167,13 @@ impl Table {
     pub(super) fn read_axes(&mut self, what: &str) -> Result<()> {
         let count = self.entries.iter().map(|entry| usize::from(entry.axes)).sum();
         reserved(self.axes.try_reserve_exact(count), what, count * size_of::<usize>())?;
+        let mut end = self.entries.first().map_or(0, |entry| entry.from);
         for entry in &mut self.entries {
-            let shape = self.text[entry.shape as usize..].split_inclusive(']').next();
-            entry.shape = self.axes.len() as u32;
-            numbers(shape.unwrap_or_default(), |axis| self.axes.push(axis as usize));
+            self.lengths |= if entry.from == end { entry.bytes() } else { u64::MAX };
+            end = entry.to;
+            let first = self.axes.len() as u32;
+            numbers(&self.text[entry.shape as usize..], |axis| self.axes.push(axis as usize));
+            entry.shape = first;
         }
         Ok(())
     }
@@ -349,8 +356,7 @@ fn undescribed(said: impl fmt::Display) -> String {
 struct Notes<'a> {
     text: &'a str,
     entries: Vec<Entry>,
-    metadata: Range<usize>,
-    has_metadata: bool,
+    metadata: Option<Range<usize>>,
     /// The type of the tensor before, which most tensors have too.
     dtype: Option<(&'a str, Dtype)>,
 }
@@ -359,21 +365,25 @@ impl<'a> Notes<'a> {
     fn read(what: &str, text: &'a str) -> Result<Self> {
         let brackets = brackets(text).map_err(|said| no_object(what, &said))?;
         let most = (text.len() / SHORTEST_ENTRY + 1).min(brackets / ENTRY_BRACKETS);
-        let mut notes = Self { text, entries: Vec::new(), metadata: 0..0, has_metadata: false, dtype: None };
+        let mut notes = Self { text, entries: Vec::new(), metadata: None, dtype: None };
         reserved(notes.entries.try_reserve_exact(most), what, most * size_of::<Entry>())?;
         let metadata = |said: &dyn fmt::Display| {
             malformed(what, format!("its metadata is not an object of texts ({said})"))
         };
-        let read = entries(text, |key, value| match key {
-            METADATA => notes.metadata(value).map_err(|why| metadata(&why)),
-            _ => notes.tensor(key, value).map_err(|why| blamed(what, &named(key), why)),
-        });
-        read.map_err(|stop| match stop {
-            Stop::Refused(error) => error,
-            Stop::Json(said, Some(METADATA)) => metadata(&said),
-            Stop::Json(said, Some(key)) if !said.is_eof() => blamed(what, &named(key), undescribed(&said)),
-            Stop::Json(said, _) => no_object(what, &said),
-        })?;
+        let told = |said: serde_json::Error, at: Option<&str>| match at {
+            Some(METADATA) => metadata(&said),
+            Some(key) if !said.is_eof() => blamed(what, &named(key), undescribed(&said)),
+            _ => no_object(what, &said),
+        };
+        objects(
+            text,
+            |key| key != METADATA,
+            told,
+            |key, value, fields| match key {
+                METADATA => notes.metadata(value).map_err(|why| metadata(&why)),
+                _ => notes.tensor(key, value, fields).map_err(|why| blamed(what, &named(key), why)),
+            },
+        )?;
         Ok(notes)
     }
 
@@ -384,45 +394,38 @@ impl<'a> Notes<'a> {
 
     /// Notes the metadata, or says why not.
     fn metadata(&mut self, value: &str) -> Result<(), String> {
-        if std::mem::replace(&mut self.has_metadata, true) {
+        let (start, is_null) = (self.place(value) as usize, value == "null");
+        let place = start..start + if is_null { 0 } else { value.len() };
+        if self.metadata.replace(place).is_some() {
             return Err("it is there twice".into());
         }
-        if value == "null" {
+        if is_null {
             return Ok(());
         }
-        let read = entries(value, |key, value| {
-            let value = inside(value).ok_or("a text is expected")?;
-            // Long ones are not read.
-            let mut short = [key, value].into_iter().filter(|raw| raw.len() <= LONGEST);
-            short.try_for_each(|raw| text(raw).map(drop))
-        });
-        let start = self.place(value) as usize;
-        self.metadata = start..start + value.len();
-        read.map_err(|said| said.to_string())
+        entries(
+            value,
+            |said, _| said.to_string(),
+            |key, value| {
+                let value = inside(value).ok_or("a text is expected")?;
+                // Long ones are not read.
+                let mut short = [key, value].into_iter().filter(|raw| raw.len() <= LONGEST);
+                short.try_for_each(|raw| text(raw).map(drop))
+            },
+        )
     }
 
     /// Notes a tensor, or says why not.
-    fn tensor(&mut self, key: &'a str, value: &'a str) -> Result<(), String> {
+    fn tensor(&mut self, key: &'a str, value: &str, fields: Option<FieldValues<'a>>) -> Result<(), String> {
         text(key).map_err(undescribed)?;
-        let mut fields = [None; FIELDS.len()];
-        let read = entries(value, |field, value| {
-            let place = |name: &str| FIELDS.iter().position(|field| *field == name);
-            let place = match place(field) {
-                None => place(&text(field)?),
-                found => found,
-            };
-            match place.and_then(|place| fields[place].replace(value)) {
-                None => Ok(()),
-                Some(_) => Err(format!("its {field} is said twice")),
-            }
-        });
-        read.map_err(undescribed)?;
+        let told = |value| shown(value, NEAR);
+        let Some(fields) = fields else {
+            return Err(undescribed(format_args!("an object is expected: {}", told(value))));
+        };
         let [Some(dtype), Some(shape), Some(offsets)] = fields else {
             let missing = FIELDS.iter().zip(fields).find(|(_, value)| value.is_none());
             return Err(undescribed(format_args!("it has no {}", missing.map_or("", |(field, _)| field))));
         };
         let dtype = self.dtype(dtype)?;
-        let told = |value| shown(value, NEAR);
         let (mut axes, mut bits, mut empty) = (0, Some(dtype.bitsize() as u64), false);
         let are_numbers = numbers(shape, |axis| {
             axes += 1;

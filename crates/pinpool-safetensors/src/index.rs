@@ -12,7 +12,7 @@ use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
 use super::header::{LONGEST_HEADER, Names, Table, twice};
-use super::json::{Stop, brackets, entries, inside, is_object, named, text};
+use super::json::{brackets, entries, inside, is_object, named, text};
 use super::{NAME, Shard, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
@@ -140,20 +140,16 @@ fn each_pair<'a>(
         return Err(no_map(what));
     }
     let mut is_there = false;
-    let told = |stop| match stop {
-        Stop::Refused(error) => error,
-        Stop::Json(said, _) => no_json(what, &said),
-    };
-    let read = entries(text, |key, value| match key {
+    let told = |said: serde_json::Error, _: Option<&str>| no_json(what, &said);
+    entries(text, told, |key, value| match key {
         MAP if std::mem::replace(&mut is_there, true) => {
             let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
             Err(malformed(what, format!("its {MAP:?} {twice}")))
         }
-        MAP if is_object(value) => entries(value, &mut take).map_err(told),
+        MAP if is_object(value) => entries(value, told, &mut take),
         MAP => Err(no_map(what)),
         _ => Ok(()),
-    });
-    read.map_err(told)?;
+    })?;
     if is_there { Ok(()) } else { Err(no_map(what)) }
 }
 

@@ -204,6 +204,10 @@ impl<'a> Loader<'a> {
         let files = (0..=self.first.len()).flat_map(|_| 0..headers.len() as u32);
         let mut chosen: Vec<Chosen> = files.map(|number| (number, Vec::new())).collect();
         for (number, header) in headers.iter().enumerate() {
+            if self.filter.is_none() && self.first.is_empty() {
+                chosen[number].1 = (0..header.0.entries.len() as u32).collect();
+                continue;
+            }
             let mut tensor = Tensor { table: header.0.clone(), index: 0 };
             for index in 0..header.0.entries.len() as u32 {
                 tensor.index = index;
@@ -247,23 +251,29 @@ impl<'a> Loader<'a> {
     /// Gives the tensors of a file one block of device memory.
     fn block_of(&mut self, number: u32, chosen: &[u32]) -> Result<Vec<CopyRange>> {
         let table = &self.checkpoint.0.headers[number as usize].0;
-        // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are joined before
-        // memory is divided: there may be tens of thousands of tensors, and the link idles meanwhile.
-        let (mut runs, mut end) = (Vec::<(u64, Range<usize>)>::new(), 0_usize);
-        let entries = chosen.iter().map(|index| &table.entries[*index as usize]);
-        for entry in entries.filter(|entry| !entry.is_empty()) {
+        // There may be tens of thousands of tensors, and the link idles meanwhile: all of a file, if no alignment parts
+        // them, are one range without a look at each.
+        let is_whole = chosen.len() == table.entries.len() && table.lengths & (self.align as u64 - 1) == 0;
+        let ends = table.entries.first().zip(table.entries.last()).filter(|_| is_whole);
+        let whole = ends.map(|(first, last)| (first.from, last.to));
+        let some = if is_whole { &[] } else { chosen };
+        let some = some.iter().map(|index| &table.entries[*index as usize]);
+        let some = some.map(|entry| (entry.from, entry.to));
+        // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are joined.
+        let (mut runs, mut end, mut behind) = (Vec::<(u64, Range<usize>)>::new(), 0_usize, 0);
+        for (from, to) in whole.into_iter().chain(some).filter(|(from, to)| from < to) {
             // The alignment is a power of two; a division would be most of a plan's time. (Saturated, it is more than any
             // memory.)
             let start = end.saturating_add(self.align - 1) & !(self.align - 1);
-            end = start.saturating_add(usize::try_from(entry.bytes()).unwrap_or(usize::MAX));
-            match runs.last_mut() {
-                Some((at, run)) if *at + run.len() as u64 == entry.from && run.end == start => run.end = end,
-                _ => runs.push((entry.from, start..end)),
+            if from != behind || start != end {
+                runs.last_mut().into_iter().for_each(|(_, run)| run.end = end);
+                runs.push((from, start..start));
             }
+            end = start.saturating_add(usize::try_from(to - from).unwrap_or(usize::MAX));
+            behind = to;
         }
-        if runs.is_empty() {
-            return Ok(Vec::new());
-        }
+        let Some((_, last)) = runs.last_mut() else { return Ok(Vec::new()) };
+        last.end = end;
         let block = self.block(end)?;
         runs.into_iter().map(|(at, run)| Ok(CopyRange::new(at, block.slice(run)?))).collect()
     }

@@ -72,6 +72,7 @@ struct Shared {
     waker: Waker,
 }
 
+#[derive(Default)]
 struct State {
     /// `None` while a thread has it.
     driver: Option<Driver>,
@@ -90,19 +91,20 @@ struct State {
 }
 
 impl State {
-    /// Takes the tensor at a place, or the next that nobody has taken. An outer `None`: it is to be waited for.
+    /// Takes the tensor at a place, or the next that nobody has taken, if it has come out, and gives its place. An inner
+    /// `None`: it was taken before.
     #[inline]
-    fn found(&mut self, wanted: Option<usize>) -> Option<Option<Result<usize>>> {
+    fn found(&mut self, wanted: Option<usize>) -> Option<Option<usize>> {
         while self.next < self.out && self.is_taken[self.next] {
             self.next += 1;
         }
         let place = wanted.unwrap_or(self.next);
         if place >= self.out {
-            return self.over.map(|_| self.error.clone().map(Err));
+            return None;
         }
         let is_taken = std::mem::replace(&mut self.is_taken[place], true);
         self.taken += usize::from(!is_taken);
-        Some((!is_taken).then_some(Ok(place)))
+        Some((!is_taken).then_some(place))
     }
 }
 
@@ -177,7 +179,7 @@ impl Shared {
         all
     }
 
-    /// Looks for a tensor without waiting: [`State::found`] under the lock. Inlined with it, since each function that a
+    /// Looks for a tensor without waiting. An outer `None`: it is to be waited for. Inlined, since each function that a
     /// tensor is passed through by memory costs more than finding it.
     #[inline]
     fn now(&self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
@@ -185,27 +187,26 @@ impl Shared {
         if pinpool::forked() {
             return Some(Some(Err(Error::Forked)));
         }
-        let found = self.state.lock().found(wanted);
-        found.map(|found| self.made(found))
-    }
-
-    /// The tensor at a place that was found, if one was.
-    #[inline]
-    fn made(&self, found: Option<Result<usize>>) -> Option<Result<DeviceTensor>> {
-        found.map(|place| self.tensor(place?))
+        let mut state = self.state.lock();
+        match state.found(wanted) {
+            Some(place) => {
+                drop(state);
+                Some(place.map(|place| self.tensor(place)))
+            }
+            None => state.over.map(|_| state.error.clone().map(Err)),
+        }
     }
 
     fn poll(&self, cx: &Context<'_>, wanted: Option<usize>) -> Poll<Option<Result<DeviceTensor>>> {
-        if let Some(found) = self.now(wanted) {
-            return Poll::Ready(found);
-        }
         loop {
+            if let Some(found) = self.now(wanted) {
+                return Poll::Ready(found);
+            }
             // Outside of the lock: cloning a waker is code of the program's.
             let task = cx.waker().clone();
             let mut state = self.state.lock();
-            if let Some(found) = state.found(wanted) {
-                drop(state);
-                return Poll::Ready(self.made(found));
+            if state.over.is_some() || wanted.unwrap_or(state.next) < state.out {
+                continue;
             }
             let driver = state.driver.take();
             let list = if driver.is_some() { &mut state.tasks } else { &mut state.missed };
@@ -277,14 +278,8 @@ impl Load {
             cancellers,
             state: Mutex::new(State {
                 driver: Some(driver),
-                out: 0,
                 is_taken: vec![false; count],
-                next: 0,
-                taken: 0,
-                over: None,
-                error: None,
-                tasks: Vec::new(),
-                missed: Vec::new(),
+                ..State::default()
             }),
             waker: Waker::from(Arc::new(WakesTasks(shared.clone()))),
         });

@@ -17,7 +17,8 @@ fn refused(path: &std::path::Path, tensor: Option<&str>, cause: &str) {
 #[test]
 fn an_index_says_which_tensors_are_in_which_file() {
     let (rig, folder) = (Rig::late(), Folder::new());
-    let first = [made("a", "F32", &[30], 1), made("old", "F32", &[4], 2), made("b", "U8", &[5], 3)];
+    // They could lie side by side on the device, but for the one in their midst.
+    let first = [made("a", "F32", &[32], 1), made("old", "F32", &[4], 2), made("b", "U8", &[16], 3)];
     let second = [made("c", "BF16", &[70, 1000], 4)];
     folder.put("model-1.safetensors", file(&first));
     folder.put("model-2.safetensors", file(&second));
