@@ -74,8 +74,11 @@ pub(super) fn least(wants: &[Want]) -> usize {
 /// The error of the last growth, for wants that growing alone can serve, if no shorter growth follows.
 pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
     let refusal = core.refused()?;
-    let next = if core.queue.is_empty() { Some(wants) } else { core.next_to_grow().map(|next| next.0) };
-    let is_retried = next.is_some_and(|next| refusal.allows(core.need(next)));
+    let wants = match core.queue.is_empty() {
+        true => Some(wants),
+        false => core.next_to_grow().map(|next| next.0),
+    };
+    let is_retried = wants.is_some_and(|wants| refusal.allows(core.need(wants)));
     if is_retried { None } else { Some(refusal.error.clone()) }
 }
 

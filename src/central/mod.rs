@@ -77,7 +77,6 @@ use growth::Refusal;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
 use lock::CoreLock;
-use queue::Grant;
 use queue::WaitQueue;
 pub(crate) use queue::{Wake, Want};
 pub(crate) use raw::{Fresh, Segment, tag};
@@ -293,17 +292,6 @@ impl CentralPool {
         self.gate.enter(self.cache()?)?.take(class, len)
     }
 
-    /// Turns a grant that was just made into a segment to hand out.
-    fn fresh(&self, Grant { descriptor, len }: Grant) -> Fresh {
-        // SAFETY: every caller passes a grant of this central pool, once, that it has just taken from a list.
-        unsafe { Fresh::of_tag(self, descriptor, tag(len, descriptor.as_ref().list())) }
-    }
-
-    /// [`CentralPool::fresh`] for each of them.
-    fn all_fresh(&self, grants: Vec<Grant>) -> Vec<Fresh> {
-        grants.into_iter().map(|grant| self.fresh(grant)).collect()
-    }
-
     /// Turns a request into a [`Want`], and refuses what this central pool can never serve. Lengths and alignments are
     /// in bytes.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
@@ -356,17 +344,10 @@ impl CentralPool {
         self.refuse_if_shut()?;
         let batch = single.zip(cache).and_then(|((class, len), cache)| {
             let descriptor = self.batch(&mut core, cache, class)?;
-            Some(vec![Grant { descriptor, len }])
+            Some(vec![core.took(descriptor, len)])
         });
-        let grants = batch
-            .or_else(|| queue::take_all(&mut core.arena, wants))
-            .or_else(|| self.reclaim(&mut core, wants, cache, level));
-        let grants = grants.map(|mut grants| {
-            grants.iter_mut().for_each(|grant| *grant = core.took(grant.descriptor, grant.len));
-            grants
-        });
-        drop(core);
-        Ok(grants.map(|grants| self.all_fresh(grants)))
+        let granted = batch.or_else(|| core.take(wants));
+        Ok(granted.or_else(|| self.reclaim(&mut core, wants, cache, level)))
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
@@ -412,7 +393,7 @@ impl CentralPool {
         }
         let mut core = central.lock();
         // SAFETY: alive, owned by the caller, in no list.
-        unsafe { core.put(Grant { descriptor, len }) };
+        unsafe { core.put(descriptor, len) };
         let last = core.came_back(1);
         drop(core);
         // This may free the central pool. Nothing of it is touched afterwards.
@@ -513,24 +494,29 @@ impl CentralPool {
 }
 
 impl Core {
+    /// Takes a segment for each of `wants`, or none at all, from what is free outside of windows.
+    fn take(&mut self, wants: &[Want]) -> Option<Vec<Fresh>> {
+        let taken = queue::take_all(&mut self.arena, wants)?;
+        Some(taken.into_iter().zip(wants).map(|(one, want)| self.took(one, want.len)).collect())
+    }
+
     /// Counts a segment that the slow path gives out.
-    fn took(&mut self, descriptor: NonNull<Descriptor>, len: usize) -> Grant {
+    fn took(&mut self, descriptor: NonNull<Descriptor>, len: usize) -> Fresh {
         // SAFETY: just taken from its run: alive, and no other thread has it.
-        let (granted, class) = unsafe {
-            descriptor.as_ref().taken();
-            (self.arena.granted(descriptor), descriptor.as_ref().class())
-        };
-        self.classes.took(class, granted);
+        let (segment, granted) = unsafe { (descriptor.as_ref(), self.arena.granted(descriptor)) };
+        segment.taken();
+        self.classes.took(segment.class(), granted);
         self.arena.note_peak();
         self.requested = self.requested.wrapping_add(len as u64);
-        Grant { descriptor, len }
+        // SAFETY: as above. This core's central pool is alive while it is locked.
+        unsafe { Fresh::of_tag(&*self.me.as_ptr(), descriptor, tag(len, segment.list())) }
     }
 
     /// Puts a segment back that was out, and serves the waiter that has a right to it.
     ///
     /// # Safety
     /// The descriptor is alive, in no list, and owned by the caller.
-    unsafe fn put(&mut self, Grant { descriptor, len }: Grant) {
+    unsafe fn put(&mut self, descriptor: NonNull<Descriptor>, len: usize) {
         // SAFETY: the descriptor is alive until the arena gets it back.
         let (granted, class) = unsafe { (self.arena.granted(descriptor), descriptor.as_ref().class()) };
         self.classes.gave(class, granted);

@@ -26,7 +26,7 @@ use std::ptr::NonNull;
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
-use super::CentralPool;
+use super::{CentralPool, Fresh};
 use crate::arena::{Arena, ClassSet, PageRange, set_of};
 use crate::error::Result;
 use crate::foreign::Task;
@@ -43,17 +43,6 @@ pub(crate) struct Want {
     pub(crate) len: usize,
     pub(crate) placement: Placement,
 }
-
-/// A segment that was taken for a request.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Grant {
-    pub(crate) descriptor: NonNull<Descriptor>,
-    /// Requested bytes.
-    pub(crate) len: usize,
-}
-
-// SAFETY: a grant is the ownership of a segment, and the segment's descriptor is Sync.
-unsafe impl Send for Grant {}
 
 /// A plan: the regions `going` (with their bytes) are unpinned first, then `bytes` bytes are pinned.
 #[derive(Debug)]
@@ -145,7 +134,7 @@ pub(crate) struct WaitQueue {
     /// Their tickets, by size. No set is empty.
     sizes: BTreeMap<Size, BTreeSet<Ticket>>,
     /// What became of those that wait no more, until they look.
-    ended: BTreeMap<Ticket, Result<Vec<Grant>>>,
+    ended: BTreeMap<Ticket, Result<Vec<Fresh>>>,
     next: Ticket,
     /// Waiters of lower tickets were told of as waiting for long.
     told: Ticket,
@@ -208,7 +197,7 @@ impl WaitQueue {
         &mut self,
         ticket: Ticket,
         mut wake: Option<Wake>,
-    ) -> (Option<Result<Vec<Grant>>>, Option<Wake>) {
+    ) -> (Option<Result<Vec<Fresh>>>, Option<Wake>) {
         if let Some(waiter) = self.waiting.get_mut(&ticket).filter(|_| wake.is_some()) {
             std::mem::swap(&mut waiter.wake, &mut wake);
         }
@@ -268,7 +257,7 @@ impl WaitQueue {
     }
 
     /// Ends a wait: the waiter finds the outcome when it [looks](Self::look).
-    pub(super) fn finish(&mut self, ticket: Ticket, outcome: Result<Vec<Grant>>) -> Option<Waiter> {
+    pub(super) fn finish(&mut self, ticket: Ticket, outcome: Result<Vec<Fresh>>) -> Option<Waiter> {
         let waiter = self.remove(ticket)?;
         self.ended.insert(ticket, outcome);
         Some(waiter)
@@ -326,10 +315,9 @@ pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
 
 /// Takes a segment for each of `wants`, or none at all. Takes the longest segments first, and cuts no run that is longer
 /// than several need. (A longer one takes pages that another of the wants may need.)
-pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
-    let grant = |want: &Want, descriptor| Grant { descriptor, len: want.len };
+pub(super) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>>> {
     if let [want] = wants {
-        return Some(vec![grant(want, arena.take(want.placement)?)]);
+        return Some(vec![arena.take(want.placement)?]);
     }
     let mut order: Vec<usize> = (0..wants.len()).collect();
     order.sort_by_key(|i| match wants[*i].placement {
@@ -344,13 +332,13 @@ pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> 
     }
     let mut taken: Vec<_> = order.into_iter().zip(taken).collect();
     taken.sort_unstable_by_key(|(i, _)| *i);
-    Some(taken.into_iter().map(|(i, descriptor)| grant(&wants[i], descriptor)).collect())
+    Some(taken.into_iter().map(|(_, descriptor)| descriptor).collect())
 }
 
 /// Whether what is free outside of windows serves all of `wants`. Takes it, and gives it back.
 pub(super) fn serves_all(arena: &mut Arena, wants: &[Want]) -> bool {
-    let Some(grants) = take_all(arena, wants) else { return false };
-    give_all(arena, grants.into_iter().map(|grant| grant.descriptor).collect());
+    let Some(taken) = take_all(arena, wants) else { return false };
+    give_all(arena, taken);
     true
 }
 
@@ -437,8 +425,10 @@ mod tests {
             // SAFETY: the arena only does arithmetic on the address.
             unsafe { arena.add_extent(RegionId(0), base, pages * PAGE, true) };
             assert!(serves_all(&mut arena, &wants), "{wants:?}");
-            let grants = take_all(&mut arena, &wants).unwrap_or_else(|| panic!("{pages} pages: {wants:?}"));
-            assert!(grants.iter().zip(&wants).all(|(grant, want)| grant.len == want.len));
+            let taken = take_all(&mut arena, &wants).unwrap_or_else(|| panic!("{pages} pages: {wants:?}"));
+            // SAFETY: out, so alive.
+            let fits = |(one, want): (&_, &Want)| unsafe { arena.granted(*one) } >= want.len;
+            assert!(taken.iter().zip(&wants).all(fits));
         }
     }
 
@@ -453,7 +443,6 @@ mod tests {
         }
         assert!(serves_all(&mut arena, &several(2, 0)));
         assert_eq!(arena.bytes(), before);
-        let grants = take_all(&mut arena, &several(2, 0)).unwrap();
-        assert_eq!(grants.iter().map(|grant| grant.len).collect::<Vec<_>>(), [SMALL, SMALL]);
+        assert_eq!(take_all(&mut arena, &several(2, 0)).map(|taken| taken.len()), Some(2));
     }
 }

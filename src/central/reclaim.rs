@@ -11,19 +11,18 @@
 //! 3. for a segment of a class: half of that class's segments in the thread cache that has most of them;
 //! 4. everything that is cached, unless it is certain that this would not serve the request.
 //!
-//! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as the pool may grow, it
-//! grows instead, so that a growing pool leaves its threads' caches alone: threads that took segments from each other for
-//! good would each wait ten times as long as for a hit in a pool that has grown once. Where the pool can grow no more, every
-//! request may reclaim everything, and so may one that does not wait for the growth,
-//! except a copier's, which is tried again. (A part of it would not do in step 4:
-//! a large request needs neighbours, and these may be in any cache.)
+//! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as the pool may
+//! grow, it grows instead and leaves its threads' caches alone: threads that took segments from each other for
+//! good would each wait ten times as long as for a hit in a pool that has grown once. Where the pool can grow
+//! no more, every request may reclaim everything. So may one that does not wait for the growth, except a
+//! copier's, which is tried again. (A part of it would not do in step 4: a large request needs neighbours, and
+//! these may be in any cache.)
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::queue::{Grant, take_all};
-use super::{Arena, CentralPool, Core, Want, lease, sum};
+use super::{Arena, CentralPool, Core, Fresh, Want, lease, sum};
 use crate::arena::set_of;
 use crate::freelist::cache::HeldCache;
 use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed, mode};
@@ -148,14 +147,14 @@ impl CentralPool {
         wants: &[Want],
         mine: Option<&ThreadCache>,
         level: ReclaimLevel,
-    ) -> Option<Vec<Grant>> {
+    ) -> Option<Vec<Fresh>> {
         let take = |core: &mut Core, is_reclaimed: bool| {
             if !is_reclaimed {
                 return None;
             }
             // What comes back is first for those that wait.
             core.serve();
-            take_all(&mut core.arena, wants)
+            core.take(wants)
         };
         let bytes = sum(wants.iter().map(|want| want.placement.bytes()));
         let is_reclaimed = self.reclaim_idle(core, mine, bytes);

@@ -110,7 +110,7 @@ fn a_wait_is_hopeless_if_nothing_can_end_it() {
         (0, need, 0, 0, need, 0, [false, false], "what leaves makes room"),
         (1, need, 0, 0, PAGE, 0, [false, true], "what leaves makes too little room"),
         (0, need, 0, 1, 0, 0, [false, false], "what is being pinned may serve it"),
-        (1, need, 0, 0, 0, 0, [false, true], "the region stays for good where the pool does not grow"),
+        (1, need, 0, 0, 0, 0, [false, true], "the pool does not grow, so the region stays"),
         (1, need, 1, 0, 0, 0, [false, false], "the region may make way for another"),
         (1, need - PAGE, 1, 0, 0, 0, [false, true], "what the region leaves is too little"),
     ];
@@ -144,7 +144,8 @@ fn the_head_waits_as_long_as_anything_can_come() {
     unsafe { core.arena.give(out) };
     assert!(!waits(&mut core, 0, 0));
     let (outcome, _) = core.queue.look(key, None);
-    assert!(matches!(outcome, Some(Err(Error::Impossible { len, .. })) if len == head.len), "{outcome:?}");
+    let Some(Err(Error::Impossible { len, .. })) = outcome else { panic!("{outcome:?}") };
+    assert_eq!(len, head.len);
     assert_eq!(core.wakes.len(), 1);
     // What is quarantined does not come back. The error has the reason, where a growth has failed.
     let out = core.arena.take(small(5000).placement).unwrap();
@@ -174,7 +175,8 @@ fn room_is_what_is_neither_held_nor_planned() {
     core.quarantined = MIB;
     assert_eq!(core.movable(), 6 * MIB, "a region with a quarantined segment stays");
     (core.config.step, core.config.capacity) = (0, MIB);
-    assert_eq!((core.room(), core.movable()), (0, 0), "a pool that does not grow exchanges no region");
+    assert_eq!(core.room(), 0);
+    assert_eq!(core.movable(), 0, "a pool that does not grow exchanges no region");
 }
 
 #[test]
@@ -184,27 +186,29 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
     // Before an aligned segment pages may be lost.
     let aligned = Want { len: PAGE, placement: Placement::Pages { span: 3 * PAGE, align: 8 } };
     // The pages of an extent, of the room and of a step; what is asked for; the pages that are planned.
-    let cases: &[(usize, usize, usize, &[Want], Option<usize>)] = &[
-        (1024, 768, 2, &[small(100)], Some(2)),
-        (1024, 768, 2, &[pages(2)], Some(2)),
-        (1024, 768, 2, &[pages(3)], Some(3)),
-        (1024, 768, 2, &[aligned], Some(3 + 7)),
+    let cases: [([usize; 3], &[Want], Option<usize>); 11] = [
+        ([1024, 768, 2], &[small(100)], Some(2)),
+        ([1024, 768, 2], &[pages(2)], Some(2)),
+        ([1024, 768, 2], &[pages(3)], Some(3)),
+        ([1024, 768, 2], &[aligned], Some(3 + 7)),
         // What does not fit into one extent begins in the next.
-        (100, 768, 2, &[pages(60), pages(40)], Some(100)),
-        (100, 768, 2, &[pages(60), pages(41)], Some(141)),
-        (100, 768, 2, &[pages(60), pages(60), pages(60)], Some(260)),
+        ([100, 768, 2], &[pages(60), pages(40)], Some(100)),
+        ([100, 768, 2], &[pages(60), pages(41)], Some(141)),
+        ([100, 768, 2], &[pages(60), pages(60), pages(60)], Some(260)),
         // Never more than the capacity has room for.
-        (100, 150, 2, &[pages(60), pages(60)], Some(150)),
-        (100, 150, 1000, &[pages(1)], Some(150)),
-        (100, 150, 1000, &[pages(151)], None),
-        (100, 150, 0, &[pages(1)], None),
+        ([100, 150, 2], &[pages(60), pages(60)], Some(150)),
+        ([100, 150, 1000], &[pages(1)], Some(150)),
+        ([100, 150, 1000], &[pages(151)], None),
+        ([100, 150, 0], &[pages(1)], None),
     ];
-    for (extent, room, step, wants, planned) in cases {
+    for ([extent, room, step], wants, planned) in cases {
         core.config.largest = extent * PAGE - 32;
         (core.config.capacity, core.config.step) = (MIB + room * PAGE, step * PAGE);
         let growth = core.plan(wants, false);
-        assert!(growth.as_ref().is_none_or(|growth| growth.going.is_empty() && core.growing == growth.bytes));
-        assert_eq!(growth.map(|growth| growth.bytes / PAGE), *planned, "{wants:?}");
+        if let Some(growth) = &growth {
+            assert_eq!((growth.going.len(), growth.bytes), (0, core.growing));
+        }
+        assert_eq!(growth.map(|growth| growth.bytes / PAGE), planned, "{wants:?}");
         core.growing = 0;
     }
     assert_eq!(core.stats.growths, 9);
@@ -219,9 +223,14 @@ fn a_refused_growth_is_tried_again_at_half_the_length() {
     core.config.step = 700 * PAGE;
     join(&mut core, pages(300));
     // What was refused, in pages, whether a pause has passed since, and what is planned then.
-    let cases = [(None, false, 700), (Some(700), false, 350), (Some(350), false, 300)];
-    for (refused, is_due, planned) in cases.into_iter().chain([(Some(300), false, 0), (Some(300), true, 300)])
-    {
+    let cases = [
+        (None, false, 700),
+        (Some(700), false, 350),
+        (Some(350), false, 300),
+        (Some(300), false, 0),
+        (Some(300), true, 300),
+    ];
+    for (refused, is_due, planned) in cases {
         core.refusal = refused.map(|pages| Refusal::new(transient.clone(), pages * PAGE));
         if is_due {
             core.growth_is_due();
@@ -238,7 +247,7 @@ fn a_refused_growth_is_tried_again_at_half_the_length() {
 
 #[test]
 fn idle_regions_make_way_newest_first() {
-    let going = |growth: &queue::Growth| growth.going.iter().map(|(id, _)| id.0).collect::<Vec<_>>();
+    let going = |growth: &queue::Growth| -> Vec<u64> { growth.going.iter().map(|(id, _)| id.0).collect() };
     let long = [pages(512)];
     // Two regions have to go, of three; or one, where there is room for half of it.
     for (regions, gone) in [(3, vec![2, 1]), (2, vec![1])] {
@@ -268,7 +277,8 @@ fn idle_regions_make_way_newest_first() {
     // Four idle regions of 256 pages hold four buffers of 129 pages and not five, which one region in their place holds.
     let central = with_regions(4, 4 * MIB);
     let mut core = central.lock();
-    assert!(core.plan(&[pages(129); 4], true).is_none() && core.plan(&[pages(129); 5], true).is_some());
+    assert!(core.plan(&[pages(129); 4], true).is_none());
+    assert!(core.plan(&[pages(129); 5], true).is_some());
 }
 
 /// Regions are exchanged once for each waiter, and room is used all the same.
@@ -329,7 +339,8 @@ fn what_idle_threads_have_cached_is_reclaimed_where_that_may_help() {
     assert_eq!(now(), (1, 0));
     assert!(elsewhere(&central, small(LEN), ReclaimLevel::Idle));
     assert_eq!(now(), (0, 1));
-    assert_eq!(central.core.lock().table.caches().count(), 1, "the caches of threads that ended are gone");
+    let caches = central.core.lock().table.caches().count();
+    assert_eq!(caches, 1, "the caches of threads that ended are gone");
 }
 
 /// What idle threads have cached stays theirs where it would take the caches of busy threads to serve the request.
@@ -362,7 +373,8 @@ fn idle_threads_keep_what_helps_only_with_the_caches_of_busy_ones() {
             ends.recv().unwrap_err();
         });
         begun.recv().unwrap();
-        assert!(!elsewhere(central, pages(60), ReclaimLevel::Idle), "the first look notes the counts");
+        // The first look notes the counts.
+        assert!(!elsewhere(central, pages(60), ReclaimLevel::Idle));
         assert!(!asks_later(pages(60)));
         assert_eq!((cached(central, LEN), all_cached()), (3, (4, 0)));
         asks_later(pages(20));
@@ -381,7 +393,8 @@ fn what_is_in_transfer_caches_serves_every_request() {
             held.grant(class, 2);
         }
         (0..2).for_each(|_| assert!(held.fill(class, core.arena.take_batch(class, 1)).is_empty()));
-        assert!(held.offload(class, 2, &central.transfers[list_of(class)]) == 2 && !cache.any_cached());
+        assert_eq!(held.offload(class, 2, &central.transfers[list_of(class)]), 2);
+        assert!(!cache.any_cached());
     };
     transfer();
     release(central.refill(class, 4096).unwrap());
@@ -413,8 +426,8 @@ fn a_thread_keeps_nothing_of_pools_that_are_gone_once_it_uses_another() {
 #[test]
 fn a_class_alone_has_half_of_a_threads_cache_and_several_share_an_eighth() {
     const CACHE: usize = 64 * MIB;
-    let usual = central(0).config.clone();
-    let config = CentralConfig { capacity: 1024 * MIB, thread_cache: CACHE, largest: 512 * MIB, ..usual };
+    let mut config = central(0).config.clone();
+    (config.capacity, config.thread_cache, config.largest) = (1024 * MIB, CACHE, 512 * MIB);
     let central = CentralPool::new(config, None);
     let cache = central.cache().unwrap();
     let class = |len: usize| Class::of(len).unwrap();

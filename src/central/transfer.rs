@@ -1,22 +1,17 @@
-//! The exchange between threads: how a thread cache is filled from a transfer cache, and how it makes room by one.
+//! The exchange between threads, without the central pool's lock.
 //!
-//! A thread that takes more than it returns finds its cache empty, and takes a batch that another thread has left in
-//! the class's transfer cache. A thread that returns more than it takes finds its list full, and moves half of it to
-//! the transfer cache ([`crate::freelist::transfer`]). Neither needs the central pool's lock. A batch that finds no room there goes to
-//! its runs, under the central pool's lock.
+//! A thread that finds its cache empty takes a batch that another thread has left in the class's transfer
+//! cache ([`crate::freelist::transfer`]). A thread that finds its list full leaves half of it there, or in its
+//! runs, under the lock, where there is no room. Such batches are kept from other classes until a request
+//! finds no free memory and takes everything back.
 //!
-//! Neither can overtake a waiter. What a waiter has a right to is in no cache: it was taken out when the waiter came or
-//! chose its window, and a class to which it may have a right is *closed* (`waiting`), which this module looks at
-//! before it keeps a segment.
-//!
-//! A transfer cache holds no more than its class's quota ([`CentralConfig::transfer_cache`](super::CentralConfig)).
-//! Classes with batches in their transfer caches keep these from others until a request finds no free memory and takes
-//! everything back.
+//! Neither can overtake a waiter. What a waiter has a right to is in no cache: it was taken out when the
+//! waiter came or chose its window. A class to which a waiter may have a right is *closed* (`waiting`), which
+//! this module looks at before it keeps a segment.
 
 use std::ptr::NonNull;
 
-use super::queue::Grant;
-use super::{CentralPool, Core, Fresh};
+use super::{CentralPool, Core, Fresh, tag};
 use crate::freelist::{Descriptor, ThreadCache, list_of};
 use crate::segment::Class;
 
@@ -35,7 +30,8 @@ impl CentralPool {
             }
             held.take(class, len)
         })?;
-        Some(self.fresh(Grant { descriptor, len }))
+        // SAFETY: taken just now, of this class.
+        Some(unsafe { Fresh::of_tag(self, descriptor, tag(len, list_of(class))) })
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------

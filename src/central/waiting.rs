@@ -46,7 +46,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::growth::{growth_failure, least};
-use super::queue::{Grant, Size, Ticket, serves_all, take_all, window_pages};
+use super::queue::{Size, Ticket, serves_all, window_pages};
 use super::{CentralPool, Core, Fresh, Wake, Want, mode, sum};
 use crate::arena::{ClassSet, PageRange, Window, WindowId, set_of};
 use crate::error::{Error, Result, Shortage, Waited};
@@ -322,7 +322,7 @@ impl CentralPool {
         // The replaced waker is dropped after the unlock: its task may be dropped with it, and buffers with the task.
         let (outcome, replaced) = self.lock().as_is().queue.look(key, wake);
         drop(replaced);
-        outcome.map(|granted| granted.map(|grants| self.all_fresh(grants)))
+        outcome
     }
 
     /// Whether a waiter still waits. The key stays valid after `false`, until [`CentralPool::look`] or
@@ -343,8 +343,8 @@ impl CentralPool {
         // The next waiter may be waiting for this one's place at the head.
         drop(core);
         drop(waker);
-        if let Some(Ok(grants)) = outcome {
-            for fresh in self.all_fresh(grants) {
+        if let Some(Ok(granted)) = outcome {
+            for fresh in granted {
                 // SAFETY: granted, so out, and no other code has it: the waiter never saw it.
                 unsafe { fresh.into_segment().release() };
             }
@@ -370,7 +370,7 @@ impl CentralPool {
         });
         drop(core);
         drop(waker);
-        outcome.map(|grants| self.all_fresh(grants))
+        outcome
     }
 
     /// Waits on this thread until the waiter is served. `since` is when the request began, and `len` its
@@ -532,7 +532,7 @@ impl Core {
     }
 
     /// Ends a wait, and what was withheld for it.
-    pub(super) fn end(&mut self, key: Ticket, outcome: Result<Vec<Grant>>) {
+    pub(super) fn end(&mut self, key: Ticket, outcome: Result<Vec<Fresh>>) {
         if let Some(waiter) = self.queue.finish(key, outcome) {
             self.wakes.extend(waiter.wake);
             self.pass_on(key, waiter.size);
@@ -540,7 +540,7 @@ impl Core {
     }
 
     /// Takes a waiter out of the queue. Returns its outcome, and a wake to be dropped after the lock is released.
-    fn leave(&mut self, key: Ticket) -> (Option<Result<Vec<Grant>>>, Option<Wake>) {
+    fn leave(&mut self, key: Ticket) -> (Option<Result<Vec<Fresh>>>, Option<Wake>) {
         let Some(waiter) = self.queue.remove(key) else { return self.queue.look(key, None) };
         self.pass_on(key, waiter.size);
         (None, waiter.wake)
@@ -598,9 +598,9 @@ impl Core {
 
     /// Serves a waiter from what is free outside of windows. `false`: that is not enough.
     fn grant(&mut self, key: Ticket) -> bool {
-        let Some(grants) = take_all(&mut self.arena, self.queue.wants(key)) else { return false };
-        let grants = grants.into_iter().map(|grant| self.took(grant.descriptor, grant.len)).collect();
-        self.end(key, Ok(grants));
+        let wants = self.queue.wants(key).to_vec();
+        let Some(granted) = self.take(&wants) else { return false };
+        self.end(key, Ok(granted));
         true
     }
 
@@ -617,8 +617,8 @@ impl Core {
             return false;
         }
         let len = self.queue.wants(key)[0].len;
-        let grant = self.took(descriptor, len);
-        self.end(key, Ok(vec![grant]));
+        let granted = self.took(descriptor, len);
+        self.end(key, Ok(vec![granted]));
         true
     }
 

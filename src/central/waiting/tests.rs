@@ -1,7 +1,6 @@
 use std::sync::Arc;
 
 use super::super::growth::Refusal;
-use super::super::queue::Grant;
 use super::super::tests::{central, got, pages, small, with_extents};
 use super::super::{CentralConfig, ReclaimLevel, Segment};
 use super::*;
@@ -18,17 +17,19 @@ fn pool(extents: &[usize], timeless: bool) -> Arc<CentralPool> {
     with_extents(CentralConfig { capacity, largest, timeless, ..config }, extents)
 }
 
-/// Takes a segment past the thread cache.
-fn out(central: &CentralPool, want: Want) -> Grant {
+/// A segment that was taken past the thread cache.
+type Taken = NonNull<Descriptor>;
+
+fn out(central: &CentralPool, want: Want) -> Taken {
     let mut core = central.core.lock();
     let descriptor = core.arena.take(want.placement).unwrap();
-    core.took(descriptor, want.len)
+    core.took(descriptor, 0).into_segment().into_descriptor()
 }
 
 /// Returns it past the thread cache.
-fn back(central: &CentralPool, grant: Grant) {
+fn back(central: &CentralPool, taken: Taken) {
     // SAFETY: out, and returned once.
-    unsafe { central.lock().put(grant) };
+    unsafe { central.lock().put(taken, 0) };
 }
 
 /// A request on the slow path that changes nothing.
@@ -46,9 +47,9 @@ fn granted(central: &CentralPool, key: usize) -> Vec<Segment> {
     fresh.into_iter().map(Fresh::into_segment).collect()
 }
 
-fn base(grant: &Grant) -> NonNull<u8> {
+fn base(taken: &Taken) -> NonNull<u8> {
     // SAFETY: out, so alive.
-    unsafe { grant.descriptor.as_ref() }.base()
+    unsafe { taken.as_ref() }.base()
 }
 
 /// Number of ranges that are withheld.
@@ -66,8 +67,8 @@ fn window_addresses(central: &CentralPool, id: usize) -> (usize, usize) {
     central.core.lock().arena.window_addresses().nth(id).unwrap()
 }
 
-fn at(grant: &Grant) -> usize {
-    base(grant).addr().get()
+fn at(taken: &Taken) -> usize {
+    base(taken).addr().get()
 }
 
 #[test]
