@@ -3,7 +3,7 @@
 //! It walks the page map of each extent from run to run, and each run's descriptors in the order of their addresses. It
 //! adds up what it finds and compares that with what the arena has counted.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 
 use super::*;
 

@@ -49,7 +49,7 @@ mod tests;
 mod windows;
 
 use std::cell::Cell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 
 use slab::Slab;
@@ -110,7 +110,6 @@ struct Run {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ArenaBytes {
     pub(crate) total: usize,
-    pub(crate) unpinned: usize,
     /// In free runs, and in the segments of the runs' lists. What lies in windows included.
     pub(crate) free: usize,
     /// The free bytes that lie in windows.
@@ -119,6 +118,16 @@ pub(crate) struct ArenaBytes {
     pub(crate) cut: usize,
     /// In the largest free run outside of windows.
     pub(crate) largest_free: usize,
+}
+
+/// What a region is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RegionUse {
+    pub(crate) bytes: usize,
+    /// All of it is free, and outside of windows.
+    pub(crate) idle: bool,
+    /// It has a quarantined segment.
+    pub(crate) stuck: bool,
 }
 
 /// See the head of this module.
@@ -137,7 +146,6 @@ pub(crate) struct Arena {
     /// Segments of the runs of each class.
     carved: Vec<u32>,
     total: usize,
-    unpinned: usize,
     cut: usize,
     /// Bytes of the segments that are given out.
     out: usize,
@@ -165,7 +173,6 @@ impl Arena {
             place: 0,
             carved: vec![0; CLASSES],
             total: 0,
-            unpinned: 0,
             cut: 0,
             out: 0,
             unheld: 0,
@@ -174,11 +181,15 @@ impl Arena {
         }
     }
 
+    /// Bytes of the segments that are given out.
+    pub(crate) fn given_out(&self) -> usize {
+        self.out
+    }
+
     pub(crate) fn bytes(&self) -> ArenaBytes {
         let free = self.total - self.cut - self.out;
         ArenaBytes {
             total: self.total,
-            unpinned: self.unpinned,
             free,
             withheld: free - self.unheld,
             cut: self.cut,

@@ -30,9 +30,6 @@ impl Arena {
             stuck: Vec::new(),
         }) as u32;
         self.total += len;
-        if !pinned {
-            self.unpinned += len;
-        }
         self.insert_free(extent, 0, pages);
     }
 
@@ -40,7 +37,6 @@ impl Arena {
     pub(crate) fn pinned_after_all(&mut self, base: NonNull<u8>) {
         if let Some((_, extent)) = self.extents.iter_mut().find(|(_, e)| e.base == base && !e.pinned) {
             extent.pinned = true;
-            self.unpinned -= extent.pages as usize * PAGE;
         }
     }
 
@@ -48,50 +44,33 @@ impl Arena {
     /// bytes. `None` also for a region that is not here any more: of several callers that remove one region only the first
     /// gets it.
     pub(crate) fn retire(&mut self, region: RegionId) -> Option<usize> {
-        let mine: Vec<_> = self.extents.iter().filter(|(_, e)| e.region == region).collect();
-        if mine.is_empty() || mine.iter().any(|(_, e)| e.map[0] != FREE | e.pages) {
-            return None;
+        let found = self.regions().remove(&region).filter(|found| found.idle)?;
+        let is_mine = |(i, e): (usize, &ArenaExtent)| (e.region == region).then_some((i, e.pages));
+        for (extent, pages) in self.extents.iter().filter_map(is_mine).collect::<Vec<_>>() {
+            self.extents.remove(extent);
+            self.remove_free(extent as u32, 0, pages);
         }
-        let mine: Vec<usize> = mine.into_iter().map(|(extent, _)| extent).collect();
-        let bytes = mine.into_iter().map(|extent| {
-            let e = self.extents.remove(extent);
-            let len = e.pages as usize * PAGE;
-            self.remove_free(extent as u32, 0, e.pages);
-            self.total -= len;
-            self.unpinned -= if e.pinned { 0 } else { len };
-            len
-        });
-        Some(bytes.sum())
+        self.total -= found.bytes;
+        Some(found.bytes)
     }
 
-    /// The regions, each with its bytes and how many of them are in free runs.
-    pub(crate) fn regions(&self) -> Vec<(RegionId, usize, usize)> {
-        let mut list: Vec<(RegionId, usize, usize)> = Vec::new();
-        for (i, e) in &self.extents {
-            let free =
-                self.free.iter().filter(|f| f.1 == i as u32).map(|f| f.0 as usize * PAGE).sum::<usize>();
-            let len = e.pages as usize * PAGE;
-            match list.iter_mut().find(|r| r.0 == e.region) {
-                Some(r) => {
-                    r.1 += len;
-                    r.2 += free;
-                }
-                None => list.push((e.region, len, free)),
-            }
+    /// The regions.
+    pub(crate) fn regions(&self) -> BTreeMap<RegionId, RegionUse> {
+        let mut regions = BTreeMap::new();
+        for (_, e) in &self.extents {
+            let new = RegionUse { bytes: 0, idle: true, stuck: false };
+            let region = regions.entry(e.region).or_insert(new);
+            region.bytes += e.pages as usize * PAGE;
+            region.idle &= e.map[0] == FREE | e.pages;
+            region.stuck |= !e.stuck.is_empty();
         }
-        list
+        regions
     }
 
-    /// Bytes of all regions that have a quarantined segment.
-    pub(crate) fn stuck_regions(&self) -> usize {
-        let mut found: Vec<RegionId> = Vec::new();
-        for (_, e) in self.extents.iter().filter(|(_, e)| !e.stuck.is_empty()) {
-            if !found.contains(&e.region) {
-                found.push(e.region);
-            }
-        }
-        let extents = self.extents.iter().filter(|(_, e)| found.contains(&e.region));
-        extents.map(|(_, e)| e.pages as usize * PAGE).sum()
+    /// Bytes that are plain memory in place of pinned memory.
+    pub(crate) fn unpinned(&self) -> usize {
+        let plain = self.extents.iter().filter(|(_, e)| !e.pinned);
+        plain.map(|(_, e)| e.pages as usize * PAGE).sum()
     }
 
     /// Adds a free run outside of windows. Nothing, if it has no pages.

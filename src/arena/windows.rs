@@ -19,7 +19,7 @@
 use super::*;
 
 /// In a pool of more runs than these together, a search for a window compares so many ranges at so many places.
-const COMPARED: usize = 128;
+const COMPARED: usize = 64;
 const PLACES: usize = 4;
 
 /// Names a window.
@@ -306,20 +306,19 @@ impl Arena {
     pub(crate) fn replaceable(&self, bytes: usize, most: usize) -> Option<Vec<PageRange>> {
         let region_of = |extent: u32| self.extents[extent as usize].region;
         let mut regions = self.regions();
-        // Not those with a quarantined segment or a window.
-        regions.retain(|(region, ..)| {
-            let mut withheld = self.windows.iter().flat_map(|(_, window)| &window.ranges);
-            let is_stuck = self.extents.iter().any(|(_, e)| e.region == *region && !e.stuck.is_empty());
-            !is_stuck && withheld.all(|range| region_of(range.extent) != *region)
-        });
-        for (region, _, out) in &mut regions {
-            let inside = self.runs.iter().filter(|(_, run)| region_of(run.extent) == *region);
-            *out = inside.map(|(_, run)| Self::out(run).1).sum();
+        regions.retain(|_, region| !region.stuck);
+        for range in self.windows.iter().flat_map(|(_, window)| &window.ranges) {
+            regions.remove(&region_of(range.extent));
         }
-        // As a part of the region.
-        regions.sort_by(|a, b| (a.2 as u128 * b.1 as u128).cmp(&(b.2 as u128 * a.1 as u128)));
+        let mut out = BTreeMap::<RegionId, usize>::new();
+        for (_, run) in &self.runs {
+            *out.entry(region_of(run.extent)).or_default() += Self::out(run).1;
+        }
+        let part = |id: &RegionId| out.get(id).copied().unwrap_or(0) as u128;
+        let mut regions: Vec<_> = regions.into_iter().map(|(id, region)| (id, region.bytes)).collect();
+        regions.sort_by_key(|(id, len)| (part(id) << 64) / *len as u128);
         let (mut sum, mut ranges) = (0, Vec::new());
-        for (region, len, _) in regions {
+        for (region, len) in regions {
             if sum < bytes {
                 sum += len;
                 let extents = self.extents.iter().filter(|(_, e)| e.region == region);

@@ -164,7 +164,7 @@ impl Core {
         let free = bytes.total - bytes.cut - taken;
         CentralSnapshot {
             total: bytes.total,
-            unpinned: bytes.unpinned,
+            unpinned: self.arena.unpinned(),
             free,
             cached: free.saturating_sub(bytes.free),
             out: taken - self.quarantined,

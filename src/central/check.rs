@@ -233,7 +233,7 @@ mod tests {
         closed.set_ranges(central.core.lock().arena.window_addresses());
         central.check(|_, _| ()).unwrap();
         central.core.lock().arena.windows[0].owner = 77;
-        assert!(violation(&central).ends_with("some of which do not wait, or have two"));
+        assert_eq!(violation(&central), "request 77 has a window and does not wait, or has two");
         central.core.lock().arena.windows[0].owner = large;
         central.leave(large);
         central.check(|_, _| ()).unwrap();

@@ -316,7 +316,8 @@ impl Core {
         if self.config.step == 0 {
             return 0;
         }
-        let kept = self.arena.stuck_regions();
+        let regions = self.arena.regions();
+        let kept = regions.values().filter(|region| region.stuck).map(|region| region.bytes).sum::<usize>();
         self.config.capacity.saturating_sub(kept + self.growing) / page() * page()
     }
 
@@ -355,10 +356,8 @@ impl Core {
 
     /// The regions of which nothing is used, the newest first, each with its bytes.
     fn idle_regions(&self) -> Vec<(RegionId, usize)> {
-        let regions = self.arena.regions().into_iter().filter(|(_, len, free)| len == free);
-        let mut idle: Vec<_> = regions.map(|(id, len, _)| (id, len)).collect();
-        idle.sort_unstable_by(|a, b| b.cmp(a));
-        idle
+        let regions = self.arena.regions().into_iter().rev();
+        regions.filter(|(_, region)| region.idle).map(|(id, region)| (id, region.bytes)).collect()
     }
 
     /// Removes idle regions. Their bytes count as leaving, and not as room, until the region thread was told to unpin them.

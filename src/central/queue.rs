@@ -2,8 +2,6 @@
 //!
 //! First come, first served, among those that what is free can serve. A request that cannot be served has a right to
 //! its *window* alone ([`crate::arena`], `windows`): what is free elsewhere serves everybody, later requests included.
-//! So a small request does not wait for the memory that a large one waits for, nor the other way round, and no request
-//! waits for a byte outside of its own window that any other request could have.
 //!
 //! Requests of one size class wait for the same segments, so they are served strictly in order. The first of them has a
 //! window; the others come after it. Each request for whole pages, and each request for several buffers, has a window of
@@ -132,7 +130,7 @@ pub(crate) struct WaitQueue {
     /// Those that wait.
     pub(super) waiting: BTreeMap<Ticket, Waiter>,
     /// Their tickets, by size. No set is empty.
-    sizes: BTreeMap<Size, BTreeSet<Ticket>>,
+    pub(super) sizes: BTreeMap<Size, BTreeSet<Ticket>>,
     /// What became of those that wait no more, until they look.
     ended: BTreeMap<Ticket, Result<Vec<Fresh>>>,
     next: Ticket,
@@ -263,21 +261,6 @@ impl WaitQueue {
         Some(waiter)
     }
 
-    // --- windows -----------------------------------------------------------------------------------------------------
-
-    /// The first waiters of each size that may choose a window and have none, up to `most` of them: not those behind
-    /// another of the same class.
-    pub(super) fn unplaced(
-        &self,
-        most: usize,
-        placed: impl Fn(Ticket) -> bool + Copy,
-    ) -> impl Iterator<Item = Ticket> {
-        self.sizes.iter().flat_map(move |(size, tickets)| {
-            let leading = if matches!(size, Size::Class(_)) { 1 } else { usize::MAX };
-            tickets.iter().copied().take(leading).filter(move |ticket| !placed(*ticket)).take(most)
-        })
-    }
-
     // --- who is next -------------------------------------------------------------------------------------------------
 
     /// The first waiter that what is free outside of windows can probably serve, but for the sizes in `not`.
@@ -353,9 +336,7 @@ fn give_all(arena: &mut Arena, taken: Vec<NonNull<Descriptor>>) {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::error::Error;
     use crate::segment::RegionId;
-    use crate::sync::thread;
 
     const SMALL: usize = 1000;
 
@@ -376,22 +357,6 @@ mod tests {
     fn want(len: usize) -> Want {
         let align = if len <= 2 * SMALL { 64 } else { PAGE };
         Want { len, placement: Placement::of(len, align).unwrap() }
-    }
-
-    fn join(queue: &mut WaitQueue, wants: &[Want]) -> Ticket {
-        queue.join(wants.to_vec(), Wake::Thread(thread::current()))
-    }
-
-    #[test]
-    fn a_look_replaces_the_wake_of_what_waits() {
-        let mut queue = WaitQueue::default();
-        let key = join(&mut queue, &[want(SMALL)]);
-        let other = || Some(Wake::Thread(thread::current()));
-        assert!(matches!(queue.look(key, None), (None, None)));
-        assert!(matches!(queue.look(key, other()), (None, Some(_))));
-        let wake = queue.finish(key, Err(Error::Closed));
-        assert_eq!((queue.waits(key), wake.is_some(), queue.len()), (false, true, 0));
-        assert!(matches!(queue.look(key, other()), (Some(Err(Error::Closed)), Some(_))));
     }
 
     #[test]

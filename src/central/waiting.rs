@@ -269,10 +269,10 @@ impl CentralPool {
         core: &mut Core,
         cached: impl Fn(Class) -> bool,
     ) -> std::result::Result<(), String> {
-        let owners = core.owners();
-        let unique = owners.windows(2).all(|pair| pair[0] < pair[1]);
-        if !unique || owners.iter().any(|owner| !core.queue.waits(*owner)) {
-            return Err(format!("windows belong to {owners:?}, some of which do not wait, or have two"));
+        for (id, window) in &core.arena.windows {
+            if !core.queue.waits(window.owner) || core.window(window.owner) != Some(id) {
+                return Err(format!("request {} has a window and does not wait, or has two", window.owner));
+            }
         }
         for ticket in core.queue.firsts().collect::<Vec<_>>() {
             let wants = core.queue.wants(ticket).to_vec();
@@ -515,8 +515,7 @@ impl Core {
 
     /// Whether any segment can still come back, from thread caches included.
     pub(super) fn anything_out(&self) -> bool {
-        let bytes = self.arena.bytes();
-        bytes.free + bytes.cut + self.quarantined < bytes.total
+        self.arena.given_out() > self.quarantined
     }
 
     /// Ends the waits that have become impossible. Of requests of one size the first stands for all.
@@ -567,8 +566,7 @@ impl Core {
     /// Notes that a window ended: a waiter that has none may find one.
     fn note_ended(&mut self) {
         self.windows.none_for = None;
-        let unplaced = self.queue.unplaced(1, |key| self.window(key).is_some()).next();
-        self.windows.wanted |= unplaced.is_some();
+        self.windows.wanted |= !self.unplaced(1).is_empty();
     }
 
     /// Notes that there may be windows, or needs for them, that there were not.
@@ -585,13 +583,6 @@ impl Core {
     /// The window of a waiter.
     fn window(&self, owner: Ticket) -> Option<WindowId> {
         self.arena.windows.iter().find(|(_, window)| window.owner == owner).map(|(id, _)| id)
-    }
-
-    /// The waiters that have a window, in their order.
-    fn owners(&self) -> Vec<Ticket> {
-        let mut owners: Vec<Ticket> = self.arena.windows.iter().map(|(_, window)| window.owner).collect();
-        owners.sort_unstable();
-        owners
     }
 
     // --- granting ----------------------------------------------------------------------------------------------------
@@ -685,10 +676,7 @@ impl Core {
     fn choose(&mut self) {
         // Regions that got free while others were being pinned.
         self.windows().into_iter().for_each(|id| self.came(id));
-        let mut unplaced: Vec<_> =
-            self.queue.unplaced(MOST_WINDOWS, |key| self.window(key).is_some()).collect();
-        unplaced.sort_unstable();
-        for key in unplaced {
+        for key in self.unplaced(MOST_WINDOWS) {
             let windows = self.arena.windows.iter();
             let left = MOST_RANGES - windows.map(|(_, window)| window.ranges.len()).sum::<usize>();
             if left == 0 || self.arena.windows.len() >= MOST_WINDOWS {
@@ -700,6 +688,19 @@ impl Core {
             let id = self.arena.withhold(Window::new(key, ranges, replaces));
             self.came(id);
         }
+    }
+
+    /// The first waiters of each size that may choose a window and have none, up to `most` of each, in their order: not
+    /// those behind another of the same class.
+    fn unplaced(&self, most: usize) -> Vec<Ticket> {
+        let mut all = Vec::new();
+        for (size, tickets) in &self.queue.sizes {
+            let leading = if matches!(size, Size::Class(_)) { 1 } else { usize::MAX };
+            let leading = tickets.iter().take(leading);
+            all.extend(leading.filter(|ticket| self.window(**ticket).is_none()).take(most));
+        }
+        all.sort_unstable();
+        all
     }
 
     /// Ranges for a waiter: if possible, none that it has given up.
@@ -780,8 +781,8 @@ impl Core {
 
     /// The bytes that the largest request asks for that has a window.
     pub(super) fn withheld_for(&self) -> usize {
-        let asked = |key: usize| sum(self.queue.wants(key).iter().map(|w| w.len));
-        self.owners().into_iter().map(asked).max().unwrap_or(0)
+        let owners = self.arena.windows.iter().map(|(_, window)| self.queue.wants(window.owner));
+        owners.map(|wants| sum(wants.iter().map(|want| want.len))).max().unwrap_or(0)
     }
 }
 
