@@ -176,7 +176,8 @@ impl CentralPool {
 }
 
 impl Owner for CentralPool {
-    /// Adds an extent and serves waiters from it. A pool that was closed meanwhile does not need the rest.
+    /// Adds an extent and serves waiters from it. A pool that was closed meanwhile does not need
+    /// the rest.
     unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) -> bool {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(len);

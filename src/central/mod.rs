@@ -284,8 +284,9 @@ impl CentralPool {
         hit.or_else(|| self.hit_other(class, len))
     }
 
-    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their own.
-    /// (Also where the list is empty, so that a hit looks at its outcome once.)
+    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute
+    /// a fence of their own. (Also where the list is empty, so that a hit looks at its outcome
+    /// once.)
     #[cold]
     #[inline(never)]
     fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {

@@ -315,17 +315,6 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_comes_and_goes() {
-        let descriptor = descriptor();
-        for _ in 0..2 {
-            descriptor.taken();
-            assert_eq!(descriptor.list(), 3, "the index is the same while the segment is out");
-            descriptor.returned();
-            assert_eq!(descriptor.list(), 3);
-        }
-    }
-
-    #[test]
     fn a_word_has_three_parts() {
         let descriptor = Descriptor::new(NonNull::dangling(), Class::new(3), 0, 7);
         let word = descriptor.word();

@@ -9,7 +9,7 @@
 //! | place | which thread | how |
 //! | --- | --- | --- |
 //! | a thread cache ([`cache`]) | its *owner*, the thread that leases it | plain loads and stores behind the [`Gate`] |
-//! | a transfer cache ([`transfer`]) | any thread that is inside the gate | a lock of its own, once for a batch |
+//! | a transfer cache ([`transfer`]) | any thread that is inside the gate | the lock of one of its stacks, once for a batch |
 //! | its run, in the arena | the thread that holds the central pool's lock | ordinary code |
 //!
 //! Segments move between the first two places without the central pool's lock, a batch at a time. So a thread that only returns segments

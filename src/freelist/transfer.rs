@@ -1,14 +1,15 @@
 //! Transfer caches: through them thread caches pass batches of free segments to each other.
 //!
-//! A thread that returns more than it takes fills its thread cache. A thread that takes more than it returns empties
-//! its own. Between them each class has a transfer cache: a few stacks of free segments, each under a lock of its own, which
-//! a thread holds while it copies a batch of addresses. Neither thread touches the descriptors themselves, whose cache
-//! lines another core may have, so 32 segments change their thread for the price of a few cache lines. What a transfer
+//! A thread that returns more than it takes fills its thread cache. A thread that takes more than
+//! it returns empties its own. Between them each class has a transfer cache: a few stacks of free
+//! segments, each under a lock of its own, which a thread holds while it copies a batch of
+//! addresses. Neither thread touches the descriptors themselves, whose cache lines another core may
+//! have, so 32 segments change their thread for the price of a few cache lines. What a transfer
 //! cache has no room for goes back to its runs under the central pool's lock.
 //!
-//! With 16 threads that pass 1 MiB segments on, a lock takes four million holders a second, which is more than one lock
-//! can serve. So threads begin at different stacks. A thread that finds a stack locked goes on to the next, and waits for
-//! no other thread.
+//! With 16 threads that pass on segments of 1 MiB, a single lock would be taken four million times
+//! a second, which is more than it can serve. So threads begin at different stacks. A thread that
+//! finds a stack locked goes on to the next one, and waits for no other thread.
 //!
 //! Each class has a quota of bytes, which is worked out once, so no batch touches a sum that threads of other classes
 //! change.
@@ -21,11 +22,12 @@ use std::ptr::NonNull;
 use super::descriptor::{Chain, Descriptor};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering};
 
-/// Number of stacks in a transfer cache. (One in models: what they show is the protocol of one stack.)
+/// Number of stacks in a transfer cache. (One in models: what they show is the protocol of one
+/// stack.)
 const STACKS: usize = if cfg!(loom) { 1 } else { 4 };
 
-/// A stack holds no more than this many batches of the size of the one that comes. There are few, because other classes
-/// cannot use the memory in them until it is reclaimed.
+/// A stack holds no more than this many batches of the size of the one that comes. There are few,
+/// because other classes cannot use the memory in them until it is reclaimed.
 const MOST_BATCHES: usize = 2;
 
 /// The least number of segments that a quota must have room for. With fewer of them, threads of one class would often
@@ -36,7 +38,8 @@ const LEAST_SEGMENTS: usize = if cfg!(loom) { 1 } else { 4 };
 #[derive(Debug)]
 pub(crate) struct TransferCache([Stack; STACKS]);
 
-/// A part of a transfer cache. Aligned to two cache lines, since processors fetch neighbouring lines in pairs.
+/// A part of a transfer cache. Aligned to two cache lines, since processors fetch neighbouring
+/// lines in pairs.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Stack {
@@ -84,8 +87,8 @@ impl TransferCache {
         }))
     }
 
-    /// The stacks in the order in which a thread looks at them: `first`, any number that differs from thread to thread,
-    /// names the one to begin with.
+    /// The stacks in the order in which a thread looks at them: `first`, any number that differs
+    /// from thread to thread, names the one to begin with.
     fn stacks(&self, first: usize) -> impl Iterator<Item = &Stack> {
         (0..STACKS).map(move |at| &self.0[first.wrapping_add(at) % STACKS])
     }

@@ -65,8 +65,8 @@ where
 }
 
 impl Regions {
-    /// Pins memory, makes it a region, and hands its extents to `owner`. Waits for the region thread. After an error
-    /// nothing of it is pinned, or the memory is leaked.
+    /// Pins memory, makes it a region, and hands its extents to `owner`. Waits for the region
+    /// thread. After an error nothing of it is pinned, or the memory is leaked.
     pub(crate) fn adopt<T>(
         self: &Arc<Self>,
         adoptee: Adoptee<T>,
@@ -77,7 +77,7 @@ impl Regions {
     {
         let Adoptee { memory, base, len: whole } = adoptee;
         self.begin(whole);
-        let begun = || Region::new(base, whole, RegionSource::Adopted(None), &self.context());
+        let begun = || Region::new(base, RegionSource::Adopted(None), &self.context());
         let (mut region, mut came) = (begun(), 0);
         let (mut busy, mut longest) = (Duration::ZERO, Duration::ZERO);
         while came < whole {
@@ -87,13 +87,12 @@ impl Regions {
                 // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
                 let (pinned, took) =
                     unsafe { regions.pin_extent(&region.context, region.at(came), len, true) };
-                let extent = pinned.map(|pinned| Extent { offset: came, len, pinned });
-                Ok((region, extent, took))
+                Ok((region, pinned, took))
             });
-            let (back, error) = match called {
-                Ok((back, Ok(extent), took)) => {
+            let (error, is_clean) = match called {
+                Ok((back, Ok(pinned), took)) => {
                     region = back;
-                    region.extents.push(extent);
+                    region.extents.push(Extent { offset: came, len, pinned });
                     came += len;
                     busy += took;
                     longest = longest.max(took);
@@ -104,17 +103,16 @@ impl Regions {
                     region = begun();
                     continue;
                 }
-                Ok((back, Err(error), _)) => (Some(back), error),
-                // A job that panicked may have pinned its extent or not.
-                Err(error) => (None, error),
+                Ok((back, Err(error), _)) => (error, context.worker().call(move || Ok(back.undo()))),
+                // The job panicked, and may have pinned its extent or not.
+                Err(error) => (error.clone(), Err(error)),
             };
-            let undone = back.map(|region| context.worker().call(move || Ok(region.undo())));
             // The caller gets the error; it is no failure of the pool's own growth.
             self.ended(whole, None, Some(owner));
-            if undone == Some(Ok(true)) {
+            if is_clean == Ok(true) {
                 return Err(SubmitError { error, buffer: Some(*memory) });
             }
-            if !matches!(undone, Some(Ok(_))) {
+            if is_clean.is_err() {
                 context.holds().leaked(1);
             }
             std::mem::forget(memory);

@@ -38,7 +38,7 @@ const MOST_AGAIN: Duration = Duration::from_secs(60);
 
 /// Where a region came from.
 pub(super) enum RegionSource {
-    /// A mapping of the pool's: the region's base and length.
+    /// A mapping of the pool's.
     Mapped,
     /// One allocation of the driver's, in which the region lies.
     Driver { base: NonNull<u8>, len: usize, kind: HostKind },
@@ -75,8 +75,8 @@ pub(super) fn page() -> usize {
 }
 
 impl Regions {
-    /// Makes `len` bytes on the device's region thread. Hands each extent to `owner` as soon as it is usable, as long as
-    /// it wants more, and tells it at the end what did not come, and why.
+    /// Makes `len` bytes on the device's region thread. Hands each extent to `owner` as soon as it
+    /// is usable, as long as it wants more, and tells it at the end what did not come, and why.
     pub(crate) fn pin(self: &Arc<Self>, len: usize, owner: Arc<dyn Owner>) {
         self.begin(len);
         self.progress.lock().pinning.error = None;
@@ -111,7 +111,7 @@ impl Regions {
         // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is unmapped by
         // `finish`, after the toucher was dropped.
         let toucher = unsafe { Toucher::start(base, len, if is_inline { 0 } else { threads }, huge, node) };
-        let region = Region::new(base, len, RegionSource::Mapped, context);
+        let region = Region::new(base, RegionSource::Mapped, context);
         let id = self.add(Region { node, ..region }).id;
         Ok(Supply::Mapped { id, base, toucher })
     }
@@ -176,7 +176,7 @@ impl Regions {
             Supply::Driver(kind) => {
                 let (allocated, took) = paced(|| self.allocate(&context, len, *kind));
                 let (start, source, pinned) = allocated?;
-                let mut region = Region::new(start, len, source, &context);
+                let mut region = Region::new(start, source, &context);
                 region.extents.push(Extent { offset: 0, len, pinned });
                 (self.add(region).id, start, pinned, took)
             }
@@ -217,7 +217,8 @@ impl Regions {
         }
     }
 
-    /// Pins memory where it is, by the call that [`unpin`] undoes. Returns also how long the call took. With [`Unpinned::Allow`] memory that is not pinned is no error.
+    /// Pins memory where it is, by the call that [`unpin`] undoes. Returns also how long the call
+    /// took. With [`Unpinned::Allow`] memory that is not pinned is no error.
     ///
     /// # Safety
     /// The memory is whole pages that nobody has pinned, and stays until it was unpinned.
@@ -294,12 +295,8 @@ impl Regions {
         if let Supply::Mapped { id, base, toucher } = supply {
             // The toucher's threads end before any of it is unmapped.
             drop(toucher);
-            {
-                let mut progress = self.progress.lock();
-                progress.region(id).into_iter().for_each(|region| region.len = came);
-                if came == 0 {
-                    progress.regions.retain(|r| r.id != id);
-                }
+            if came == 0 {
+                self.progress.lock().regions.retain(|region| region.id != id);
             }
             if came < len {
                 // SAFETY: the failed extent and the rest: mapped, not pinned, never handed out.
@@ -322,18 +319,15 @@ impl Regions {
         let regions = Arc::downgrade(self);
         crate::timer::after(pause, move || {
             let Some(regions) = regions.upgrade() else { return };
-            let unpinned: Vec<(Arc<Context>, RegionId, usize)> = {
+            let mut unpinned = Vec::new();
+            {
                 let mut progress = regions.progress.lock();
                 progress.again = false;
-                let of_region = |region: &mut Region| {
+                for region in progress.staying() {
                     let (context, id) = (region.context.clone(), region.id);
-                    region
-                        .unpinned()
-                        .map(move |extent| (context.clone(), id, extent.offset))
-                        .collect::<Vec<_>>()
-                };
-                progress.staying().flat_map(of_region).collect()
-            };
+                    unpinned.extend(region.unpinned().map(|extent| (context.clone(), id, extent.offset)));
+                }
+            }
             for (context, id, offset) in unpinned {
                 let (regions, owner) = (regions.clone(), owner.clone());
                 // By the device that is to unpin it.
@@ -396,7 +390,7 @@ impl Region {
     /// The extents that went unpinned and that the driver may yet pin where they are.
     fn unpinned(&self) -> impl Iterator<Item = &Extent> {
         // Those of the program's value are handed over by the thread that gives it.
-        let is_open = !self.is_adopted() || self.ready == self.len;
+        let is_open = !self.is_adopted() || self.ready == self.len();
         self.extents.iter().filter(move |extent| is_open && extent.pinned == Pinned::NotYet)
     }
 
@@ -422,8 +416,8 @@ impl Region {
         }
     }
 
-    /// Unpins the region's extents, and unmaps them if the pool mapped them. `false`: one stays pinned, and the memory
-    /// must stay too.
+    /// Unpins the region's extents, and unmaps them if the pool mapped them. `false`: one stays
+    /// pinned, and the memory must stay too.
     pub(super) fn undo(&self) -> bool {
         let mut clean = true;
         for extent in &self.extents {

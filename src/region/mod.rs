@@ -2,12 +2,22 @@
 //!
 //! # How a region is made
 //!
-//! A region is mapped as a whole, starting on a multiple of 2 MiB, preferably in the memory next to its device, and
-//! pinned extent by extent. Several threads touch its pages in order of their addresses ([`touch`]); touching takes
-//! most of the time, since the system zeroes the pages. One call of the device's driver pins each extent as soon as its
-//! pages are there, and the pool serves from an extent as soon as it is pinned. An extent that fails is rolled back
-//! together with the rest of the region, and is never handed out as if it were pinned. Whether it is handed out
+//! | a region is | while |
+//! | --- | --- |
+//! | asked for | its bytes count as wanted, and none of it is listed |
+//! | being made | extents are pinned one by one, and the pool serves from each as soon as it is pinned |
+//! | done | no more extents come |
+//! | going | nothing can reach it, and a job that unpins it is on its way |
+//!
+//! A region is mapped as a whole, starting on a multiple of 2 MiB, preferably in the memory next to
+//! its device. Several threads touch its pages in order of their addresses ([`touch`]); touching
+//! takes most of the time, since the system zeroes the pages. One call of the device's driver pins
+//! each extent as soon as its pages are there. An extent that fails is rolled back together with
+//! the rest of the region, and is never handed out as if it were pinned. Whether it is handed out
 //! unpinned, and said to be so, is the configuration's choice ([`Unpinned`]).
+//!
+//! Memory that the driver allocates comes in one region for each extent. Adopted memory is listed
+//! when all of it is pinned ([`adopted`]).
 //!
 //! # Memory that went unpinned
 //!
@@ -204,13 +214,15 @@ pub(crate) trait Owner: Send + Sync {
     /// Serves from an extent. `false`: no more is wanted.
     ///
     /// # Safety
-    /// The extent is handed over once, and stays until [`Regions::remove`] or the end of the [`Regions`].
+    /// The extent is handed over once, and stays until [`Regions::remove`] or the end of the
+    /// [`Regions`].
     unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) -> bool;
 
     /// An extent is pinned that was handed over unpinned.
     fn pinned_after_all(&self, base: NonNull<u8>);
 
-    /// Nothing more is being made. `missing` of the bytes that were asked for have not come, because of `error`.
+    /// Nothing more is being made. `missing` of the bytes that were asked for have not come,
+    /// because of `error`.
     fn grown(&self, missing: usize, error: Option<&Error>);
 }
 
@@ -271,7 +283,6 @@ enum Pinned {
 struct Region {
     id: RegionId,
     base: NonNull<u8>,
-    len: usize,
     extents: Vec<Extent>,
     node: Option<u32>,
     /// Of the bytes counted in [`Pinning::ready`], those of this region.
@@ -288,15 +299,19 @@ unsafe impl Send for Region {}
 
 impl Region {
     /// A region that is not listed yet, without extents.
-    fn new(base: NonNull<u8>, len: usize, source: RegionSource, context: &Arc<Context>) -> Self {
+    fn new(base: NonNull<u8>, source: RegionSource, context: &Arc<Context>) -> Self {
         let (id, extents, context) = (RegionId(0), Vec::new(), context.clone());
-        Self { id, base, len, extents, node: None, ready: 0, is_going: false, source, context }
+        Self { id, base, extents, node: None, ready: 0, is_going: false, source, context }
+    }
+
+    /// Bytes that are done.
+    fn len(&self) -> usize {
+        self.extents.iter().map(|e| e.len).sum()
     }
 
     fn info(&self) -> RegionInfo {
         let pinned = self.extents.iter().filter(|e| e.is_pinned()).map(|e| e.len).sum();
-        let len = self.extents.iter().map(|e| e.len).sum();
-        RegionInfo { id: self.id, base: self.base, len, pinned, node: self.node }
+        RegionInfo { id: self.id, base: self.base, len: self.len(), pinned, node: self.node }
     }
 }
 
@@ -387,9 +402,8 @@ impl Regions {
 
     /// Whether the memory at this address is the driver's managed memory.
     pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
-        let at = at.as_ptr().addr();
         let managed = |r: &Region| matches!(r.source, RegionSource::Driver { kind: HostKind::Managed, .. });
-        let has = |r: &Region| (r.base.as_ptr().addr()..r.base.as_ptr().addr() + r.len).contains(&at);
+        let has = |r: &Region| at.addr().get().wrapping_sub(r.base.addr().get()) < r.len();
         self.progress.lock().regions.iter().any(|r| has(r) && managed(r))
     }
 
@@ -413,8 +427,9 @@ impl Regions {
         progress.pinning.wanted += len;
     }
 
-    /// Ends what [`Regions::begin`] began. The owner is told before a thread can see that nothing is being pinned: if
-    /// that thread then asks for more, the owner knows that this has ended. It is not told where another attempt goes on.
+    /// Ends what [`Regions::begin`] began. The owner is told before a thread can see that nothing
+    /// is being pinned: if that thread then asks for more, the owner knows that this has ended. It
+    /// is not told where another attempt goes on.
     fn ended(&self, missing: usize, error: Option<&Error>, owner: Option<&Arc<dyn Owner>>) {
         {
             let mut progress = self.progress.lock();
@@ -493,7 +508,7 @@ impl Regions {
         let RegionProgress { regions, pinning, .. } = &mut *progress;
         let Some(region) = regions.iter_mut().find(|r| r.id == id) else { return };
         region.is_going = true;
-        pinning.wanted -= region.info().len;
+        pinning.wanted -= region.len();
         pinning.ready -= region.ready;
         let (context, regions) = (region.context.clone(), Arc::downgrade(self));
         drop(progress);
