@@ -135,6 +135,7 @@ impl Pool {
     /// ```
     #[must_use]
     pub fn stuck(&self, threshold: Duration) -> Vec<StuckBuffer> {
-        stuck::find(threshold, self.central(), self.devices())
+        let found = stuck::find(threshold, self.central(), self.devices());
+        found.into_iter().map(|(_, buffer)| buffer).collect()
     }
 }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::metrics::{self, DeviceSample, PoolSample, Reading, Sample, Value};
 use super::snapshot::{DeviceStats, Snapshot, StreamStats};
-use super::stuck::{self, BufferState, StuckBuffer};
+use super::stuck::{self, BufferState, Known, StuckBuffer};
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::pool::{Pool, WeakPool};
@@ -69,7 +69,7 @@ struct WatchedPool {
     pool: WeakPool,
     sent: Sent,
     /// The stuck buffers that were logged.
-    logged: HashSet<(usize, Instant)>,
+    logged: HashSet<Known>,
 }
 
 #[derive(Debug, Default)]
@@ -307,7 +307,7 @@ impl WatchedPool {
         let mut stuck =
             stuck_after.map_or(Vec::new(), |after| stuck::find(after, pool.central(), pool.devices()));
         // Nothing keeps a quarantined buffer that could let go of it.
-        stuck.retain(|buffer| !buffer.long_lived && buffer.state != BufferState::Quarantined);
+        stuck.retain(|(_, buffer)| !buffer.long_lived && buffer.state != BufferState::Quarantined);
         self.log(pool.name(), &stuck);
         let Snapshot { pool: stats, classes, devices, pinning, waiting, holding, .. } = pool.snapshot();
         let sample = PoolSample {
@@ -318,27 +318,27 @@ impl WatchedPool {
             holding,
             peak_bytes: pool.central().take_peak(),
             stuck_buffers: stuck.len(),
-            stuck_bytes: stuck.iter().map(|buffer| buffer.granted).sum(),
+            stuck_bytes: stuck.iter().map(|(_, buffer)| buffer.granted).sum(),
             at_seconds: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
         };
         self.sent.send(Sample { pool: Some(&sample), device: None }, to);
         devices
     }
 
-    fn log(&mut self, pool: &str, stuck: &[StuckBuffer]) {
+    fn log(&mut self, pool: &str, stuck: &[(Known, StuckBuffer)]) {
         // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond
         // `BUFFERS_LOGGED` are not entered, so that one of the next polls logs them.
         let before = std::mem::take(&mut self.logged);
         let mut left = BUFFERS_LOGGED;
-        for buffer in stuck {
-            if !before.contains(&buffer.known) {
+        for (known, buffer) in stuck {
+            if !before.contains(known) {
                 if left == 0 {
                     continue;
                 }
                 left -= 1;
                 stuck::emit(pool, buffer);
             }
-            self.logged.insert(buffer.known);
+            self.logged.insert(*known);
         }
     }
 }

@@ -98,9 +98,6 @@ pub struct Awaited {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
-    /// The descriptor, and since when its segment is out: by these a checkout is told from the next one of the same
-    /// descriptor.
-    pub(super) known: (usize, Instant),
     /// Bytes that it takes of the pool, rounding included.
     pub granted: usize,
     /// Bytes that were asked for, if the pool [recorded](crate::PoolBuilder::track_checkouts) its checkout.
@@ -128,7 +125,6 @@ impl StuckBuffer {
     fn new(of: OutSegment, now: Instant, awaited: Vec<Awaited>) -> Self {
         let origin = of.entry.map(|entry| entry.origin).unwrap_or_default();
         Self {
-            known: (of.descriptor, of.since),
             granted: of.granted,
             requested: of.entry.map(|entry| entry.len),
             age: now.saturating_duration_since(of.since),
@@ -142,8 +138,15 @@ impl StuckBuffer {
     }
 }
 
+/// A descriptor, and since when its segment is out: by these a checkout is told from the next one of the same descriptor.
+pub(super) type Known = (usize, Instant);
+
 /// The buffers that are known to have been out for at least `threshold`, oldest first.
-pub(super) fn find(threshold: Duration, central: &CentralPool, devices: &[Device]) -> Vec<StuckBuffer> {
+pub(super) fn find(
+    threshold: Duration,
+    central: &CentralPool,
+    devices: &[Device],
+) -> Vec<(Known, StuckBuffer)> {
     if crate::os::forked() {
         return Vec::new();
     }
@@ -190,7 +193,8 @@ pub(super) fn find(threshold: Duration, central: &CentralPool, devices: &[Device
     let buffers = out.into_iter().map(|segment| {
         let first = flying.partition_point(|(of, _)| of.descriptor < segment.descriptor);
         let own = flying[first..].iter().take_while(|(of, _)| of.descriptor == segment.descriptor);
-        StuckBuffer::new(segment, now, own.map(|(_, awaited)| awaited.clone()).collect())
+        let awaited = own.map(|(_, awaited)| awaited.clone()).collect();
+        ((segment.descriptor, segment.since), StuckBuffer::new(segment, now, awaited))
     });
     buffers.collect()
 }
@@ -214,8 +218,8 @@ pub(crate) fn report(
     }
     let mut all = find(Duration::ZERO, central, devices);
     // Those that went out later kept the request from nothing until then. Ages that are not exact may be longer.
-    all.retain(|buffer| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
-    let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();
+    all.retain(|(_, buffer)| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
+    let bytes: usize = all.iter().map(|(_, buffer)| buffer.granted).sum();
     let what = if long.is_some() { "lasts for long" } else { "timed out" };
     let growth = long.and_then(|wait| wait.growth.as_ref()).map(ToString::to_string);
     crate::foreign::warn!(
@@ -231,7 +235,7 @@ pub(crate) fn report(
         hint = (!central.tracks()).then_some(UNTRACKED),
         "a wait for memory {what}; the buffers that are known to have been out for longest follow"
     );
-    all.iter().take(BUFFERS_LISTED).for_each(|buffer| emit(pool, buffer));
+    all.iter().take(BUFFERS_LISTED).for_each(|(_, buffer)| emit(pool, buffer));
 }
 
 /// What an event says about buffers whose checkout was not recorded.

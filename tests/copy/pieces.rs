@@ -353,6 +353,47 @@ fn a_device_dies_under_blocks() {
     }
 }
 
+/// A device that dies may still read blocks and write to them, so none of those in flight there is used again.
+#[test]
+fn blocks_in_flight_on_a_dead_device_never_come_back() {
+    own_process!();
+    for up in [true, false] {
+        let s = setup(HostConfig::new(), 24 << 20);
+        s.node.hang(0);
+        let places = (0..20).map(|i| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap());
+        let blocks: Vec<_> = places.map(|place| (s.pool.checkout(LEN).unwrap(), place)).collect();
+        let granted = s.pool.stats().granted_bytes;
+        let error = if up {
+            let filled = blocks.into_iter().map(|(mut buf, place)| {
+                buf.try_resize(LEN, 1).unwrap();
+                (buf, place)
+            });
+            let sent = s.copier.upload_pages(filled.collect()).unwrap();
+            die_in_flight(&s, granted);
+            sent.wait().unwrap_err().error
+        } else {
+            let blocks = blocks.into_iter().map(|(buf, place)| (place, buf));
+            let coming = s.copier.download_pages(blocks.collect()).unwrap();
+            die_in_flight(&s, granted);
+            coming.wait().unwrap_err().error
+        };
+        assert!(error.is_device_lost(), "{error}");
+        while s.pool.stats().in_flight_bytes > 0 {
+            std::thread::yield_now();
+        }
+        assert!(s.pool.stats().quarantined_bytes >= granted, "{:?}", s.pool.stats());
+        s.pool.check().unwrap();
+    }
+}
+
+/// The device dies as soon as so many bytes are in flight.
+fn die_in_flight(s: &Setup, bytes: usize) {
+    while s.pool.stats().in_flight_bytes < bytes {
+        std::thread::yield_now();
+    }
+    s.node.kill(0);
+}
+
 /// Blocks of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
 #[test]
 fn blocks_of_a_call_may_overlap() {

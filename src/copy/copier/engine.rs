@@ -278,17 +278,24 @@ impl Engine {
         (buf, written): (Option<PinnedBuf>, Option<usize>),
         lent: Option<Arc<dyn Retain>>,
         transfers: &mut [Transfer],
-        mut memories: Arc<dyn Retain>,
+        memories: Arc<dyn Retain>,
     ) -> Result<(Flight, Result<()>)> {
         let timeline = stream.timeline();
         let mut ticket = Ticket { timeline: timeline.clone(), seq: NOT_YET };
-        let back = lent.map(|lent| {
-            let back = Arc::new(OnceLock::new());
-            let all = vec![lent, memories.clone()];
-            memories = Arc::new(Lent { all, back: back.clone() });
-            back
-        });
-        let resource = buf.as_ref().map_or(Resource::Nothing, |buf| Lend::lend(buf, KEY));
+        let (resource, buf, back) = match lent {
+            None => (buf.as_ref().map_or(Resource::Nothing, |buf| Lend::lend(buf, KEY)), buf, None),
+            // As host memory: a device that dies may still write to it.
+            Some(lent) => {
+                let mut all = vec![lent];
+                // Nothing asks for the kernel's table any more.
+                if let Some(table) = buf {
+                    all.push(Lend::lend(&table, KEY).shared());
+                    Lend::abandon(table, KEY);
+                }
+                let back = Arc::new(OnceLock::new());
+                (Resource::Object(Arc::new(Lent { all, back: back.clone() })), None, Some(back))
+            }
+        };
         let submission = timeline.begin(resource, Some(memories)).map_err(|(error, _)| error)?;
         let mut buf = buf.map(|buf| InFlight::new(ticket.clone(), buf, written));
         // SAFETY: the entry keeps the host's and the device's memory until an event after this call is seen complete.
