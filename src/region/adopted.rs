@@ -82,16 +82,16 @@ impl Regions {
         let (mut busy, mut longest) = (Duration::ZERO, Duration::ZERO);
         while came < whole {
             let (regions, context) = (self.clone(), region.context.clone());
+            // The region itself stays here, with what it lists: a job that panics loses what it owns.
+            let part = Region::new(base, RegionSource::Adopted(None), &context);
             let len = self.options.extent.min(whole - came);
             let called = context.worker().call(move || {
                 // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
-                let (pinned, took) =
-                    unsafe { regions.pin_extent(&region.context, region.at(came), len, true) };
-                Ok((region, pinned, took))
+                let (pinned, took) = unsafe { regions.pin_extent(&part.context, part.at(came), len, true) };
+                Ok((pinned, took))
             });
             let (error, is_clean) = match called {
-                Ok((back, Ok(pinned), took)) => {
-                    region = back;
+                Ok((Ok(pinned), took)) => {
                     region.extents.push(Extent { offset: came, len, pinned });
                     came += len;
                     busy += took;
@@ -99,13 +99,16 @@ impl Regions {
                     continue;
                 }
                 // The device was found to be lost by this very call, before it has pinned anything.
-                Ok((_, Err(error), _)) if came == 0 && self.goes_on_after(Some(&error)) => {
+                Ok((Err(error), _)) if came == 0 && self.goes_on_after(Some(&error)) => {
                     region = begun();
                     continue;
                 }
-                Ok((back, Err(error), _)) => (error, context.worker().call(move || Ok(back.undo()))),
-                // The job panicked, and may have pinned its extent or not.
-                Err(error) => (error.clone(), Err(error)),
+                Ok((Err(error), _)) => (error, context.worker().call(move || Ok(region.undo()))),
+                // The job panicked, and may have pinned its extent or not. The extents before it are unpinned.
+                Err(error) => {
+                    let _ = context.worker().call(move || Ok(region.undo()));
+                    (error.clone(), Err(error))
+                }
             };
             // The caller gets the error; it is no failure of the pool's own growth.
             self.ended(whole, None, Some(owner));

@@ -599,6 +599,24 @@ mod tests {
     }
 
     #[test]
+    fn an_adoption_that_panics_unpins_what_it_has_pinned_before() {
+        const EXTENT: usize = 1 << 16;
+        let node = HostNode::new(HostConfig::new()).unwrap();
+        let pins = Mutex::new(0);
+        node.hook(move |call| {
+            if matches!(call, Call::Pin) {
+                *pins.lock() += 1;
+                assert!(*pins.lock() < 3, "the third extent panics");
+            }
+        });
+        let device = Device::on(&node, 0).unwrap();
+        let pool = Pool::builder(&device).capacity(3 * EXTENT).extent(EXTENT).initial(0).build().unwrap();
+        let refused = pool.adopt(vec![0; 3 * EXTENT + 4095]).unwrap_err();
+        assert!(refused.buffer.is_none(), "the device may have the third one pinned");
+        assert_eq!(node.live(0).pinned_bytes, 0);
+    }
+
+    #[test]
     fn memory_that_is_pinned_while_its_region_goes_stays_mapped_where_it_cannot_be_unpinned() {
         use std::sync::atomic::{AtomicU64, Ordering};
         use std::sync::mpsc;
