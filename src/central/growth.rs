@@ -10,7 +10,7 @@
 //! # The rule
 //!
 //! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head; where there is no room
-//!    for it, for the first waiter that the room is enough for.
+//!    for it, or a region as short was refused, for the first waiter that the room is enough for.
 //! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many bytes, down to what the
 //!    waiter needs, and then after a pause that doubles. (Without a clock the next call on the slow path is the pause.)
 //! 3. A request that only growing can serve gets the error of a growth that was as short as it could be, or that will not
@@ -71,14 +71,13 @@ pub(super) fn least(wants: &[Want]) -> usize {
     bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
-/// The error of the last growth, for wants that growing alone can serve, if no shorter growth follows.
+/// The error of the last growth, for wants that growing alone can serve, if no shorter growth follows: for these wants, or
+/// for those of a waiter.
 pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
     let refusal = core.refused()?;
-    let wants = match core.queue.is_empty() {
-        true => Some(wants),
-        false => core.next_to_grow().map(|next| next.0),
-    };
-    let is_retried = wants.is_some_and(|wants| refusal.allows(core.need(wants)));
+    let own = Some(wants).filter(|_| core.config.step > 0);
+    let next = core.next_to_grow().map(|next| next.0);
+    let is_retried = own.into_iter().chain(next).any(|wants| refusal.allows(core.need(wants)));
     if is_retried { None } else { Some(refusal.error.clone()) }
 }
 
@@ -253,11 +252,8 @@ impl Core {
     /// Plans a region as the rule at the head of this module says, to be carried out after the unlock. `true`: one is
     /// planned. For each waiter idle regions are replaced at most once, since that may not help.
     pub(super) fn grow_for_head(&mut self) -> bool {
-        // These cheap tests decide most cases.
+        // Its cheap tests decide most cases.
         let Some((wants, may_move)) = self.next_to_grow() else { return false };
-        if !self.refused().is_none_or(|refusal| refusal.due || refusal.allows(self.need(wants))) {
-            return false;
-        }
         let wants = wants.to_vec();
         let Some(growth) = self.plan(&wants, may_move) else { return false };
         if !growth.going.is_empty() {
@@ -268,20 +264,23 @@ impl Core {
     }
 
     /// The waiter that a growth is planned for, as its wants, and whether idle regions may make way: the head, if there may
-    /// be room for a region for it. After a growth that failed also the one that needs least, since the failed one may have
-    /// been for any.
+    /// be room for a region for it, and the first other one that the room is enough for. After a growth that failed only one
+    /// that needs less, until its pause is over.
     fn next_to_grow(&self) -> Option<(&[Want], bool)> {
         let head = self.queue.head().filter(|_| self.config.step > 0)?;
         let (head, moved) = (self.queue.wants(head), self.queue.replaced(head));
-        let (failed, least_of_head) = (self.refused().is_some(), least(head));
+        let (refused, least_of_head) = (self.refused(), least(head));
+        let is_tried =
+            |wants: &[Want]| refused.is_none_or(|refusal| refusal.due || refusal.allows(self.need(wants)));
         let may_move = !moved && self.room() + self.arena.bytes().free >= least_of_head;
         let room = self.room_beside();
-        if may_move && (!failed || self.never(head).is_some()) || room >= least_of_head {
+        let may_move = may_move && (refused.is_none() || self.never(head).is_some());
+        if (may_move || room >= least_of_head) && is_tried(head) {
             return Some((head, !moved));
         }
         // Nothing needs less than a page.
         let mut others = self.queue.firsts().take_while(|_| room > 0).map(|key| self.queue.wants(key));
-        others.find(|wants| room >= least(wants)).map(|wants| (wants, false))
+        others.find(|wants| room >= least(wants) && is_tried(wants)).map(|wants| (wants, false))
     }
 
     /// The last growth, if it failed and no other one is under way.

@@ -29,7 +29,8 @@
 //! - Each segment is in one place: in its run, in a thread cache, in a transfer cache, or out.
 //! - Takes and returns are counted where they happen: in thread caches, and under the lock for the slow path. Bytes out
 //!   are takes less returns, times stride; free bytes are the rest. So the parts sum to the whole at any time.
-//! - Nothing that lies in a window is cached, and no segment of a class that a request waits for.
+//! - Nothing that lies in a window is cached, and no segment of a class that a request waits for, once waiters have rights
+//!   (`waiting`).
 //! - No waiter could be served by what is free outside of windows.
 //! - No driver call, no wake and no foreign code under the lock: the core collects [`Wake`]s, and the guard of the lock
 //!   carries them out after the unlock (`lock`).

@@ -180,12 +180,11 @@ impl CentralPool {
             || core.table.caches().any(|cache| cache.any_cached())
     }
 
-    /// Whether there would be `bytes` bytes with the segments in transfer caches and these thread caches. `false` is almost
-    /// certain: an owner that works now may have one segment more.
+    /// Whether there would be `bytes` bytes with the segments in transfer caches and these thread caches. An estimate, as
+    /// long as owners work: one may have a segment more, and a batch that is being moved may count twice or not at all.
     fn could_help(&self, core: &Core, bytes: usize, caches: &[Arc<ThreadCache>]) -> bool {
         let cached = |class: Class| {
             let listed = caches.iter().map(|cache| cache.cached(class) as usize).sum::<usize>();
-            // A batch that is being moved counts in the transfer cache, in its thread's cache, or in both.
             (listed + self.transfers.get(list_of(class)).map_or(0, TransferCache::count)) * class.stride()
         };
         let (arena, all) = (core.arena.bytes(), Class::all().map(cached).sum::<usize>());

@@ -245,6 +245,39 @@ fn a_refused_growth_is_tried_again_at_half_the_length() {
     assert!(core.hopeless(&[pages(256)]).is_none(), "the present region serves it");
 }
 
+/// A growth that was refused is tried again for each request that is shorter, waiting or not.
+#[test]
+fn a_request_gets_no_error_of_a_growth_for_a_longer_one() {
+    let transient = Error::Timeout(Duration::ZERO.into());
+    let config = CentralConfig { timeless: false, step: 2 * PAGE, ..central(0).config.clone() };
+    let central = with_extents(config, &[]);
+    central.plan_bytes(200 * PAGE);
+    let join = |n| central.join(vec![pages(n)], Wake::Thread(thread::current()), usize::MAX).unwrap();
+    let [large, small] = [200, 1].map(join);
+    central.grown(200 * PAGE, Some(&transient));
+    assert!(central.waits(small) && central.core.lock().growing > 0, "a page is tried");
+    // It is refused down to the one page.
+    loop {
+        let refused = central.core.lock().growing;
+        if refused == 0 {
+            break;
+        }
+        central.grown(refused, Some(&transient));
+    }
+    for key in [large, small] {
+        assert!(matches!(central.look(key, None), Some(Err(Error::Timeout(_)))));
+    }
+    // What is there can serve the first one, and only growing the next, which comes after the refusal.
+    let central = with_extents(central.config.clone(), &[16; 3]);
+    let _out = [(); 3].map(|()| central.core.lock().arena.take(pages(16).placement).unwrap());
+    let join = |wants| central.join(wants, Wake::Thread(thread::current()), usize::MAX);
+    let first = join(vec![pages(12); 3]).unwrap();
+    central.core.lock().growing = 0;
+    central.grown(36 * PAGE, Some(&transient));
+    let next = join(vec![pages(20)]).unwrap();
+    assert!(central.waits(first) && central.waits(next) && central.core.lock().growing >= 20 * PAGE);
+}
+
 #[test]
 fn idle_regions_make_way_newest_first() {
     let going = |growth: &queue::Growth| -> Vec<u64> { growth.going.iter().map(|(id, _)| id.0).collect() };

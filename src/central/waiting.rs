@@ -39,7 +39,10 @@
 //! A request that no present region can hold waits for regions to be replaced: then whole regions are withheld for it,
 //! until all of them are free.
 //!
-//! While memory is being pinned, which may serve all waiters, no class is closed and no window is chosen.
+//! # While memory is being pinned
+//!
+//! What is being pinned may serve all waiters. So they have no rights at first: no class is closed for them, and no window
+//! is chosen. They have them from the first look on that still finds one waiting, until none waits: pinning may take long.
 
 use std::ptr::NonNull;
 use std::task::Waker;
@@ -135,6 +138,8 @@ pub(super) struct Windows {
     wanted: bool,
     /// The next look is planned.
     planned: bool,
+    /// A look has found a request waiting, and requests have waited since.
+    overdue: bool,
     /// Requests on the slow path since the last look, where there is no clock.
     ticks: u32,
 }
@@ -200,12 +205,13 @@ impl CentralPool {
         }
         self.reopen(core);
         if core.queue.is_empty() {
+            core.windows.overdue = false;
             return std::mem::take(&mut core.wakes);
         }
         if core.config.timeless {
             // The next call is the end of the pause.
             core.growth_is_due();
-        } else if core.has_rights() && !core.windows.planned {
+        } else if !core.windows.planned {
             core.windows.planned = true;
             core.wakes.push(Wake::Look(self.me.clone()));
         }
@@ -225,7 +231,8 @@ impl CentralPool {
 
     /// Looks at the queue and the windows.
     fn look_now(&self, core: &mut Core) {
-        if core.has_rights() {
+        if !core.queue.is_empty() {
+            core.windows.overdue = true;
             self.arrange(core, true);
         }
     }
@@ -279,6 +286,13 @@ impl CentralPool {
             if serves_all(&mut core.arena, &wants) {
                 return Err(format!("a request waits that what is free can serve: {wants:?}"));
             }
+        }
+        let Windows { planned, overdue, .. } = core.windows;
+        if core.queue.is_empty() && overdue {
+            return Err("no request waits, and one is overdue".into());
+        }
+        if !core.queue.is_empty() && !planned && !core.config.timeless {
+            return Err("a request waits, and no look is planned".into());
         }
         if !core.has_rights() {
             return Ok(());
@@ -340,15 +354,20 @@ impl CentralPool {
         let mut core = self.lock();
         let (outcome, waker) = core.leave(key);
         core.stats.abandoned += u64::from(outcome.is_none());
+        let mut last = None;
+        // They go back under the lock, since a thread cache would keep them from the next waiter.
+        for fresh in outcome.and_then(Result::ok).unwrap_or_default() {
+            let segment = fresh.into_segment();
+            let len = segment.len();
+            // SAFETY: granted, so out, and no other code has it: the waiter never saw it.
+            unsafe { core.put(segment.into_descriptor(), len) };
+            last = core.came_back(1);
+        }
         // The next waiter may be waiting for this one's place at the head.
         drop(core);
         drop(waker);
-        if let Some(Ok(granted)) = outcome {
-            for fresh in granted {
-                // SAFETY: granted, so out, and no other code has it: the waiter never saw it.
-                unsafe { fresh.into_segment().release() };
-            }
-        }
+        // As in `put_slow`.
+        drop(last);
     }
 
     /// Ends a wait for `len` bytes whose time is over, after a last look that is not bound to the request's window: what
@@ -435,9 +454,9 @@ pub(crate) struct LongWait {
 }
 
 impl Core {
-    /// Whether waiters have rights. None has while memory is being pinned: it may serve all of them.
+    /// Whether waiters have rights. None has while memory is being pinned, until a look finds one waiting.
     fn has_rights(&self) -> bool {
-        self.growing == 0 && !self.queue.is_empty()
+        !self.queue.is_empty() && (self.growing == 0 || self.windows.overdue)
     }
 
     /// The error for wants that neither segments that may come back nor memory that may still be pinned can serve:

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use super::super::growth::Refusal;
-use super::super::tests::{central, got, pages, small, with_extents};
+use super::super::tests::{central, got, pages, release, small, with_extents};
 use super::super::{CentralConfig, ReclaimLevel, Segment};
 use super::*;
 use crate::freelist::list_of;
@@ -177,6 +177,46 @@ fn the_next_look_at_windows_is_planned_once_and_by_the_clock() {
         std::thread::sleep(Duration::from_millis(1));
     }
     central.leave(key);
+}
+
+#[test]
+fn a_waiter_has_its_rights_back_at_the_first_look_that_still_finds_memory_being_pinned() {
+    let central = pool(&[6], true);
+    let mut held: Vec<_> = [(); 2].map(|()| got(&central, 8192)).into();
+    central.plan_bytes(1 << 20);
+    let key = join(&central, &[small(8192)]);
+    release(held.pop().unwrap());
+    assert!(central.waits(key), "what is being pinned may serve it");
+    (0..TICKS).for_each(|_| tick(&central));
+    drop(granted(&central, key));
+    central.check(|_, _| ()).unwrap();
+    // While one waits from look to look, the class is closed. The next to find the queue empty begins anew.
+    let keys = [(); 2].map(|()| join(&central, &[small(8192)]));
+    (0..TICKS).for_each(|_| tick(&central));
+    central.check(|_, _| ()).unwrap();
+    release(held.pop().unwrap());
+    assert_eq!(keys.map(|key| central.waits(key)), [false, true]);
+    central.leave(keys[1]);
+    assert!(central.closed_classes.classes() == [0; 2] && !central.core.lock().windows.overdue);
+    drop(granted(&central, keys[0]));
+    central.core.lock().windows.overdue = true;
+    assert_eq!(central.check(|_, _| ()).unwrap_err(), "no request waits, and one is overdue");
+}
+
+#[test]
+fn what_a_leaving_waiter_was_granted_is_the_next_ones_of_its_class() {
+    let central = pool(&[3], true);
+    // This thread's cache has room for the class.
+    let used = got(&central, 8192);
+    central.plan_bytes(1 << 20);
+    let [first, next] = [(); 2].map(|()| join(&central, &[small(8192)]));
+    let base = NonNull::new(std::ptr::without_provenance_mut(9 << 22)).unwrap();
+    // SAFETY: the arena only does arithmetic on it.
+    unsafe { central.add_extent(RegionId(9), base, 3 * PAGE, true) };
+    assert_eq!([first, next].map(|key| central.waits(key)), [false, true]);
+    central.leave(first);
+    drop(granted(&central, next));
+    release(used);
 }
 
 #[test]

@@ -450,3 +450,47 @@ fn a_claim_does_not_pass_a_waiter() {
     drain(&rig);
     assert_eq!(checked(&pool).waits, 1);
 }
+
+/// Adopted memory counts as being pinned from the call on, and a callback may keep the thread that pins for long.
+#[test]
+fn what_comes_back_serves_a_waiter_however_long_other_memory_is_being_pinned() {
+    const LEN: usize = 8000;
+    const MIB: usize = 1 << 20;
+    for is_behind_another in [false, true] {
+        let rig = Rig::threads();
+        let (go, may_go) = std::sync::mpsc::channel::<()>();
+        let may_go = Mutex::new(may_go);
+        let before_unpin = move |_: &RegionInfo| may_go.lock().unwrap().recv().unwrap_or_default();
+        let other = rig.builder(MIB).initial(MIB).before_unpin(before_unpin).build().unwrap();
+        // The room is for what is adopted.
+        let builder = rig.builder(4 * MIB).initial(3 * MIB).region(3 * MIB).thread_cache(MIB);
+        let pool = builder.build().unwrap();
+        pool.wait_pinned(Some(HANG)).unwrap();
+        other.wait_pinned(Some(HANG)).unwrap();
+        let mut held = Vec::new();
+        while pool.stats().free_bytes > 64 << 10 {
+            held.push(pool.checkout(LEN).unwrap());
+        }
+        let first = is_behind_another.then(|| Waiter::new(pool.checkout_async(3 * MIB / 2)));
+        other.trim(0);
+        let adopts = {
+            let pool = pool.clone();
+            std::thread::spawn(move || pool.adopt(vec![0_u8; MIB + PAGE - 1]).is_ok())
+        };
+        eventually(|| (pool.pinning().wanted == 4 * MIB).then_some(()), || format!("{:?}", pool.pinning()));
+        held.extend(std::iter::from_fn(|| pool.try_checkout(LEN).ok()));
+        let waiter = Waiter::new(pool.checkout_async(LEN));
+        held.truncate(held.len() - 16);
+        eventually(|| (waiter.rung() > 0).then_some(()), || format!("{:?}", checked(&pool)));
+        drop(waiter.ready().unwrap());
+        assert!(!adopts.is_finished());
+        go.send(()).unwrap();
+        assert!(adopts.join().unwrap());
+        drop(held);
+        if let Some(first) = first {
+            drop(first.ready().unwrap());
+        }
+        drop((pool, other));
+        rig.all_is_given_back();
+    }
+}
