@@ -252,8 +252,10 @@ impl<'a> Loader<'a> {
     fn block_of(&mut self, number: u32, chosen: &[u32]) -> Result<Vec<CopyRange>> {
         let table = &self.checkpoint.0.headers[number as usize].0;
         // There may be tens of thousands of tensors, and the link idles meanwhile: all of a file, if no alignment parts
-        // them, are one range without a look at each.
-        let is_whole = chosen.len() == table.entries.len() && table.lengths & (self.align as u64 - 1) == 0;
+        // them, are one range without a look at each. (All bits: an index has left some out, which an alignment to 1 does
+        // not show.)
+        let is_joined = table.lengths != u64::MAX && table.lengths & (self.align as u64 - 1) == 0;
+        let is_whole = is_joined && chosen.len() == table.entries.len();
         let ends = table.entries.first().zip(table.entries.last()).filter(|_| is_whole);
         let whole = ends.map(|(first, last)| (first.from, last.to));
         let some = if is_whole { &[] } else { chosen };

@@ -320,3 +320,24 @@ fn a_folder_whose_files_say_how_many_they_are_has_to_have_all_of_them() {
     put("extra-3-of-99999999999999999999.safetensors");
     refused(folder.path(), None, "model-00003-of-00003.safetensors is missing");
 }
+
+#[test]
+fn a_tensor_that_an_index_leaves_out_is_not_loaded_whatever_the_alignment() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let tensors = [made("a", "F32", &[32], 1), made("old", "F32", &[100_000], 2), made("b", "U8", &[16], 3)];
+    folder.put("model-1.safetensors", file(&tensors));
+    let map = r#"{"weight_map":{"a":"model-1.safetensors","b":"model-1.safetensors"}}"#;
+    let index = folder.put("model.safetensors.index.json", map);
+    let copier = rig.copier();
+    for align in [16, 2, 1] {
+        let (checkpoint, mut asked) = (Checkpoint::open(&index).unwrap(), Vec::new());
+        let loader = checkpoint.loader(&copier).align(align).memory(|n| {
+            asked.push(n);
+            copier.device().alloc(n)?.slice(..)
+        });
+        let loaded = loader.load().unwrap();
+        arrived(&copier, &loaded, &[&tensors[0], &tensors[2]]);
+        drop(loaded);
+        assert_eq!(asked, [128 + 16], "align {align}");
+    }
+}
