@@ -394,6 +394,36 @@ fn die_in_flight(s: &Setup, bytes: usize) {
     s.node.kill(0);
 }
 
+/// A stream that is lost takes with it the blocks of the chunks that are in flight there, and no others of the call.
+#[test]
+fn a_lost_stream_keeps_the_blocks_of_its_chunks_alone() {
+    own_process!();
+    const BLOCK: usize = 1 << 20;
+    let Setup { node, device, pool, memory, .. } = setup(HostConfig::new().stepped(5), 64 << 20);
+    let copier = Copier::builder(&pool, &device).chunk(BLOCK).depth(1).build().unwrap();
+    let block = |n: usize| {
+        let mut block = pool.checkout(BLOCK).unwrap();
+        block.try_resize(BLOCK, 7).unwrap();
+        (block, memory.slice(n * BLOCK..(n + 1) * BLOCK).unwrap())
+    };
+    let blocks: Vec<_> = (0..24).map(block).collect();
+    for _ in 0..FOR_GOOD {
+        node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Argument });
+    }
+    let sent = copier.upload_pages(blocks).unwrap();
+    let since = Instant::now();
+    while !sent.is_over() {
+        assert!(since.elapsed() < HANG);
+        copier.reap();
+        device.reap();
+    }
+    assert!(sent.wait().is_err_and(|failed| failed.error.class() == ErrorClass::Argument));
+    let stats = pool.stats();
+    pool.check().unwrap();
+    assert!(stats.quarantined_bytes > 0 && stats.quarantined_bytes < 12 * BLOCK, "{stats:?}");
+    assert_eq!((stats.in_flight_bytes, stats.checked_out_bytes), (0, 0), "{stats:?}");
+}
+
 /// Blocks of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
 #[test]
 fn blocks_of_a_call_may_overlap() {

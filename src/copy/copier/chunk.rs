@@ -161,7 +161,7 @@ impl Chunk {
         segment: Option<(*mut u8, usize)>,
         slot: Option<&Slot>,
     ) -> Vec<Transfer> {
-        let segment = segment.map(|(host, len)| Run { host, offset: 0, len });
+        let segment = segment.map(|(host, len)| Run { host, offset: 0, len, block: 0 });
         let runs = segment.as_ref().map_or(&*self.runs, std::slice::from_ref);
         if let Some(slot) = slot {
             let copy = |run: &Run| transfer(direction, run.host, slot.at(run.offset), run.len);
@@ -214,12 +214,13 @@ impl Part {
     }
 }
 
-/// Contiguous host memory. `offset`: where its bytes are among the chunk's.
+/// Contiguous host memory. `offset`: where its bytes are among the chunk's. `block`: which of the call's blocks it is in.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
     pub(super) host: *mut u8,
     pub(super) offset: usize,
     pub(super) len: usize,
+    pub(super) block: usize,
 }
 
 // SAFETY: an address, which means the same on every thread; each use says why it is valid.

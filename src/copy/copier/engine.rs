@@ -276,7 +276,7 @@ impl Engine {
         &self,
         stream: &Stream,
         (buf, written): (Option<PinnedBuf>, Option<usize>),
-        lent: Option<Arc<dyn Retain>>,
+        lent: Option<Vec<Arc<dyn Retain>>>,
         transfers: &mut [Transfer],
         memories: Arc<dyn Retain>,
     ) -> Result<(Flight, Result<()>)> {
@@ -285,8 +285,7 @@ impl Engine {
         let (resource, buf, back) = match lent {
             None => (buf.as_ref().map_or(Resource::Nothing, |buf| Lend::lend(buf, KEY)), buf, None),
             // As host memory: a device that dies may still write to it.
-            Some(lent) => {
-                let mut all = vec![lent];
+            Some(mut all) => {
                 // Nothing asks for the kernel's table any more.
                 if let Some(table) = buf {
                     all.push(Lend::lend(&table, KEY).shared());

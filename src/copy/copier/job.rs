@@ -36,9 +36,15 @@ pub(super) trait Plan: Send + Sync {
         false
     }
 
-    /// What keeps the bytes of all chunks on the host, which are copied from or to where they are: see
-    /// [`Chunk::runs`]. `None`: the worker that takes a chunk brings a segment for it.
-    fn in_place(&self) -> Option<Arc<dyn Retain>> {
+    /// Whether the bytes of all chunks are copied from or to where they are on the host: see [`Chunk::runs`]. Else the
+    /// worker that takes a chunk brings a segment for it.
+    fn is_in_place(&self) -> bool {
+        false
+    }
+
+    /// What keeps the bytes of a chunk in place, and nothing else: all of it is quarantined with a stream that is lost.
+    /// `None`: it is there no more.
+    fn lend(&self, _chunk: &Chunk) -> Option<Vec<Arc<dyn Retain>>> {
         None
     }
 
@@ -234,7 +240,7 @@ impl Job {
         let since = Instant::now();
         let kind = match plan.may_block() {
             true => Kind::Blocking,
-            false if plan.in_place().is_some() => Kind::InPlace,
+            false if plan.is_in_place() => Kind::InPlace,
             false => Kind::Staged,
         };
         let cursor = Cursor { left: total, ..Cursor::default() };

@@ -5,8 +5,8 @@
 //! the other way round. A call may have a hundred thousand pages, so it keeps none of the caller's lists: places at even
 //! distances are one [`Series`], and pages are counted out when their chunk is cut off.
 //!
-//! The blocks of a call are lent together: each chunk's copies have a share of all, and so has the job. They go back when
-//! the last share is dropped.
+//! The copies of a chunk have a share of each block that they use, and the job has one of all. A block goes back when its
+//! last share is dropped.
 
 use std::sync::Arc;
 
@@ -89,7 +89,8 @@ impl Pages {
             if last_block != Some(series.block) {
                 last_block = Some(series.block);
                 data = data.next_multiple_of(ROW);
-                runs.push(Run { host: series.host.wrapping_add(at.from), offset: data, len: 0 });
+                let (host, block) = (series.host.wrapping_add(at.from), series.block);
+                runs.push(Run { host, offset: data, len: 0, block });
             }
             let (mut page, mut from) = (at.from / series.len, at.from % series.len);
             let start = data;
@@ -129,8 +130,8 @@ pub(super) struct Paged<B: Lend> {
     pages: Pages,
     /// What the handle gives back, and for a download the bytes that are written to it.
     values: Mutex<Vec<(B, Option<usize>)>>,
-    /// The job's share of what is lent, until it is over.
-    blocks: Mutex<Option<Arc<dyn Retain>>>,
+    /// The job's share of each block, until it is over.
+    blocks: Mutex<Vec<Arc<dyn Retain>>>,
 }
 
 impl<B: Lend> Paged<B> {
@@ -141,14 +142,18 @@ impl<B: Lend> Paged<B> {
             blocks.push(resource.shared());
             values.push((value, (direction == Direction::Down).then_some(*len)));
         }
-        let blocks: Arc<dyn Retain> = Arc::new(blocks);
-        Self { pages, values: Mutex::new(values), blocks: Mutex::new(Some(blocks)) }
+        Self { pages, values: Mutex::new(values), blocks: Mutex::new(blocks) }
     }
 }
 
 impl<B: Lend> Plan for Paged<B> {
-    fn in_place(&self) -> Option<Arc<dyn Retain>> {
-        self.blocks.lock().clone()
+    fn is_in_place(&self) -> bool {
+        true
+    }
+
+    fn lend(&self, chunk: &Chunk) -> Option<Vec<Arc<dyn Retain>>> {
+        let blocks = self.blocks.lock();
+        chunk.runs.iter().map(|run| blocks.get(run.block).cloned()).collect()
     }
 
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
@@ -164,7 +169,7 @@ impl<B: Lend> Values for Paged<B> {
         // After an error the drop lets the blocks go: the device may still use them.
         outcome.map_err(refused)?;
         // The job has ended well, so no chunk has a share any more: all blocks go back here.
-        let blocks = self.blocks.lock().take();
+        let blocks = std::mem::take(&mut *self.blocks.lock());
         drop(blocks);
         let values = std::mem::take(&mut *self.values.lock());
         let mut failed = None;

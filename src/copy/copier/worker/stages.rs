@@ -194,6 +194,16 @@ impl Owned {
         (Entry { run, memories, ring, slot: None, done: done.clone() }, done)
     }
 
+    /// What keeps the chunk's bytes, unless they are in a segment.
+    fn lend(&self) -> Result<Option<Vec<Arc<dyn Retain>>>> {
+        if self.staged {
+            return Ok(None);
+        }
+        // SAFETY: the chunk was taken and has not ended.
+        let lent = unsafe { self.job.plan() }.lend(&self.chunk);
+        lent.map(Some).ok_or(Error::Internal("a chunk in place has lost its blocks"))
+    }
+
     /// Submits the copies of the chunk: between the host and the slot, or the places on the device.
     fn copy(&mut self, engine: &Engine) -> Step {
         let (direction, priority, bytes) = (self.job.direction, self.job.priority, self.chunk.bytes);
@@ -229,12 +239,13 @@ impl Owned {
             Some(slot) => slot.memory.allocation(),
             None => self.job.memories.clone(),
         };
-        // SAFETY: the chunk was taken and has not ended.
-        let lent = if self.staged { None } else { unsafe { self.job.plan() }.in_place() };
         let stream = engine.stream(direction, priority);
         let buf = (buf, (!is_up).then_some(self.chunk.data));
-        // SAFETY: within the segment, or what is lent, as it was laid out, and within the slot or the job's memory.
-        match unsafe { engine.submit(stream, buf, lent, &mut transfers, memories) } {
+        let sent = self.lend().and_then(|lent| {
+            // SAFETY: within the segment, or what is lent, as it was laid out, and within the slot or the job's memory.
+            unsafe { engine.submit(stream, buf, lent, &mut transfers, memories) }
+        });
+        match sent {
             Ok((flight, Ok(()))) => {
                 let (then, done) = match self.slot.take() {
                     None => (Then::Nothing, None),
