@@ -312,3 +312,39 @@ fn without_kernels_or_memory_pieces_go_in_batches() {
         b.all_back();
     });
 }
+
+/// Streams that are lost keep the slots of what was in flight there. Calls that are refused after that keep none, so no
+/// ring is allocated in place of one that has none left.
+#[test]
+fn refused_calls_keep_no_device_memory() {
+    on_stand_in("refused_calls_keep_no_device_memory", |_, d| {
+        const RING: usize = 8 << 20;
+        let Bench { device, pool, memory, .. } = Bench::new(0);
+        let copier =
+            Copier::builder(&pool, &device).threads(3).depth(1).chunk(1 << 20).ring(RING).build().unwrap();
+        let bytes = vec![1; 1 << 10];
+        let places: Vec<_> =
+            (0..2000).map(|n| memory.slice(n << 11..(n << 11) + bytes.len()).unwrap()).collect();
+        let up = || {
+            let pieces = places.iter().map(|place| (&bytes[..], place.clone()));
+            copier.upload_slices(&pieces.collect::<Vec<_>>())
+        };
+        let down = || {
+            let mut back = vec![bytes.clone(); places.len()];
+            let pieces = places.iter().cloned().zip(back.iter_mut().map(|back| &mut back[..]));
+            copier.download_slices(&mut pieces.collect::<Vec<_>>())
+        };
+        up().unwrap();
+        down().unwrap();
+        // More than there are attempts on all streams.
+        (1..=10_000).for_each(|nth| fault(d, "cuEventRecord", nth, 1));
+        for _ in 0..100 {
+            up().unwrap_err();
+            down().unwrap_err();
+        }
+        assert!(copier.stats().ring_bytes > 20 << 20, "{:?}", copier.stats());
+        drop((places, memory, copier, pool));
+        let error = device.close(HANG).unwrap_err();
+        assert!(error.held_by().memory_bytes < MEMORY + 5 * RING, "{error}");
+    });
+}

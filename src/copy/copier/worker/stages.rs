@@ -168,8 +168,16 @@ impl Owned {
                 self.moved(Stage::Collecting(flight, done))
             }
             Ok((flight, Err(error))) => self.moved(Stage::Refused(flight.ticket, error)),
-            Err(error) => failed(error),
+            Err(error) => {
+                self.give_slot(engine);
+                failed(error)
+            }
         }
+    }
+
+    /// Nothing uses the slot, if there is one.
+    fn give_slot(&mut self, engine: &Engine) {
+        self.slot.take().into_iter().for_each(|slot| engine.ring.give(slot));
     }
 
     /// The bytes are in the slot. The table's copy comes before the kernel on the same stream, so it is complete.
@@ -212,14 +220,14 @@ impl Owned {
             self.stage = if is_up { Stage::Ready } else { Stage::Collected };
             if is_up {
                 // It has nothing in the slot yet.
-                self.slot.take().into_iter().for_each(|slot| engine.ring.give(slot));
+                self.give_slot(engine);
             }
             return Step::Same;
         }
         let needs_table = is_up && !self.staged && self.slot.is_some();
         let mut buf = if needs_table { self.table(engine) } else { self.buf.take() };
         if needs_table && buf.is_none() {
-            self.slot.take().into_iter().for_each(|slot| engine.ring.give(slot));
+            self.give_slot(engine);
         }
         let segment = buf.as_mut().filter(|_| self.staged);
         let segment = segment.map(|buf| (buf.as_mut_ptr(), if is_up { buf.len() } else { self.chunk.data }));
@@ -264,6 +272,7 @@ impl Owned {
             }
             Err(error) => {
                 engine.sent(direction, priority, None);
+                self.give_slot(engine);
                 failed(error)
             }
         }
