@@ -144,7 +144,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), Waiter::Thread(None))
+        self.checkout_with(request.into(), true, None)
     }
 
     /// Checks out a host-ready buffer if the pool has one now. If it has none, the pool starts to grow, so that a later
@@ -156,7 +156,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn try_checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), Waiter::None)
+        self.checkout_with(request.into(), false, None)
     }
 
     /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]). A refusal is not counted then, since
@@ -182,23 +182,24 @@ impl Pool {
     #[inline]
     #[track_caller]
     pub fn checkout_timeout(&self, request: impl Into<Request>, timeout: Duration) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), Waiter::Thread(Some(timeout)))
+        self.checkout_with(request.into(), true, Some(timeout))
     }
 
     /// The hit and the slow path both end with a pointer, which fits a register, and the result is made of it once. Were
     /// the result written by the slow path too, it would pass through memory: written in words and read back in wider
-    /// moves, for which the processor has to wait.
+    /// moves, for which the processor has to wait. For the same reason the slow path gets how long it waits in registers,
+    /// and not as a [`Waiter`], which would be written before each hit.
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
-    fn checkout_with(&self, request: Request, waiter: Waiter<'_>) -> Result<PinnedBuf> {
+    fn checkout_with(&self, request: Request, waits: bool, timeout: Option<Duration>) -> Result<PinnedBuf> {
         // Loaded once: a hit's acquire would have it loaded again for the return.
         let central = &*self.0.central;
         let (descriptor, tag) = match Self::hit_descriptor(central, request) {
             Some(hit) => hit,
             None => {
                 let origin = CheckoutSite { tag: request.tag, site: Some(Location::caller()) };
-                let descriptor = self.checkout_slow(request.len, request.align, origin, waiter)?;
+                let descriptor = self.checkout_slow(request.len, request.align, origin, waits, timeout)?;
                 // SAFETY: `checkout_slow` has taken it just now, so it is alive.
                 (descriptor, central::tag(request.len, unsafe { descriptor.as_ref() }.list()))
             }
@@ -231,7 +232,8 @@ impl Pool {
         len: usize,
         align: usize,
         origin: CheckoutSite,
-        waiter: Waiter<'_>,
+        waits: bool,
+        timeout: Option<Duration>,
     ) -> Result<NonNull<Descriptor>> {
         let CheckoutSite { tag, site } = origin;
         let request = Request { len, align, tag };
@@ -240,6 +242,7 @@ impl Pool {
             self.missed();
             return Ok(fresh.into_segment().into_descriptor());
         }
+        let waiter = if waits { Waiter::Thread(timeout) } else { Waiter::None };
         let mut bufs = self.acquire(&[request], waiter, site.unwrap_or(Location::caller()))?;
         let buf = bufs.pop().ok_or(Error::ZeroLength)?;
         Ok(buf.into_segment().into_descriptor())
