@@ -365,7 +365,7 @@ impl HeldCache<'_> {
         self.cache.class_list(list)
     }
 
-    /// A class's list. (That of a class without one has no room.)
+    /// A class's list. A class that is not cached has a list without room.
     fn list(&self, class: Class) -> &ClassList {
         self.class_list(list_of(class))
     }

@@ -105,7 +105,7 @@ mod linux {
         (said == 0).then_some(counts[0])
     }
 
-    /// The same of the pages from `first` to `last`. `None`: the file cannot be mapped.
+    /// The number of pages from `first` to `last` that the page cache has, by `mincore`. `None`: the file cannot be mapped.
     pub(super) fn mincore(file: &File, first: u64, last: u64) -> Option<u64> {
         let page = crate::os::page_size();
         let at = i64::try_from(first * page as u64).ok()?;

@@ -40,7 +40,7 @@ const SLACK: Duration = Duration::from_millis(10);
 /// Effectively infinite.
 const FAR: Duration = Duration::from_secs(1 << 30);
 
-/// The streams of one direction, which chunks use by turns, and the copies in flight there.
+/// The streams of one direction, which chunks use in rotation, and the copies in flight there.
 struct Lane {
     streams: Vec<Stream>,
     /// For the foreground.

@@ -99,8 +99,8 @@
 //! longest free range that there is, with chunks as short as that, down to 4 KiB. Where there is none, it waits in the
 //! pool's queue like any other request, and goes on with the first 20 KiB that come back in one piece. So it needs no
 //! long range where others have cut the pool up; but it does need memory that comes back, in whole pages of 4 KiB: free
-//! segments between those that somebody holds, in a run of one size, are none. Beside a cache that holds the whole pool
-//! for good, a transfer waits for good, unless it has a deadline ([`Copier::with_timeout`]): give such a cache and the
+//! segments between those that somebody holds, in a run of one size, are none. Beside a cache that never gives up
+//! any of the pool, a transfer waits for ever, unless it has a deadline ([`Copier::with_timeout`]): give such a cache and the
 //! loads a pool each.
 
 // The files, in the order to read them; the head of each says what it is for. The calls: `memory`, `bulk`, `in_order`, and

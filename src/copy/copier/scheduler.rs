@@ -2,7 +2,7 @@
 //!
 //! Jobs wait by priority, direction and [`Kind`], and there in the order in which they were started. A worker that looks
 //! for work gets the first job of the kinds that it takes of which a chunk can be taken. Of jobs of one priority it gets
-//! one in the direction that it asks for, if there is one. Workers ask for both directions by turns, since the link
+//! one in the direction that it asks for, if there is one. Workers alternate between the directions, since the link
 //! carries both at once. Where there is no job, a worker that owns no chunk parks. Starting a job wakes as many workers
 //! as it is worth.
 //!

@@ -2,7 +2,7 @@
 //!
 //! The span is made on the thread that starts the transfer, so that it lies within that thread's spans. The thread that
 //! ends the transfer fills it in and closes it, before any waiter hears of the end. The span is never entered: workers
-//! move the chunks of many transfers by turns, and a chunk is too small for a span. Subscribers are foreign code, so they
+//! interleave the chunks of many transfers, and a chunk is too small for a span. Subscribers are foreign code, so they
 //! are called under no lock.
 //!
 //! A server that answers each request with a transfer would fill its log with their spans: those of less than [`LARGE`]

@@ -151,9 +151,9 @@ impl Worker {
 
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// Takes a chunk of the first job of which one can be taken, by turns of one direction and the other, so that both
-    /// directions of the link are busy. A job that has to wait until the worker owns less keeps its turn meanwhile: else
-    /// those of the other direction might never let it have one.
+    /// Takes the next chunk, alternating between uploads and downloads so that both directions of the link stay busy. A
+    /// job that has to wait until the worker owns less keeps its turn: otherwise jobs of the other direction might never
+    /// let it have one.
     fn take_any(&mut self) -> bool {
         let engine = self.engine.clone();
         let Some(first) = engine.scheduler.first(self.next, self.most) else { return false };
