@@ -123,7 +123,8 @@ impl Lend for () {
 
 // Where a timeline has quarantined the segment, other holders of the `Arc` may go on reading.
 impl Retain for PinnedBuf {
-    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) -> bool {
         visit(&self.segment);
+        false
     }
 }

@@ -30,16 +30,19 @@ use crate::freelist::{Word, state};
 
 /// What a device may use. Its drop lets go of it.
 pub(crate) trait Retain: Send + Sync {
-    /// Visits each segment that it keeps, for reports and to quarantine it. Called under a timeline's lock.
-    fn for_each_segment(&self, _visit: &mut dyn FnMut(&Segment)) {}
+    /// Visits each segment that it keeps, for reports and to quarantine it. Whether it keeps anything else, which belongs
+    /// to the device itself. Called under a timeline's lock.
+    fn for_each_segment(&self, _visit: &mut dyn FnMut(&Segment)) -> bool {
+        true
+    }
 }
 
 impl Retain for () {}
 impl Retain for Allocation {}
 
 impl<R: Retain + ?Sized> Retain for Vec<Arc<R>> {
-    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
-        self.iter().for_each(|part| part.for_each_segment(visit));
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) -> bool {
+        self.iter().fold(false, |others, part| part.for_each_segment(visit) | others)
     }
 }
 
@@ -64,14 +67,14 @@ impl Hold {
     }
 
     /// The device can never be shown to be done with the memory: the reference is never dropped. Adds the bytes of each
-    /// segment that this call has quarantined.
-    pub(crate) fn quarantine(&self, bytes: &mut Vec<usize>) {
+    /// segment that this call has quarantined. Whether anything of the device itself is kept so.
+    pub(crate) fn quarantine(&self, bytes: &mut Vec<usize>) -> bool {
         self.0.for_each_segment(&mut |segment| {
             // One that is lent is in flight by its word, and no entry counts it.
             if let Some(state::FLIGHT | state::DETACHED) = give_up(segment, bytes) {
                 segment.central().unlisted_in_flight(-(segment.granted() as isize));
             }
-        });
+        })
     }
 
     pub(crate) fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
@@ -199,8 +202,9 @@ impl Drop for Loan {
 }
 
 impl Retain for Loan {
-    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) -> bool {
         visit(&self.0.segment);
+        false
     }
 }
 

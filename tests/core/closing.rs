@@ -255,3 +255,35 @@ fn a_dead_device_with_quarantined_memory_keeps_its_region_thread_alone() {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
+
+/// A device that has died, with a buffer in flight whose memory another device pinned: nothing of it stays for good, so
+/// closing it waits for what the program still has.
+#[test]
+fn a_dead_device_that_keeps_nothing_is_waited_for() {
+    own_process!();
+    for shared in [false, true] {
+        let (node, first) = open();
+        let second = Device::on(&node, 1).unwrap();
+        let pool = Pool::builder(&first).device(&second).capacity(1 << 20).unpinned(Unpinned::Allow);
+        let bed = Bed { pool: pool.build().unwrap(), ..Bed::on(&second) };
+        let kept = second.alloc(4096).unwrap();
+        node.hang(1);
+        if shared {
+            drop(bed.stream.upload(std::sync::Arc::new(bed.filled()), &bed.memory).unwrap());
+        } else {
+            drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap());
+        }
+        node.kill(1);
+        while second.lost().is_none() {
+            second.reap();
+        }
+        drop(bed);
+        let dropping = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            drop(kept);
+        });
+        let error = second.close(FOREVER).unwrap_err();
+        assert!(error.is_closed(), "shared {shared}: {error}");
+        dropping.join().unwrap();
+    }
+}

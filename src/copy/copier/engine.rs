@@ -370,8 +370,8 @@ impl Drop for Lent {
 }
 
 impl Retain for Lent {
-    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) {
-        self.all.for_each_segment(visit);
+    fn for_each_segment(&self, visit: &mut dyn FnMut(&Segment)) -> bool {
+        self.all.for_each_segment(visit)
     }
 }
 

@@ -541,7 +541,7 @@ impl TimelineState {
     ///
     /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go of. Otherwise the
     /// copies may still be queued, and their device memory is leaked, since a device may die of a copy to freed memory.
-    /// Returns whether a hold was lost, on whatever memory.
+    /// Returns whether a hold was lost on anything but segments.
     fn quarantine(&mut self, dead: bool, after: &mut After) -> bool {
         let mut keeps = false;
         for TimelineEntry { flown, host, memory, .. } in self.entries.drain(..) {
@@ -550,9 +550,8 @@ impl TimelineState {
                 give_up(&flown.segment, &mut after.quarantined);
             }
             let kept = if dead { None } else { memory.as_ref() };
-            keeps |= host.is_some() || kept.is_some();
             for hold in host.iter().chain(kept) {
-                hold.quarantine(&mut after.quarantined);
+                keeps |= hold.quarantine(&mut after.quarantined);
             }
             after.released.extend(memory.filter(|_| dead));
         }

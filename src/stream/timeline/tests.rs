@@ -425,10 +425,16 @@ fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
     rig.stream.timeline().lose(&MISTAKE);
     assert!(held.is_done().is_err() && rig.calls(Call::CreateEvent) == 0);
     assert!(!holds.has_quarantined());
+    // A segment is its pool's, which counts it.
     drop(using.hold(Arc::new(rig.pool.checkout(100).unwrap())).unwrap());
     using.timeline().lose(&MISTAKE);
+    assert!(!holds.has_quarantined());
+    assert!(rig.pool.check().unwrap().quarantined_bytes > 0);
+    // The registration of a value is the device's.
+    let (using, registered) = (rig.device.stream().unwrap(), rig.device.register(vec![0; 100]).unwrap());
+    drop(using.hold(registered).unwrap());
+    using.timeline().lose(&MISTAKE);
     assert!(holds.has_quarantined());
-    rig.pool.check().unwrap();
 }
 
 #[test]
