@@ -12,7 +12,7 @@
 //!
 //! The mix goes through phases in which different kinds prevail (a model is loaded, traffic begins, traffic shifts to
 //! longer contexts, a second model is loaded under traffic), so that memory cut for one kind must serve another.
-//! Everything follows from the seed, on a stepped device and without a clock, so the same seed prints the same bytes.
+//! Everything follows from the seed: no copy runs, and no clock is asked, so the same seed prints the same bytes.
 //! The figures are of one thread, since the interleaving of threads would be another input.
 //!
 //! # What is printed
@@ -116,11 +116,12 @@ fn power_of_two(len: usize) -> usize {
 }
 
 fn replay(seed: u64, scale: u64, title: &str, setup: impl Fn(PoolBuilder) -> PoolBuilder) {
-    let node = HostNode::new(HostConfig::new().memory(MIB).stepped(seed)).expect("a sane configuration");
+    let node = HostNode::new(HostConfig::new().memory(MIB)).expect("a sane configuration");
     let device = Device::on(&node, 0).expect("the node has a device");
     // A low memlock limit does not change the bytes.
     let builder = Pool::builder(&device).capacity(CAPACITY).initial(CAPACITY).unpinned(Unpinned::Allow);
     let pool = setup(builder).build().expect("memory for a pool");
+    pool.wait_pinned(None).expect("pinning ends");
 
     println!("\n{title}, capacity {} MiB", CAPACITY / MIB);
     println!(

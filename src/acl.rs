@@ -4,7 +4,7 @@
 //! `Device::open("acl:0")` loads `libascendcl.so` and works in the device's default context, the one that
 //! `aclrtSetDevice` gives to each thread and that the frameworks use. Everything else of this crate works there as on
 //! other devices. **No Ascend hardware was at hand when this was written**: the code depends on the documentation and
-//! the headers of CANN, and the tests run on a stand-in library that was written from the same pages. [`hardware`] says
+//! the headers of CANN, and the tests run on a simulated library that was written from the same pages. [`hardware`] says
 //! how to try it on a real device, and what to send back.
 //!
 //! ```no_run
@@ -172,4 +172,19 @@ pub fn about(device: &Device) -> Result<About> {
 
 fn acl(device: &Device) -> Result<&Acl, Error> {
     device.driver_of("no Ascend device, and has no AscendCL contexts or streams")
+}
+
+/// Installs a simulated library for the devices from `first` on, for this repository's tests. No part of the API.
+///
+/// # Errors
+/// The name of the first required call that `find` does not have.
+///
+/// # Safety
+/// `find` gives functions of the driver's signatures, which stay to the end of the process.
+#[doc(hidden)]
+pub unsafe fn install(
+    first: u32,
+    find: &dyn Fn(&'static str) -> Option<*const std::ffi::c_void>,
+) -> std::result::Result<(), &'static str> {
+    crate::device::acl::install(first, find)
 }

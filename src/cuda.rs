@@ -264,6 +264,21 @@ pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
     context.worker().call(move || maker.noting(cuda(&device)?.set_heap_limit(bytes)))
 }
 
+/// Installs a simulated driver for the devices from `first` on, for this repository's tests. No part of the API.
+///
+/// # Errors
+/// The name of the first required call that `find` does not have.
+///
+/// # Safety
+/// `find` gives functions of the driver's signatures, which stay to the end of the process.
+#[doc(hidden)]
+pub unsafe fn install(
+    first: u32,
+    find: &dyn Fn(&'static str) -> Option<*const std::ffi::c_void>,
+) -> std::result::Result<(), &'static str> {
+    crate::device::cuda::install(first, find)
+}
+
 /// The kernels that spread and collect bytes, for this repository's tests. No part of the API.
 #[doc(hidden)]
 pub mod spread {

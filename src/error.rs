@@ -379,8 +379,7 @@ impl fmt::Display for Shortage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Waited {
-    /// The time waited: no less than the call was told to wait, except on a [stepped](crate::host) device, where a wait
-    /// ends as soon as nothing can move any more.
+    /// The time waited: no less than the call was told to wait.
     pub time: Duration,
     /// Of a transfer: which one, how far it had come, and what it waited for, as a text.
     pub transfer: Option<Box<str>>,

@@ -255,6 +255,14 @@ impl Task {
         Self(waker.map(|waker| Arc::new(Owned::new(waker))))
     }
 
+    /// Whether a wake of this task is one of the other, too.
+    pub(crate) fn will_wake(&self, other: &Self) -> bool {
+        match (&self.0, &other.0) {
+            (Some(waker), Some(other)) => waker.will_wake(other),
+            (_, other) => other.is_none(),
+        }
+    }
+
     pub(crate) fn wake(self) {
         let Some(waker) = self.0 else { return };
         later(|state| &state.wakes, move || _ = call(WAKER_PANICKED, || waker.wake_by_ref()));

@@ -1,9 +1,8 @@
 //! The host device: a device whose memory and streams are the host's own.
 //!
 //! It has two uses. On a machine without an accelerator it is a working device: each stream is a thread that copies at
-//! the speed of `memcpy`, and a program written for pinned memory and streams runs unchanged. In tests it is the worst
-//! device that the rules allow: on demand it copies as late as it may, lets streams overtake each other, refuses calls,
-//! hangs and dies. A server that embeds this crate can test its own code with it.
+//! the speed of `memcpy`, and a program written for pinned memory and streams runs unchanged. In tests of a program it
+//! is a bad device on demand: it copies late, lets streams overtake each other, refuses calls, hangs and dies.
 //!
 //! # Kernels
 //!
@@ -32,24 +31,14 @@
 //! A [`HostNode`] is a machine with one or more host devices. `Device::open("host")` uses [`HostNode::system`]. Tests
 //! make nodes of their own with [`HostNode::new`], which share nothing with that one nor with each other, and open
 //! their devices by [`Device::on`](crate::Device::on). Devices of a node are counted from 0 and are named `host:0`,
-//! `host:1` and so on.
+//! `host:1` and so on. What is asked about a device that the node does not have is answered with zero, and a command to
+//! it does nothing.
 //!
-//! # With threads
+//! # Streams
 //!
-//! By default each stream has an operating system thread (`pinpool-host-N`) that runs the stream's operations in order
-//! and sleeps when there are none. [`HostConfig::late`] makes the threads wait for a random time before each copy, so
-//! that copies of other streams come first, and code that does not wait for an event reads bytes that are not written
-//! yet.
-//!
-//! # Stepped
-//!
-//! With [`HostConfig::stepped`] there are no threads. Operations stay queued until [`HostNode::step`] or
-//! [`HostNode::step_stream`] runs one; a copy reads its source and writes its target then and not before. The same seed
-//! and the same calls give the same order, so a failing test can be run again.
-//!
-//! A blocking copy runs the operations before it on its stream, and those of other streams that it must wait for. If it
-//! cannot, because something is hung or stalled, the copy is taken out of the queue and fails with class
-//! [`Transient`](crate::ErrorClass::Transient). (With threads it waits until the device is resumed.)
+//! Each stream has an operating system thread (`pinpool-host-N`) that runs the stream's operations in order and sleeps
+//! when there are none. [`HostConfig::late`] makes the threads wait for a random time before each copy, so that copies
+//! of other streams come first, and code that does not wait for an event reads bytes that are not written yet.
 //!
 //! # Host memory
 //!
@@ -59,8 +48,8 @@
 //!
 //! # Failing
 //!
-//! - [`HostNode::fail`] and [`HostNode::fail_any`] arm [`Fault`]s. With [`HostNode::start_trace`] a test learns how
-//!   many calls a scenario makes, and can repeat it with each of them failing once.
+//! - [`HostNode::fail`] and [`HostNode::fail_any`] arm [`Fault`]s. With [`HostNode::start_trace`] a test learns which
+//!   calls a scenario makes, and can repeat it with each of them failing once.
 //! - [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued operations from running until resumed.
 //! - [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has
 //!   failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more.
@@ -69,8 +58,6 @@
 //!   [`HostNode::live`] comes to zero.
 //! - A queued copy or host function whose device memory was freed before its turn kills the device, as accelerators die
 //!   of an illegal address.
-//!
-//! A question about a device that the node does not have is answered with zero, and a command to it does nothing.
 
 pub use crate::copy::launch::launch;
 pub use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};

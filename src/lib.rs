@@ -114,7 +114,7 @@
 //! typed views), `stable_deref_trait` 1 ([`StableDeref`], a bound of what is registered or adopted); with the feature
 //! `cudarc` that crate's 0.19. Spans and events go to `tracing` 0.1, metrics to the recorder of `metrics` 0.24.
 //!
-//! CUDA was tested on H200 GPUs and on a stand-in driver. Ascend was tested on a stand-in library alone, written from
+//! CUDA was tested on H200 GPUs and on a simulated driver. Ascend was tested on a simulated library alone, written from
 //! CANN's documentation, since no hardware was at hand; the module `acl::hardware` says how to test it there.
 //!
 //! # Events

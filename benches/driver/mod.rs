@@ -3,7 +3,7 @@
 //! The library is the one that the pool loads: `libcuda.so.1`, or the one that `PINPOOL_LIBCUDA` names. The primary
 //! context of device 0 is retained for the rest of the process, since the pool and frameworks share it. Every call's
 //! result is checked; an error ends the bench with the call's name and the driver's name for the code. Calls that the
-//! tests' stand-in driver lacks are optional, and a measurement that needs a missing one is left out, with a message.
+//! tests' simulated driver lacks are optional, and a measurement that needs a missing one is left out, with a message.
 //!
 //! The host memory here is pinned in the same way as the pool's: mapped, touched, and registered for every context. In
 //! the order of the file: handles, the table of calls, [`Driver`], host memory, and [`find`], which a bench calls
@@ -190,10 +190,10 @@ impl Driver {
         panic!("{call} failed with {}", self.text(code));
     }
 
-    /// Whether this is the tests' stand-in, with which figures only show that a bench runs.
-    pub fn is_stand_in(&self) -> bool {
+    /// Whether this is the tests' simulated driver, with which figures only show that a bench runs.
+    pub fn is_simulated(&self) -> bool {
         // SAFETY: only looked up.
-        unsafe { self.library.get::<extern "C" fn()>(b"standin_reset\0") }.is_ok()
+        unsafe { self.library.get::<extern "C" fn()>(b"sim_cuda\0") }.is_ok()
     }
 
     /// The device's name, such as `NVIDIA H200, driver for CUDA 13.0`.
@@ -457,8 +457,8 @@ pub fn find() -> Option<&'static Driver> {
     match if cfg!(feature = "cuda") { Driver::open() } else { without() } {
         Ok(driver) => {
             println!("{}", driver.name());
-            if driver.is_stand_in() {
-                println!("this is the stand-in driver: the figures mean nothing");
+            if driver.is_simulated() {
+                println!("this is the simulated driver: the figures mean nothing");
             } else {
                 crate::measure::judge();
             }

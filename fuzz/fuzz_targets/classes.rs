@@ -1,18 +1,23 @@
 //! The segment rule and the arena: any length, any alignment, any shape of regions.
 //!
 //! First the rule by itself, for lengths up to the end of the address space, against a naive form of the same rule (a
-//! linear search for the first class that is large enough). Then a pool on a stepped device, through any sequence of
+//! linear search for the first class that is large enough). Then a pool on a simulated GPU, through any sequence of
 //! checkouts, returns and trims; the input chooses its capacity, regions, extents and caches. Segments must have the
 //! positions and lengths of the rule and must not overlap, and [`Pool::check`] must find nothing. At the end everything
 //! is returned, and then the memory must serve any request that is not too long for the pool.
 #![no_main]
 
+use std::sync::LazyLock;
+
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
-use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Error, PinnedBuf, Pool, Request, Unpinned};
+use pinpool::{Error, PinnedBuf, Pool, Request, Unpinned};
 
 use segment::{CLASSES, Class, LARGEST_CLASS_LEN, MAX_ALIGN, PAGE, Placement, SEGMENT_ALIGN};
+
+#[path = "../../tests/support/hand.rs"]
+#[allow(dead_code)]
+mod hand;
 
 /// The crate's own file, which is not part of its public interface.
 #[path = "../../src/segment.rs"]
@@ -114,8 +119,9 @@ struct World {
 
 impl World {
     fn new(shape: Shape) -> Self {
-        let node = HostNode::new(HostConfig::new().memory(4096).stepped(0)).expect("a sane configuration");
-        let device = Device::on(&node, 0).expect("the node has a device");
+        static MACHINE: LazyLock<hand::Machine> = LazyLock::new(|| hand::Machine::new(1, 4096, 0));
+        MACHINE.renew(0);
+        let device = MACHINE.device(0);
         let capacity = (usize::from(shape.pages) % PAGES + 1) * PAGE;
         let part = |n: u16| (usize::from(n) % PAGES + 1) * PAGE;
         let pool = Pool::builder(&device)

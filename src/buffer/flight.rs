@@ -91,8 +91,7 @@ impl<B: Lend> InFlight<B> {
     /// # Errors
     /// The error with which the stream was lost; the buffer is quarantined. [`Error::Capturing`] if completion cannot
     /// be known before a capture of the stream ends; the buffer then returns by itself. [`Error::Unsupported`] from a
-    /// waker that runs on a thread of the crate, where the wait could never end. [`Error::Forked`]. (On a stepped host
-    /// device also [`Error::Timeout`], if nothing can move any more.)
+    /// waker that runs on a thread of the crate, where the wait could never end. [`Error::Forked`].
     pub fn wait(mut self) -> Result<B> {
         self.wait_until(None)?;
         self.finish()

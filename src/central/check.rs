@@ -212,9 +212,9 @@ mod tests {
         let wake = || Wake::Thread(thread::current());
         let large = central.join(wants, wake(), usize::MAX).unwrap();
         central.check(|_, _| ()).unwrap();
-        central.core.lock().config.timeless = false;
+        central.core.lock().config.by_hand = false;
         assert_eq!(violation(&central), "a request waits, and no look is planned");
-        central.core.lock().config.timeless = true;
+        central.core.lock().config.by_hand = true;
         // The window has the segment that is out, and its class is closed for that.
         let (closed, this) = (&central.closed_classes, set_of(class()));
         closed.set_classes([0, 0]);

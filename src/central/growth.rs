@@ -206,7 +206,7 @@ impl Owner for CentralPool {
             core.fail_hopeless();
             core.extended();
         }
-        let is_timed = error.is_some() && !core.config.timeless && !cfg!(loom);
+        let is_timed = error.is_some() && !core.config.by_hand && !cfg!(loom);
         let refusal = core.refusal.as_ref().filter(|refusal| is_timed && refusal.may_pass());
         let (pause, failures) = (refusal.map(|refusal| refusal.pause), core.stats.growth_failures);
         drop(core);

@@ -49,7 +49,7 @@ impl CentralPool {
     /// The lock, for a request that is not in the queue.
     pub(super) fn lock_to_take(&self) -> Locked<'_> {
         let mut locked = self.lock();
-        if locked.config.timeless {
+        if locked.config.by_hand {
             self.tick(&mut locked);
         }
         locked

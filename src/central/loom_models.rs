@@ -48,15 +48,15 @@ struct Out {
 }
 
 impl Store {
-    /// With so many pages, each an extent. `timeless` counts every owner as idle; with a clock no owner gets idle.
-    fn new(pages: usize, transfer_cache: usize, timeless: bool) -> Self {
+    /// With so many pages, each an extent. By hand every owner counts as idle; with a clock no owner gets idle.
+    fn new(pages: usize, transfer_cache: usize, by_hand: bool) -> Self {
         let config = CentralConfig {
             capacity: pages * PAGE,
             thread_cache: TWO,
             transfer_cache,
             largest: PAGE,
             step: 0,
-            timeless,
+            by_hand,
             serves: Vec::new(),
             track: false,
         };

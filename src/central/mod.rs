@@ -98,8 +98,8 @@ pub(crate) struct CentralConfig {
     pub(crate) largest: usize,
     /// Bytes to grow by. 0: the central pool never grows.
     pub(crate) step: usize,
-    /// Ignore the clock where it would decide something, so that a seed reproduces a run.
-    pub(crate) timeless: bool,
+    /// The devices are moved by hand: no timer runs, and the clock decides nothing, so that a seed reproduces a run.
+    pub(crate) by_hand: bool,
     /// The devices served, by [`crate::device::context::Context::id`], with their names.
     pub(crate) serves: Vec<(u64, Arc<str>)>,
     /// Every checkout is entered in the ledger. Then `thread_cache` is 0, and thread caches hold nothing.

@@ -196,7 +196,7 @@ impl CentralPool {
     fn reclaim_idle(&self, core: &mut Core, mine: Option<&ThreadCache>, bytes: usize) -> bool {
         let mut any = self.drain_transfers(core);
         any |= mine.is_some_and(|cache| empty(&mut core.arena, CacheTable::mine(cache)));
-        let idle = core.table.idle((!self.config.timeless).then(Instant::now));
+        let idle = core.table.idle((!self.config.by_hand).then(Instant::now));
         if !idle.is_empty() && self.could_help(core, bytes, &idle) {
             self.gate.revoke(&idle, |held| any |= empty(&mut core.arena, held));
         }

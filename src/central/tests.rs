@@ -55,7 +55,7 @@ pub(super) fn central(transfer_cache: usize) -> Arc<CentralPool> {
         transfer_cache,
         largest: MIB - 32,
         step: 0,
-        timeless: true,
+        by_hand: true,
         serves: Vec::new(),
         track: false,
     };
@@ -249,7 +249,7 @@ fn a_refused_growth_is_tried_again_at_half_the_length() {
 #[test]
 fn a_request_gets_no_error_of_a_growth_for_a_longer_one() {
     let transient = Error::Timeout(Duration::ZERO.into());
-    let config = CentralConfig { timeless: false, step: 2 * PAGE, ..central(0).config.clone() };
+    let config = CentralConfig { by_hand: false, step: 2 * PAGE, ..central(0).config.clone() };
     let central = with_extents(config, &[]);
     central.plan_bytes(200 * PAGE);
     let join = |n| central.join(vec![pages(n)], Wake::Thread(thread::current()), usize::MAX).unwrap();
@@ -338,8 +338,8 @@ fn a_region_is_planned_for_a_head_that_needs_one() {
 
 /// A central pool with 1 MiB, all of which a thread may cache. Of the segments of `len` bytes this thread has cached one,
 /// and the others are out.
-fn all_out_but_one(len: usize, timeless: bool) -> (Arc<CentralPool>, Vec<Fresh>) {
-    let config = CentralConfig { thread_cache: 4 * MIB, timeless, ..central(0).config.clone() };
+fn all_out_but_one(len: usize, by_hand: bool) -> (Arc<CentralPool>, Vec<Fresh>) {
+    let config = CentralConfig { thread_cache: 4 * MIB, by_hand, ..central(0).config.clone() };
     let central = with_extents(config, &[256]);
     let mut out = Vec::new();
     while let Some(fresh) = central.try_take(&[small(len)], ReclaimLevel::All).unwrap() {

@@ -208,7 +208,7 @@ impl CentralPool {
             core.windows.overdue = false;
             return std::mem::take(&mut core.wakes);
         }
-        if core.config.timeless {
+        if core.config.by_hand {
             // The next call is the end of the pause.
             core.growth_is_due();
         } else if !core.windows.planned {
@@ -291,7 +291,7 @@ impl CentralPool {
         if core.queue.is_empty() && overdue {
             return Err("no request waits, and one is overdue".into());
         }
-        if !core.queue.is_empty() && !planned && !core.config.timeless {
+        if !core.queue.is_empty() && !planned && !core.config.by_hand {
             return Err("a request waits, and no look is planned".into());
         }
         if !core.has_rights() {

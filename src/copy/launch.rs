@@ -27,8 +27,7 @@ use crate::stream::hold::Resource;
 ///   was, the handle says that the function is over, and the stream goes on.
 /// - **A device that dies** drops functions that have not begun. One that runs goes on, and what it writes is lost.
 /// - **Waiting.** The function may block, call the pool, and wait for other streams. It must not wait for its own stream,
-///   which waits for it: with threads that never ends, and a stepped device refuses it, as it does all waiting in such
-///   a function.
+///   which waits for it: that never ends.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a stream of another kind of device; [`Error::Mismatch`] for memory of another device; a

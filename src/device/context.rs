@@ -19,11 +19,29 @@ use crate::telemetry::counters::{ErrorTally, Histogram};
 /// Events that are kept for reuse. More than these were in use at once only in a burst.
 const KEPT_EVENTS: usize = 1024;
 
+/// What moves a device that does nothing by itself: a test's function, which makes one piece of the device's outstanding
+/// work happen on the calling thread. `false`: none can.
+pub(crate) struct Hand(Box<dyn Fn() -> bool + Send + Sync>);
+
+impl Hand {
+    pub(crate) fn new(advance: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self(Box::new(advance))
+    }
+}
+
+impl std::fmt::Debug for Hand {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hand")
+    }
+}
+
 /// See the module's page.
 #[derive(Debug)]
 pub(crate) struct Context {
     id: u64,
     driver: Arc<dyn Driver>,
+    /// What moves the device, where it does nothing by itself.
+    hand: Option<Hand>,
     worker: Arc<Worker>,
     /// Events that were seen complete or never recorded, so that they may be recorded.
     events: Mutex<Vec<EventHandle>>,
@@ -44,14 +62,24 @@ pub(crate) struct Context {
 
 impl Context {
     pub(crate) fn new(driver: Arc<dyn Driver>) -> Result<Arc<Self>> {
+        Self::by_hand(driver, None)
+    }
+
+    /// The context of a device that does nothing by itself: it has no threads, and whoever waits calls the hand.
+    pub(crate) fn by_hand(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Arc<Self>> {
+        let hand = hand.or_else(|| {
+            let own = driver.clone();
+            driver.stepped().map(|_| Hand::new(move || own.stepped().is_some_and(|stepped| stepped.step())))
+        });
         let holds = Holds::new();
         driver.ending().leave(holds.last());
-        let worker = Arc::new(Worker::start(&driver, &holds)?);
+        let worker = Arc::new(Worker::start(&driver, &holds, hand.is_some())?);
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(Self {
             id,
             driver,
+            hand,
             worker,
             events: Mutex::default(),
             aside: Mutex::default(),
@@ -70,6 +98,16 @@ impl Context {
 
     pub(crate) fn driver(&self) -> &Arc<dyn Driver> {
         &self.driver
+    }
+
+    /// Whether the device does nothing by itself.
+    pub(crate) fn is_by_hand(&self) -> bool {
+        self.hand.is_some()
+    }
+
+    /// Makes one piece of the outstanding work of a device by hand happen. `false`: none can, or the device moves by itself.
+    pub(crate) fn advance(&self) -> bool {
+        self.hand.as_ref().is_some_and(|hand| (hand.0)())
     }
 
     pub(crate) fn worker(&self) -> &Arc<Worker> {

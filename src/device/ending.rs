@@ -5,6 +5,7 @@
 //! own. [`Last`] is dropped after that call, and a thread that waits in [`Device::close`](crate::Device::close) wakes
 //! then.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::holds::Last;
@@ -15,13 +16,20 @@ pub(crate) use crate::foreign::KeepAlive;
 pub(crate) struct Ending {
     /// What keeps an adopted context alive, if the program gave something.
     keep_alive: OnceLock<KeepAlive>,
+    /// Set for a device that has no threads: the last calls are made on the thread that drops the driver.
+    here: AtomicBool,
     /// The field after `keep_alive`, and so dropped after it: the drop of `keep_alive` may make a driver call.
     last: OnceLock<Last>,
 }
 
 impl Ending {
     pub(crate) fn new() -> Self {
-        Self { keep_alive: OnceLock::new(), last: OnceLock::new() }
+        Self { keep_alive: OnceLock::new(), here: AtomicBool::new(false), last: OnceLock::new() }
+    }
+
+    /// Lets the last calls be made on whichever thread drops the driver.
+    pub(crate) fn be_here(&self) {
+        self.here.store(true, Ordering::Relaxed);
     }
 
     /// Keeps the first of these. A later one is for the same context, and is not needed.
@@ -50,7 +58,7 @@ impl Ending {
             }
             drop(kept);
         };
-        if here {
+        if here || *self.here.get_mut() {
             return end();
         }
         if let Err(error) = crate::os::thread::spawn(format!("pinpool-end-{device}"), end) {

@@ -52,9 +52,15 @@ impl<T> Refused for *const T {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry<F>(F);
 
-impl<F> Entry<F> {
-    pub(super) fn new(function: F) -> Self {
-        Self(function)
+impl<F: Copy> Entry<F> {
+    /// The entry point at an address.
+    ///
+    /// # Safety
+    /// `F` is a function pointer, of the type of the function that is there for as long as the process runs.
+    pub(super) unsafe fn at(address: *const std::ffi::c_void) -> Self {
+        const { assert!(size_of::<F>() == size_of::<*const std::ffi::c_void>()) };
+        // SAFETY: the caller's promise: both are pointers to the function.
+        Self(unsafe { std::mem::transmute_copy(&address) })
     }
 }
 

@@ -19,7 +19,7 @@ use std::sync::{Arc, Weak};
 
 use crate::central::CentralPool;
 use crate::device::Driver;
-use crate::device::context::Context;
+use crate::device::context::{Context, Hand};
 use crate::device::host::HostNode;
 use crate::device::memory::DeviceSlice;
 use crate::device::{AdoptedContext, ending::KeepAlive, family};
@@ -106,8 +106,33 @@ impl Device {
         Self::known(driver.name().to_owned(), driver)
     }
 
+    /// Opens a device that does nothing by itself, for this repository's tests: it has no threads, no timer runs for its
+    /// pools, and a call that waits calls `advance`, which makes one piece of the device's work happen, until it returns
+    /// `false`. A device that is open already stays as it is. No part of the API.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    #[doc(hidden)]
+    pub fn by_hand(name: &str, advance: impl Fn() -> bool + Send + Sync + 'static) -> Result<Self> {
+        crate::os::watch_forks()?;
+        let driver = family::driver(name)?;
+        driver.ending().be_here();
+        Self::known_or(driver.name().to_owned(), driver, Some(Hand::new(advance)))
+    }
+
+    /// Makes later opens of this device start it anew, though something that never ends keeps it open. For this
+    /// repository's tests; no part of the API.
+    #[doc(hidden)]
+    pub fn abandon(name: &str) {
+        OPENED.lock().get_or_insert_with(HashMap::new).remove(name);
+    }
+
     /// The device that is open under this key, or a new one.
     pub(crate) fn known(key: String, driver: Arc<dyn Driver>) -> Result<Self> {
+        Self::known_or(key, driver, None)
+    }
+
+    fn known_or(key: String, driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Self> {
         // Outlives the lock: where starting fails, the driver ends after the unlock. Its end may call the vendor's
         // library.
         let _kept = driver.clone();
@@ -119,7 +144,7 @@ impl Device {
             driver.ending().leave(inner.context.holds().last());
             return Ok(Self(inner));
         }
-        let device = Self::start(Context::new(driver)?)?;
+        let device = Self::start(Context::by_hand(driver, hand)?)?;
         open.retain(|_, inner| inner.strong_count() > 0);
         open.insert(key, Arc::downgrade(&device.0));
         Ok(device)
@@ -158,7 +183,7 @@ impl Device {
         Self::start(Context::new(node.driver(ordinal)?)?)
     }
 
-    fn start(context: Arc<Context>) -> Result<Self> {
+    pub(crate) fn start(context: Arc<Context>) -> Result<Self> {
         let listing = Listing::start(&context)?;
         let (streams, pools) = (Mutex::default(), Arc::default());
         Ok(Self(Arc::new(DeviceInner { context, listing, streams, pools })))
@@ -284,8 +309,7 @@ impl Device {
     /// Looks at every stream of the device on this thread: records events for what was submitted, asks the driver what
     /// is complete, and returns the buffers of what is. Says whether anything was seen complete.
     ///
-    /// A thread of the crate does that by itself. A [stepped](crate::host) device has no such thread, and there this
-    /// call is how buffers come back.
+    /// A thread of the crate does that by itself.
     pub fn reap(&self) -> bool {
         // In the child of a fork the locks may be held by threads that do not exist there.
         !crate::os::forked() && self.listing().advance()

@@ -1,7 +1,8 @@
 //! What the drivers of CUDA and Ascend share: how a library is loaded, the words of their refusals, and the names of
 //! contexts that the program made.
 
-use std::ffi::OsString;
+use std::collections::BTreeMap;
+use std::ffi::{OsString, c_void};
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,14 +35,14 @@ macro_rules! entry_points {
 
         impl $api {
             /// The calls of a library, or the name of the first that is missing.
-            fn resolve(library: &libloading::Library) -> std::result::Result<Self, &'static str> {
+            fn resolve(find: $crate::device::vendor::Find<'_>) -> std::result::Result<Self, &'static str> {
                 use $crate::device::gate::Entry;
                 // SAFETY: the symbols are the vendor's, whose signatures are those of its headers; the library is never
                 // unloaded.
                 unsafe {
                     Ok(Self {
-                        $( $name: Entry::new(*library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?), )*
-                        $( $later: library.get(concat!($its, "\0").as_bytes()).ok().map(|call| Entry::new(*call)), )*
+                        $( $name: Entry::at(find($symbol).ok_or($symbol)?), )*
+                        $( $later: find($its).map(|at| Entry::at(at)), )*
                     })
                 }
             }
@@ -56,6 +57,35 @@ macro_rules! entry_points {
 }
 pub(super) use entry_points;
 
+/// Looks an entry point up by its name. `None`: there is none of that name.
+pub(super) type Find<'a> = &'a dyn Fn(&'static str) -> Option<*const c_void>;
+
+fn find_in(library: &Library, name: &str) -> Option<*const c_void> {
+    // SAFETY: the symbol is only looked up; its address is as valid as the library.
+    unsafe { library.get::<*const c_void>(name.as_bytes()) }.ok().map(|symbol| *symbol)
+}
+
+/// Tables of entry points that the program handed in, each for the devices from a number on: a simulation's, in tests.
+/// Devices with lower numbers are those of the library that is loaded.
+pub(super) struct Installed<A: 'static>(Mutex<BTreeMap<u32, &'static A>>);
+
+impl<A> Installed<A> {
+    pub(super) const fn new() -> Self {
+        Self(Mutex::new(BTreeMap::new()))
+    }
+
+    /// Installs a table for the devices from `first` on.
+    pub(super) fn add(&self, first: u32, table: A) {
+        self.0.lock().insert(first, Box::leak(Box::new(table)));
+    }
+
+    /// The table for a device, or, where its number is not known, any.
+    pub(super) fn of(&self, ordinal: Option<u32>) -> Option<&'static A> {
+        let tables = self.0.lock();
+        tables.range(..=ordinal.unwrap_or(u32::MAX)).next_back().map(|(_, table)| *table)
+    }
+}
+
 /// The library that this environment variable names.
 pub(super) fn named(variable: &str) -> Option<OsString> {
     std::env::var_os(variable).filter(|path| !path.is_empty())
@@ -69,7 +99,7 @@ pub(super) fn load<A>(
     files: &[OsString],
     remedy: &str,
     stranger: &str,
-    resolve: fn(&Library) -> std::result::Result<A, &'static str>,
+    resolve: fn(Find<'_>) -> std::result::Result<A, &'static str>,
 ) -> std::result::Result<A, String> {
     let mut tried = Vec::new();
     for file in files {
@@ -81,7 +111,8 @@ pub(super) fn load<A>(
                 // Never unloaded: the library may have threads and exit handlers of its own by now.
                 let library = ManuallyDrop::new(library);
                 crate::foreign::debug!(target: "pinpool::device", library = &*shown, "loaded");
-                return resolve(&library).map_err(|symbol| format!("{shown} lacks {symbol}: {stranger}"));
+                let find = |name: &str| find_in(&library, name);
+                return resolve(&find).map_err(|symbol| format!("{shown} lacks {symbol}: {stranger}"));
             }
             Err(error) => {
                 let text = error.to_string();

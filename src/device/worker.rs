@@ -6,7 +6,7 @@
 //! no driver call is made from a callback or under a lock. Jobs run in the order in which they were sent, and each one
 //! holds whatever it needs.
 //!
-//! A stepped device has no threads: the job runs at once, on the caller's thread. Where the caller's thread must not
+//! A device by hand has no threads: the job runs at once, on the caller's thread. Where the caller's thread must not
 //! run foreign code at that moment, the job runs as soon as it may.
 
 use std::sync::{Arc, mpsc};
@@ -32,10 +32,10 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread of a device. A stepped device has none.
-    pub(crate) fn start(driver: &Arc<dyn Driver>, holds: &Arc<Holds>) -> Result<Self> {
+    /// Starts the thread of a device. A device by hand has none.
+    pub(crate) fn start(driver: &Arc<dyn Driver>, holds: &Arc<Holds>, is_by_hand: bool) -> Result<Self> {
         let holds = holds.clone();
-        if driver.stepped().is_some() {
+        if is_by_hand {
             return Ok(Self { jobs: None, thread: None, holds });
         }
         let count = holds.clone();
@@ -62,7 +62,7 @@ impl Worker {
         self.jobs.is_none()
     }
 
-    /// Runs a job later. On a stepped device it runs now, or as soon as this thread may run foreign code.
+    /// Runs a job later. On a device by hand it runs now, or as soon as this thread may run foreign code.
     pub(crate) fn send(&self, job: impl FnOnce() + Send + 'static) {
         if crate::os::forked() {
             // There is no thread, and the fork may have copied the queue in the middle of another thread's change. So

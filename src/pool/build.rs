@@ -110,7 +110,7 @@ impl PoolBuilder {
             transfer_cache: thread_cache.saturating_mul(2).min(capacity / 16),
             largest: extent.min(capacity) - 32,
             step: region,
-            timeless: self.devices[0].context().driver().stepped().is_some(),
+            by_hand: self.devices[0].context().is_by_hand(),
             serves: self.devices.iter().map(|d| (d.context().id(), d.name().into())).collect(),
             track: self.track,
         };

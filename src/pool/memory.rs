@@ -123,12 +123,11 @@ impl Pool {
         let central = &self.0.central;
         central.close();
         loop {
-            let moved = self.reap() | self.step();
+            let moved = self.advance();
             let (left, snapshot) = (central.outstanding(), central.snapshot());
             let (stuck, quarantined_bytes) = (snapshot.quarantined_segments, snapshot.quarantined);
             let late = deadline.is_some_and(|d| Instant::now() >= d);
-            let stepped = self.0.devices.iter().all(|d| d.context().driver().stepped().is_some());
-            if left <= stuck || late || (stepped && !moved) {
+            if left <= stuck || late || (self.is_by_hand() && !moved) {
                 if left > 0 {
                     crate::foreign::error!(
                         target: "pinpool::pool::outstanding", pool = self.name(), outstanding = left, quarantined_bytes,

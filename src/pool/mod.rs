@@ -27,7 +27,7 @@
 //! | `request` | what is asked for |
 //! | here | the checkouts: `checkout_with` has step 1, `checkout_on_with` step 3, `begin` and `serve` the others |
 //! | `future` | the checkout of a task, which waits without a thread |
-//! | `waiting` | reports of long waits, and the waits of stepped devices |
+//! | `waiting` | reports of long waits, and the waits on devices by hand |
 //! | `build`, `name` | making the pool, what keeps its devices open, and its name |
 //! | `memory` | pinning, regions, trimming, the end |
 //! | `stats` | numbers, and the check of the invariants |
@@ -402,8 +402,8 @@ impl Pool {
         let span =
             crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
         let _entered = span.enter();
-        if self.stepped() {
-            return self.wait_stepped(key, len, since);
+        if self.is_by_hand() {
+            return self.wait_by_hand(key, len, since);
         }
         self.reap();
         self.0.central.wait(key, len, deadline, since)
@@ -434,12 +434,6 @@ impl Pool {
             }
         }
         let growing = central.grow(&wants, extents);
-        // A stepped device has grown within the call.
-        if self.stepped() {
-            if let Some(got) = self.try_all(&wants, ReclaimLevel::Idle)? {
-                return Ok(Begun::Granted(got));
-            }
-        }
         let wake = match waiter {
             Waiter::Thread(_) => Wake::Thread(crate::sync::thread::current()),
             Waiter::Task(waker) => Wake::Task(Task::of(waker)),
@@ -470,9 +464,9 @@ impl Pool {
         self.0.misses.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether the devices move only when a caller steps them (the host device in tests).
-    fn stepped(&self) -> bool {
-        self.0.devices[0].context().driver().stepped().is_some()
+    /// Whether the devices do nothing by themselves (in tests).
+    fn is_by_hand(&self) -> bool {
+        self.0.devices[0].context().is_by_hand()
     }
 
     /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
@@ -530,8 +524,8 @@ impl Pool {
     /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is
     /// likely, and of some others. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        let stepped = self.stepped();
-        let look = |d: &Device| if stepped { d.listing().advance() } else { d.listing().glance() };
+        let by_hand = self.is_by_hand();
+        let look = |d: &Device| if by_hand { d.listing().advance() } else { d.listing().glance() };
         self.0.devices.iter().fold(false, |any, d| look(d) | any)
     }
 

@@ -1,4 +1,4 @@
-//! Waits: reports of long ones, and the waits of devices that move only when they are stepped.
+//! Waits: reports of long ones, and the waits on devices that a test moves by hand.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -12,7 +12,7 @@ impl Pool {
     /// Has the timer report waits that last for long. Every request that has joined a queue calls it.
     pub(super) fn watch_waits(&self) {
         // Relaxed: who finds a look planned has joined a queue that the look locks after it has cleared this.
-        if self.stepped() || self.0.watched.swap(true, Ordering::Relaxed) {
+        if self.is_by_hand() || self.0.watched.swap(true, Ordering::Relaxed) {
             return;
         }
         let pool = self.downgrade();
@@ -30,20 +30,20 @@ impl Pool {
         });
     }
 
-    /// Makes one piece of work of a stepped device happen, if there is any.
-    pub(super) fn step(&self) -> bool {
-        self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|stepped| stepped.step()))
+    /// Moves devices by hand one step on, and takes back what is complete. Whether anything has changed.
+    pub(super) fn advance(&self) -> bool {
+        let moved = self.0.devices.iter().any(|d| d.context().advance());
+        self.reap() | moved
     }
 
-    /// Waits where nothing moves by itself: this thread steps the devices.
-    pub(super) fn wait_stepped(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
+    /// Waits where nothing moves by itself: this thread moves the devices, for as long as that changes anything.
+    pub(super) fn wait_by_hand(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
         let central = &self.0.central;
         loop {
             if let Some(outcome) = central.look(key, None) {
                 return outcome;
             }
-            let moved = self.step();
-            if !self.reap() && !moved {
+            if !self.advance() {
                 return central.give_up(key, len, since);
             }
         }

@@ -91,7 +91,7 @@ impl Regions {
 
     /// Where so many bytes come from. Maps them, unless the driver allocates them.
     fn supply(&self, len: usize, context: &Arc<Context>) -> Result<Supply> {
-        // What a stepped device does must not depend on the machine, and it gets no threads, as it has none of its own.
+        // What a device by hand does must not depend on the machine, and it gets no threads, as it has none of its own.
         let is_inline = context.worker().is_inline();
         if self.options.check_cgroups && !is_inline {
             os::refuse_over_cgroups(len)?;

@@ -147,7 +147,7 @@ pub enum Unpinned {
     #[default]
     Refuse,
     /// The pool goes on with memory that is not locked, and says so: in the statistics (`unpinned_bytes`) and in a
-    /// warning. It tries to lock that memory again after pauses, from 0.1 seconds to a minute. (Not on a stepped device.)
+    /// warning. It tries to lock that memory again after pauses, from 0.1 seconds to a minute.
     Allow,
 }
 

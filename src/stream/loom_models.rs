@@ -21,9 +21,9 @@ use super::timeline::{Ticket, Timeline};
 use crate::buffer::Lend;
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
 use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, end_leases};
-use crate::device::context::Context;
+use crate::device::context::{Context, Hand};
 use crate::device::ending::Ending;
-use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
 use crate::region::Owner;
@@ -101,10 +101,6 @@ impl Driver for Late {
     fn ending(&self) -> &Ending {
         &self.ending
     }
-    /// Nothing moves by itself, and a model has no threads of the crate.
-    fn stepped(&self) -> Option<&dyn Stepped> {
-        Some(self)
-    }
     fn allocate_host(&self, _: usize, _: HostKind) -> Result<NonNull<u8>> {
         Err(Error::Unsupported("no host memory in a model".into()))
     }
@@ -168,12 +164,6 @@ impl Driver for Late {
     }
 }
 
-impl Stepped for Late {
-    fn step(&self) -> bool {
-        false
-    }
-}
-
 // --- what models share -----------------------------------------------------------------------------------------------
 
 /// A stream with its central pool.
@@ -194,7 +184,8 @@ impl Setup {
             refuses: AtomicBool::new(false),
             ending: Ending::new(),
         });
-        let context = Context::new(driver.clone()).unwrap();
+        // A model has no threads of the crate, and queries move this driver.
+        let context = Context::by_hand(driver.clone(), Some(Hand::new(|| false))).unwrap();
         let listing = Arc::new(Listing::default());
         let timeline = Timeline::new(context, StreamHandle(0), true, true, None, listing.clone());
         let config = CentralConfig {
@@ -203,7 +194,7 @@ impl Setup {
             transfer_cache: 0,
             largest: PAGE,
             step: 0,
-            timeless: true,
+            by_hand: true,
             serves: Vec::new(),
             track: false,
         };

@@ -1,36 +1,22 @@
 //! Closing an Ascend device: what the library got back when it returns, and what the error says where that was refused.
 
-use std::time::{Duration, Instant};
-
-use pinpool::Device;
-
-use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY, on_each};
-use crate::support::doubles::{HANG, StandIn};
-use crate::support::skip;
-use crate::{bytes, calls, filled, pool, round_trip, until};
+use super::*;
 
 /// For a test after which something stays allocated.
-fn leaving_something(test: &str, body: impl FnOnce(&StandIn)) {
-    if !npu::is_set() {
-        return TODAY.again(test, &[]);
-    }
-    match npu::stand_in() {
-        Some(stand_in) => body(&stand_in),
-        None => skip!("the library that is named is no stand-in"),
-    }
+fn leaving_something(body: impl FnOnce(&StandIn)) {
+    body(&TODAY.machine());
 }
 
 /// Opened twice the device is set twice, if only for a short time; both are undone when it is closed.
 #[test]
 fn a_device_that_was_opened_again_is_let_go_of_as_often() {
-    let test = "closing::a_device_that_was_opened_again_is_let_go_of_as_often";
-    on_each(test, &[TODAY, ON_DEVICE, EARLY_2022], |stand_in| {
+    on_each(&[TODAY, ON_DEVICE, EARLY_2022], |stand_in| {
         for round in 0..20 {
-            let device = Device::open("acl:0").unwrap();
+            let device = open(0);
             let pool = pool(&device, 1 << 20);
             round_trip(&pool, &device.stream().unwrap(), round, 10_000);
             drop(pool);
-            let others: Vec<Device> = (0..8).map(|_| Device::open("acl:0").unwrap()).collect();
+            let others: Vec<Device> = (0..8).map(|_| open(0)).collect();
             drop(others);
             device.close(HANG).unwrap();
             let report = stand_in.report();
@@ -41,45 +27,15 @@ fn a_device_that_was_opened_again_is_let_go_of_as_often() {
     });
 }
 
-/// With copies in flight, on two devices that share a pool, from several threads.
-#[test]
-fn everything_is_given_back_by_the_time_that_it_is_closed() {
-    let test = "closing::everything_is_given_back_by_the_time_that_it_is_closed";
-    on_each(test, &npu::WAYS, |stand_in| {
-        let devices = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
-        let shared = pinpool::Pool::builder(&devices[0]).device(&devices[1]).capacity(2 << 20);
-        let shared = shared.extent(512 << 10).build().unwrap();
-        std::thread::scope(|scope| {
-            for device in devices {
-                let shared = shared.clone();
-                scope.spawn(move || {
-                    let own = pool(&device, 1 << 20);
-                    let (stream, memory) = (device.stream().unwrap(), device.alloc(20_000).unwrap());
-                    for from in [&own, &shared] {
-                        for n in 0..6 {
-                            drop(stream.upload(filled(from, &bytes(n, 20_000)), &memory).unwrap());
-                        }
-                    }
-                    drop((own, shared, stream, memory));
-                    device.close(HANG).unwrap();
-                });
-            }
-            drop(shared);
-        });
-        let report = stand_in.report();
-        assert!(report.over && report.leaks.is_empty(), "{report:?}");
-    });
-}
-
 #[test]
 fn what_the_library_refuses_to_take_back_is_told() {
-    leaving_something("closing::what_the_library_refuses_to_take_back_is_told", |stand_in| {
+    leaving_something(|stand_in| {
         for call in
             ["aclrtFree", "aclrtFreeHost", "aclrtDestroyStream", "aclrtDestroyEvent", "aclrtResetDevice"]
         {
             // Where another thread has given all of it back before, the next round has the failure.
             let error = loop {
-                let device = Device::open("acl:0").unwrap();
+                let device = open(0);
                 let pool = pool(&device, 1 << 20);
                 round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
                 stand_in.fail(call, 1, 507_000, false);
@@ -98,8 +54,8 @@ fn what_the_library_refuses_to_take_back_is_told() {
 
 #[test]
 fn a_lost_device_is_closed_without_a_call() {
-    leaving_something("closing::a_lost_device_is_closed_without_a_call", |stand_in| {
-        let device = Device::open("acl:0").unwrap();
+    leaving_something(|stand_in| {
+        let device = open(0);
         let memory = device.alloc(1000).unwrap();
         // The worker has begun; its beginning takes calls of its own.
         drop(device.alloc(1000).unwrap());
@@ -128,8 +84,8 @@ fn a_lost_device_is_closed_without_a_call() {
 /// is in flight there never runs.
 #[test]
 fn another_device_that_is_lost_keeps_nothing_of_this_one() {
-    leaving_something("closing::another_device_that_is_lost_keeps_nothing_of_this_one", |stand_in| {
-        let [device, other] = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
+    leaving_something(|stand_in| {
+        let [device, other] = [open(0), open(1)];
         let pool = pool(&device, 1 << 20);
         round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
         assert!(stand_in.report().leaks.iter().any(|leak| leak.starts_with("hosts")));
@@ -145,10 +101,9 @@ fn another_device_that_is_lost_keeps_nothing_of_this_one() {
 /// One refused wait for the device must not leak gigabytes for good.
 #[test]
 fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
-    let test = "closing::freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now";
-    on_each(test, &[TODAY], |stand_in| {
+    on_each(&[TODAY], |stand_in| {
         for nth in [1, 2] {
-            let devices = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
+            let devices = [open(0), open(1)];
             let pool = pool(&devices[0], 1 << 20);
             round_trip(&pool, &devices[0].stream().unwrap(), 1, 10_000);
             // The wait for this device, and the wait for the other one.
@@ -164,8 +119,8 @@ fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
 /// is returned at once, without a wait for the whole device.
 #[test]
 fn a_copy_that_was_not_submitted_is_not_waited_for() {
-    on_each("closing::a_copy_that_was_not_submitted_is_not_waited_for", &[TODAY, EARLY_2022], |stand_in| {
-        let device = Device::open("acl:0").unwrap();
+    on_each(&[TODAY, EARLY_2022], |stand_in| {
+        let device = open(0);
         let (stream, memory) = (device.stream().unwrap(), device.alloc(1000).unwrap());
         stand_in.fail("aclrtSynchronizeStream", 1, 107_030, false);
         let waited = calls(stand_in, "aclrtSynchronizeDevice");
@@ -179,21 +134,13 @@ fn a_copy_that_was_not_submitted_is_not_waited_for() {
 /// error.
 #[test]
 fn no_message_of_an_expected_refusal_is_left() {
-    on_each("closing::no_message_of_an_expected_refusal_is_left", &[TODAY], |stand_in| {
-        let said = || {
-            // SAFETY: acl.h has the signature; the result is null or a string.
-            let text =
-                unsafe { stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")() };
-            // SAFETY: as above.
-            (!text.is_null())
-                .then(|| unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned())
-        };
+    on_each(&[TODAY], |stand_in| {
         for _ in 0..2 {
-            let device = Device::open("acl:0").unwrap();
-            assert_eq!(said(), None);
+            let device = open(0);
+            assert_eq!(message(stand_in), None);
             drop(pool(&device, 1 << 20));
             device.close(HANG).unwrap();
-            assert_eq!(said(), None);
+            assert_eq!(message(stand_in), None);
         }
     });
 }

@@ -1,25 +1,18 @@
 //! Events: few of them, of three kinds, and never complete because something failed.
 
-use pinpool::{Device, InFlight, PinnedBuf};
+use pinpool::InFlight;
 
-use crate::support::doubles::StandIn;
-use crate::support::doubles::npu::{self, EARLY_2022, LATE_2022, SMALL_2022, TODAY, on_each};
-use crate::{bytes, calls, filled, pool};
+use super::*;
 
 /// More than the crate uses of the smallest device's events.
 const MANY: usize = 1000;
 
-fn limit(stand_in: &StandIn, events: usize) {
-    // SAFETY: the double's `control.rs` has the signature.
-    unsafe { stand_in.get::<extern "C" fn(usize, usize)>("standin_limits")(events, 1984) }
-}
-
 /// Submits more copies than there are events while the device hangs: all of them complete when it resumes.
 fn more_copies_than_events(stand_in: &StandIn) {
-    let device = Device::open("acl:0").unwrap();
+    let device = open(0);
     let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
     // Handed out to the program: each submit needs an event.
-    pinpool::acl::raw_stream(&stream).unwrap();
+    acl::raw_stream(&stream).unwrap();
     let memory = device.alloc(64 * 64).unwrap();
     stand_in.hang(true);
     let shared = std::sync::Arc::new(filled(&pool, &bytes(1, 64)));
@@ -42,26 +35,20 @@ fn more_copies_than_events(stand_in: &StandIn) {
     assert!(back.chunks(64).all(|chunk| *chunk == *bytes(1, 64)));
 }
 
+/// The crate stops before a device's last event, since the library may block there; and others may have nearly all.
 #[test]
 fn a_device_may_run_out_of_events() {
-    // The crate stops before the last one, since the library may block there.
-    on_each("events::a_device_may_run_out_of_events", &[SMALL_2022], more_copies_than_events);
-}
-
-#[test]
-fn others_may_have_nearly_all_events() {
-    on_each("events::others_may_have_nearly_all_events", &[TODAY, LATE_2022], |stand_in| {
-        limit(stand_in, 8);
+    on_each(&[SMALL_2022], more_copies_than_events);
+    on_each(&[TODAY, LATE_2022], |stand_in| {
+        stand_in.command("limits 8 1984");
         more_copies_than_events(stand_in);
     });
 }
 
 #[test]
 fn events_are_recorded_again_or_made_anew() {
-    on_each("events::events_are_recorded_again_or_made_anew", &npu::WAYS, |stand_in| {
-        let device = Device::open("acl:0").unwrap();
-        let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
-        let memory = device.alloc(5000).unwrap();
+    on_each(&npu::WAYS, |stand_in| {
+        let (_device, pool, stream, memory) = first(5000);
         for round in 0..200 {
             let sent = filled(&pool, &bytes(round, 5000));
             assert!(*stream.upload(sent, &memory).unwrap().wait().unwrap() == bytes(round, 5000));
@@ -83,12 +70,10 @@ fn events_are_recorded_again_or_made_anew() {
 
 #[test]
 fn a_query_that_fails_never_reads_as_done() {
-    on_each("events::a_query_that_fails_never_reads_as_done", &[TODAY, EARLY_2022], |stand_in| {
+    on_each(&[TODAY, EARLY_2022], |stand_in| {
         let query =
             if stand_in.has("aclrtQueryEventStatus") { "aclrtQueryEventStatus" } else { "aclrtQueryEvent" };
-        let device = Device::open("acl:0").unwrap();
-        let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
-        let memory = device.alloc(10_000).unwrap();
+        let (device, pool, stream, memory) = first(10_000);
         for round in 0..40 {
             // An argument error, and a transient one; before the query has run, and after it.
             let code = if round % 2 == 0 { 507_000 } else { 207_001 };
@@ -103,22 +88,5 @@ fn a_query_that_fails_never_reads_as_done() {
         }
         stand_in.calm();
         assert_eq!(device.lost(), None);
-    });
-}
-
-#[test]
-fn streams_wait_for_each_other() {
-    on_each("events::streams_wait_for_each_other", &npu::WAYS, |_| {
-        let device = Device::open("acl:0").unwrap();
-        let pool = pool(&device, 1 << 20);
-        let streams = [device.stream().unwrap(), device.stream().unwrap()];
-        let memory = device.alloc(20_000).unwrap();
-        for round in 0..50 {
-            let (here, there) = (&streams[round % 2], &streams[1 - round % 2]);
-            drop(here.upload(filled(&pool, &bytes(round, 20_000)), &memory).unwrap());
-            there.wait_for(here).unwrap();
-            let landing = pool.checkout(20_000).unwrap();
-            assert!(*there.download(&memory, landing).unwrap().wait().unwrap() == bytes(round, 20_000));
-        }
     });
 }

@@ -1,15 +1,13 @@
 //! Every call failed once: the error it returns, and that nothing is lost by it.
 
-use pinpool::{Device, Error, ErrorClass, Pool, Result, Stream, acl};
+use pinpool::Result;
 
-use crate::bytes;
-use crate::support::doubles::npu::{EARLY_2022, LATE_2022, ON_DEVICE, TODAY, Way, on_each};
-use crate::support::doubles::{HANG, StandIn};
-use crate::support::skip;
+use super::npu::Way;
+use super::*;
 
 /// A little of everything, and the device closed. Returns what failed, if anything did, and whether all was given back.
 fn a_little_of_everything() -> (Result<()>, bool) {
-    let device = match Device::open("acl:0") {
+    let device = match Device::open(&npu_name(0)) {
         Ok(device) => device,
         Err(error) => return (Err(error), false),
     };
@@ -18,7 +16,7 @@ fn a_little_of_everything() -> (Result<()>, bool) {
 }
 
 /// Every failure is returned as an error; a result without an error is right.
-fn a_little_on(device: &Device) -> Result<()> {
+pub fn a_little_on(device: &Device) -> Result<()> {
     let pool = Pool::builder(device).capacity(512 << 10).extent(128 << 10).region(256 << 10).build()?;
     let (stream, other) = (device.stream()?, device.stream()?);
     acl::raw_stream(&other)?;
@@ -57,7 +55,7 @@ fn a_little_on(device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn transfers(pool: &Pool, on: &Stream, memory: &pinpool::DeviceSlice, round: usize) -> Result<()> {
+fn transfers(pool: &Pool, on: &Stream, memory: &DeviceSlice, round: usize) -> Result<()> {
     let sent = bytes(round, 20_000);
     let mut buf = pool.checkout_timeout(20_000, HANG)?;
     buf.extend_from_slice(&sent);
@@ -106,106 +104,90 @@ fn all_closed(stand_in: &StandIn, failed: &str, seen: &mut usize) -> Vec<String>
     report.leaks
 }
 
-fn every_call(test: &str, way: Way) {
-    on_each_tolerant(test, way, |stand_in| {
-        crate::support::panicking::install_if_asked();
-        let mut seen = 0;
-        assert!(matches!(a_little_of_everything(), (Ok(()), true)));
-        let mut leaks = all_closed(stand_in, "", &mut seen);
-        assert_eq!(leaks, Vec::<String>::new());
-        let calls: Vec<(String, u64)> =
-            stand_in.report().calls.into_iter().filter(|call| call.0.starts_with("acl")).collect();
-        assert!(calls.len() > 15, "{calls:?}");
-        let (mut struck, mut said, mut given_back) = (0, 0, 0);
-        for (call, count) in calls {
-            if call == "aclGetRecentErrMsg" || call == "aclrtGetSocName" {
-                continue;
-            }
-            for nth in [1, 2, count / 2, count - 1] {
-                for (code, class) in [(507_000, ErrorClass::Argument), (207_001, ErrorClass::Transient)] {
-                    stand_in.fail(&call, nth.max(1), code, false);
-                    let (outcome, closed) = a_little_of_everything();
-                    // At once: a caller that was told that all was given back can rely on it.
-                    let now = stand_in.report();
+fn every_call(way: Way) {
+    let stand_in = &way.machine();
+    crate::support::panicking::install_if_asked();
+    let mut seen = 0;
+    assert!(matches!(a_little_of_everything(), (Ok(()), true)));
+    let mut leaks = all_closed(stand_in, "", &mut seen);
+    assert_eq!(leaks, Vec::<String>::new());
+    let calls: Vec<(String, u64)> =
+        stand_in.report().calls.into_iter().filter(|call| call.0.starts_with("acl")).collect();
+    assert!(calls.len() > 15, "{calls:?}");
+    let (mut struck, mut said, mut given_back) = (0, 0, 0);
+    for (call, count) in calls {
+        if call == "aclGetRecentErrMsg" || call == "aclrtGetSocName" {
+            continue;
+        }
+        for nth in [1, 2, count / 2, count - 1] {
+            for (code, class) in [(507_000, ErrorClass::Argument), (207_001, ErrorClass::Transient)] {
+                stand_in.fail(&call, nth.max(1), code, false);
+                let (outcome, closed) = a_little_of_everything();
+                // At once: a caller that was told that all was given back can rely on it.
+                let now = stand_in.report();
+                assert!(
+                    !closed || (now.over && now.leaks == leaks),
+                    "{call}, {nth}, {code}: {now:?}, {leaks:?}"
+                );
+                given_back += u64::from(closed);
+                stand_in.calm();
+                if let Err(error) = outcome {
+                    said += 1;
+                    let text = error.to_string();
                     assert!(
-                        !closed || (now.over && now.leaks == leaks),
-                        "{call}, {nth}, {code}: {now:?}, {leaks:?}"
+                        text.contains(&call) && text.contains(&code.to_string()),
+                        "{call}, {nth}: {text}"
                     );
-                    given_back += u64::from(closed);
-                    stand_in.calm();
-                    if let Err(error) = outcome {
-                        said += 1;
-                        let text = error.to_string();
-                        assert!(
-                            text.contains(&call) && text.contains(&code.to_string()),
-                            "{call}, {nth}: {text}"
-                        );
-                        assert!(
-                            error.class() == class || matches!(error, Error::Unavailable { .. }),
-                            "{call}: {error:?}"
-                        );
-                        assert!(
-                            text.contains("ACL_ERROR_RT"),
-                            "{call} is not told with the code's name: {text}"
-                        );
-                    }
-                    let left = all_closed(stand_in, &call, &mut seen);
-                    if !ENDING.contains(&call.as_str()) {
-                        assert_eq!(left, leaks, "{call}, {nth}, {code}");
-                    }
-                    leaks = left;
+                    assert!(
+                        error.class() == class || matches!(error, Error::Unavailable { .. }),
+                        "{call}: {error:?}"
+                    );
+                    assert!(text.contains("ACL_ERROR_RT"), "{call} is not told with the code's name: {text}");
                 }
+                let left = all_closed(stand_in, &call, &mut seen);
+                if !ENDING.contains(&call.as_str()) {
+                    assert_eq!(left, leaks, "{call}, {nth}, {code}");
+                }
+                leaks = left;
             }
         }
-        struck += stand_in.struck();
-        assert!(
-            struck > 60 && said > 30 && given_back > 60,
-            "{struck} calls were made to fail, {said} errors were returned, {given_back} times all was given back"
-        );
-    });
-}
-
-/// Like `on_each`, where something may be left.
-fn on_each_tolerant(test: &str, way: Way, body: impl FnOnce(&StandIn)) {
-    use crate::support::doubles::npu;
-    if !npu::is_set() {
-        return way.again(test, &[]);
     }
-    match npu::stand_in() {
-        Some(stand_in) => body(&stand_in),
-        None => skip!("the library that is named is no stand-in"),
-    }
+    struck += stand_in.struck();
+    assert!(
+        struck > 60 && said > 30 && given_back > 60,
+        "{struck} calls were made to fail, {said} errors were returned, {given_back} times all was given back"
+    );
 }
 
 #[test]
 fn every_call_fails_once_today() {
-    every_call("failing::every_call_fails_once_today", TODAY);
+    every_call(TODAY);
 }
 
 #[test]
 fn every_call_fails_once_on_the_device() {
-    every_call("failing::every_call_fails_once_on_the_device", ON_DEVICE);
+    every_call(ON_DEVICE);
 }
 
 #[test]
 fn every_call_fails_once_in_late_2022() {
-    every_call("failing::every_call_fails_once_in_late_2022", LATE_2022);
+    every_call(LATE_2022);
 }
 
 #[test]
 fn every_call_fails_once_in_early_2022() {
-    every_call("failing::every_call_fails_once_in_early_2022", EARLY_2022);
+    every_call(EARLY_2022);
 }
 
 #[test]
 fn an_error_says_what_the_library_says_of_it() {
-    on_each("failing::an_error_says_what_the_library_says_of_it", &[TODAY], |stand_in| {
-        let device = Device::open("acl:0").unwrap();
+    on_each(&[TODAY], |stand_in| {
+        let device = open(0);
         // The message comes with this failure, not with the next one; a message left by another call does not.
         stand_in.fail("aclrtMalloc", 1, 207_001, false);
         let first = device.alloc(1000).unwrap_err();
         let Error::Device(first) = first else { panic!("{first:?}") };
-        assert_eq!((first.call, first.code, &*first.device), ("aclrtMalloc", 207_001, "acl:0"));
+        assert_eq!((first.call, first.code, &*first.device), ("aclrtMalloc", 207_001, &*npu_name(0)));
         assert!(first.text.starts_with("ACL_ERROR_RT_MEMORY_ALLOCATION: "), "{}", first.text);
         stand_in.fail("aclrtCreateStream", 1, 207_008, false);
         let second = device.stream().unwrap_err();

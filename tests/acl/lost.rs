@@ -1,28 +1,17 @@
 //! Devices that are lost: by an error that ends them, and by a program that ends the library.
 
-use pinpool::{Device, ErrorClass};
+use super::contexts::Server;
+use super::*;
 
-use crate::contexts::Server;
-use crate::support::doubles::StandIn;
-use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
-use crate::support::skip;
-use crate::{bytes, filled, pool, round_trip, until};
-
-/// In a process of its own, for a test after which something stays allocated.
-fn leaving_things(test: &str, body: impl FnOnce(&StandIn)) {
-    if !npu::is_set() {
-        return [TODAY, ON_DEVICE, EARLY_2022].iter().for_each(|way| way.again(test, &[]));
-    }
-    match npu::stand_in() {
-        Some(stand_in) => body(&stand_in),
-        None => skip!("the library that is named is no stand-in"),
-    }
+/// For a test after which something stays allocated.
+fn leaving_things(body: impl Fn(&StandIn)) {
+    [TODAY, ON_DEVICE, EARLY_2022].iter().for_each(|way| body(&way.machine()));
 }
 
 #[test]
 fn a_lost_device_is_not_called_any_more() {
-    leaving_things("lost::a_lost_device_is_not_called_any_more", |stand_in| {
-        let devices = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
+    leaving_things(|stand_in| {
+        let devices = [open(0), open(1)];
         let pools = devices.each_ref().map(|device| pool(device, 1 << 20));
         let stream = devices[0].stream().unwrap();
         let memory = devices[0].alloc(10_000).unwrap();
@@ -48,7 +37,7 @@ fn a_lost_device_is_not_called_any_more() {
         assert_eq!(devices[1].lost(), None);
         round_trip(&pools[1], &devices[1].stream().unwrap(), 3, 50_000);
         // What the lost one had is dropped without a call that frees anything.
-        let frees = |report: &crate::support::doubles::Report| -> Vec<(String, u64)> {
+        let frees = |report: &doubles::Report| -> Vec<(String, u64)> {
             let freeing =
                 ["aclrtFree", "aclrtFreeHost", "aclrtDestroyEvent", "aclrtDestroyStream", "aclrtResetDevice"];
             report.calls.iter().filter(|call| freeing.contains(&call.0.as_str())).cloned().collect()
@@ -56,7 +45,7 @@ fn a_lost_device_is_not_called_any_more() {
         let [lost, other] = devices;
         let [of_lost, of_other] = pools;
         drop((of_other, other));
-        until("the other one is let go", || crate::calls(stand_in, "aclrtResetDevice") == 1);
+        until("the other one is let go", || calls(stand_in, "aclrtResetDevice") == 1);
         let before = frees(&stand_in.report());
         drop((of_lost, stream, memory, lost));
         std::thread::sleep(std::time::Duration::from_millis(50));
@@ -70,13 +59,12 @@ fn a_lost_device_is_not_called_any_more() {
 #[test]
 fn a_lost_device_has_no_borrowed_memory() {
     const LEN: usize = 10_000;
-    leaving_things("lost::a_lost_device_has_no_borrowed_memory", |stand_in| {
-        // SAFETY: the double's `control.rs` has the signature.
-        let late = unsafe { stand_in.get::<extern "C" fn(usize, usize) -> bool>("standin_late") };
+    leaving_things(|stand_in| {
+        let late = |at: usize, len: usize| stand_in.command(&format!("late {at} {len}")) == "true";
         let is_used = |memory: &[u8]| late(memory.as_ptr().addr(), memory.len());
         let all_is_used = || late(1, usize::MAX - 1);
         for ordinal in [0, 1] {
-            let device = Device::open(&format!("acl:{ordinal}")).unwrap();
+            let device = open(ordinal);
             let pool = pool(&device, 1 << 20);
             let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
             // Ordinary and page-locked, both borrowed.
@@ -102,13 +90,11 @@ fn a_lost_device_has_no_borrowed_memory() {
 
 #[test]
 fn a_library_that_others_end_is_left_alone() {
-    leaving_things("lost::a_library_that_others_end_is_left_alone", |stand_in| {
+    leaving_things(|stand_in| {
         let server = Server { stand_in };
-        let device = Device::open("acl:0").unwrap();
-        let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
-        let memory = device.alloc(10_000).unwrap();
+        let (device, pool, stream, memory) = first(10_000);
         stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap().wait().unwrap();
-        crate::says!(server, 0, "aclFinalize");
+        says!(server, 0, "aclFinalize");
         // The first call returns an error of class `DriverShutdown`; every later one fails at once.
         let refused = stream.upload(filled(&pool, &bytes(2, 10_000)), &memory).unwrap_err();
         assert_eq!(refused.error.class(), ErrorClass::DriverShutdown, "{}", refused.error);

@@ -1,9 +1,9 @@
-//! Ascend devices through the crate's public face, over the stand-in library of `tests/doubles/acl`: what the
-//! contract's suite, which runs there too, does not test.
+//! Ascend devices through the crate's public face, on simulated ones (`crates/pinpool-sim`): what the contract's suite,
+//! which runs there too, does not test.
 //!
-//! Each test runs in a process of its own for each library and machine that it is about
-//! (`tests/support/doubles/npu.rs`), and afterwards no rule of the stand-in may have been broken and nothing may be
-//! left there. Where `PINPOOL_REQUIRE` names an Ascend device, `what_the_device_says` runs on that.
+//! Each test has a machine of its own for each library that it is about (`tests/support/doubles/npu.rs`), and afterwards
+//! no rule may have been broken and nothing may be left there. Where `PINPOOL_REQUIRE` names an Ascend device,
+//! `what_the_device_says` runs on that.
 
 #![cfg(all(feature = "acl", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling the library beside pinpool")]
@@ -23,14 +23,26 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use pinpool::{Device, PinnedBuf, Pool, Stream, Unpinned, acl};
-pub(crate) use support::doubles::ascendcl::{acl, made, says};
-use support::doubles::npu::{self, on_each};
-use support::doubles::{self, HANG};
+use pinpool::{Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Stream, Unpinned, acl};
+use support::doubles::ascendcl::{PATH, REPORT, acl, made, report_of, says};
+use support::doubles::npu::{self, EARLY_2022, LATE_2022, ON_DEVICE, SMALL_2022, TODAY, on_each};
+use support::doubles::{self, HANG, SETUP, StandIn, npu_name};
 use support::{bytes, skip};
 
-/// Another test's process may be the first to build the library; this is long enough for all.
+/// Of copies up and down again.
 const ROUNDS: usize = 24;
+
+fn open(number: usize) -> Device {
+    Device::open(&npu_name(number)).unwrap()
+}
+
+/// The first device, with a pool, a stream and memory of that length.
+fn first(len: usize) -> (Device, Pool, Stream, DeviceSlice) {
+    let device = open(0);
+    let (pool, stream, memory) =
+        (pool(&device, 1 << 20), device.stream().unwrap(), device.alloc(len).unwrap());
+    (device, pool, stream, memory)
+}
 
 /// A pool with room for that many bytes.
 fn pool(device: &Device, capacity: usize) -> Pool {
@@ -62,14 +74,23 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
 }
 
 /// How often a call was made so far.
-fn calls(stand_in: &doubles::StandIn, name: &str) -> u64 {
+fn calls(stand_in: &StandIn, name: &str) -> u64 {
     stand_in.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
+}
+
+/// The library's text about this thread's latest error, if there is one that nobody has asked for.
+fn message(stand_in: &StandIn) -> Option<String> {
+    // SAFETY: acl.h has the signature; the result is null or a string until the next call.
+    unsafe {
+        let text = stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")();
+        (!text.is_null()).then(|| std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned())
+    }
 }
 
 #[test]
 fn what_the_device_says() {
     let tell = || {
-        let device = Device::open("acl:0").unwrap();
+        let device = open(0);
         let about = acl::about(&device).unwrap();
         println!("{about:#?}");
         let pool = Pool::builder(&device).capacity(64 << 20).build().unwrap();
@@ -86,9 +107,9 @@ fn what_the_device_says() {
         tell();
         return;
     }
-    on_each("what_the_device_says", &npu::WAYS, |stand_in| {
+    on_each(&npu::WAYS, |stand_in| {
         let about = tell();
-        assert_eq!(about.on_device, std::env::var("PINPOOL_STANDIN_RC").is_ok_and(|rc| rc == "1"));
+        assert_eq!(about.on_device, stand_in.is("rc true"));
         let has = |name: &'static str| about.later.contains(&(name, true));
         for (name, _) in &about.later {
             assert_eq!(has(name), stand_in.has(name), "{name}");
@@ -100,41 +121,51 @@ fn what_the_device_says() {
     });
 }
 
+/// On two devices that share a pool, from many threads and with copies in flight at the end.
 #[test]
-fn two_devices_and_many_threads() {
-    on_each("two_devices_and_many_threads", &npu::WAYS, |_| {
-        let devices = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
-        let pool = Pool::builder(&devices[0]).device(&devices[1]).capacity(4 << 20).extent(512 << 10);
-        let pool = pool.region(1 << 20).build().unwrap();
+fn everything_is_given_back_by_the_time_that_devices_are_closed() {
+    on_each(&npu::WAYS, |stand_in| {
+        let devices = [open(0), open(1)];
+        let shared = Pool::builder(&devices[0]).device(&devices[1]).capacity(4 << 20).extent(512 << 10);
+        let shared = shared.region(1 << 20).build().unwrap();
         std::thread::scope(|scope| {
             for worker in 0..6 {
-                let (pool, device) = (&pool, &devices[worker % 2]);
+                let (shared, device) = (&shared, &devices[worker % 2]);
                 scope.spawn(move || {
-                    let (stream, memory) = (device.stream().unwrap(), device.alloc(200_000).unwrap());
+                    let (own, stream) = (pool(device, 1 << 20), device.stream().unwrap());
+                    let memory = device.alloc(200_000).unwrap();
                     for round in 0..ROUNDS {
                         let len = 1 + (worker * 7919 + round * 104_729) % 200_000;
                         let sent = bytes(worker * 1000 + round, len);
-                        drop(stream.upload(filled(pool, &sent), memory.slice(..len)).unwrap());
-                        let landing = pool.checkout_timeout(len, HANG).unwrap();
+                        drop(stream.upload(filled(shared, &sent), memory.slice(..len)).unwrap());
+                        let landing = shared.checkout_timeout(len, HANG).unwrap();
                         let back = stream.download(memory.slice(..len), landing).unwrap();
                         assert!(*back.wait().unwrap() == sent);
+                    }
+                    for from in [&own, shared, &own] {
+                        drop(stream.upload(filled(from, &[1; 20_000]), &memory).unwrap());
                     }
                 });
             }
         });
-        pool.check().unwrap();
-        let stats = pool.stats();
-        assert_eq!((stats.in_flight_bytes, stats.quarantined_bytes, stats.unpinned_bytes), (0, 0, 0));
-        assert!(pool.shutdown(HANG).drained);
+        shared.check().unwrap();
+        let stats = shared.stats();
+        assert_eq!((stats.quarantined_bytes, stats.unpinned_bytes), (0, 0));
+        drop(shared);
+        std::thread::scope(|scope| {
+            for device in devices {
+                scope.spawn(|| device.close(HANG).unwrap());
+            }
+        });
+        let report = stand_in.report();
+        assert!(report.over && report.leaks.is_empty(), "{report:?}");
     });
 }
 
 #[test]
 fn nothing_is_called_after_the_end() {
-    on_each("nothing_is_called_after_the_end", &[npu::TODAY, npu::EARLY_2022], |stand_in| {
-        let device = Device::open("acl:0").unwrap();
-        let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
-        let memory = device.alloc(10_000).unwrap();
+    on_each(&[npu::TODAY, npu::EARLY_2022], |stand_in| {
+        let (device, pool, stream, memory) = first(10_000);
         // Copies are late here: all of these are in flight when their pool, stream, memory and device are dropped.
         for round in 0..20 {
             drop(stream.upload(filled(&pool, &bytes(round, 10_000)), &memory).unwrap());
@@ -147,38 +178,24 @@ fn nothing_is_called_after_the_end() {
     });
 }
 
-/// Runs after the crate's own exit handler, which was registered later; the library's come last.
-extern "C" fn look_at_the_end() {
-    let stand_in = npu::stand_in().expect("it is there");
-    let before = stand_in.report();
-    std::thread::sleep(Duration::from_millis(50));
-    let after = stand_in.report();
-    let held = |report: &doubles::Report| report.leaks.iter().any(|leak| leak.starts_with("hosts"));
-    // Part of the work was done; otherwise this shows nothing.
-    println!("held at the end: {}", held(&before));
-    let code = if before.calls == after.calls && before.violations.is_empty() { 0 } else { 3 };
-    // SAFETY: ends the process as it is.
-    unsafe { libc::_exit(code) };
-}
-
 #[test]
 fn nothing_is_called_while_the_process_ends() {
-    const ENDS: &str = "PINPOOL_TEST_ENDS";
-    let test = "nothing_is_called_while_the_process_ends";
-    if std::env::var_os(ENDS).is_none() {
-        let Some(library) = npu::TODAY.library() else {
-            return skip!("nothing to build with");
+    if std::env::var_os(REPORT).is_none() {
+        let Some(library) = doubles::library() else {
+            return skip!("the simulation is not beside the executable");
         };
-        let environment = [(ENDS, "1"), (doubles::ascendcl::PATH, library.to_str().unwrap())];
-        let child = doubles::child(test, &environment, HANG);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("report");
+        let environment = [(PATH, library.to_str().unwrap()), (REPORT, path.to_str().unwrap())];
+        let child = doubles::child("nothing_is_called_while_the_process_ends", &environment, HANG);
         let ended = child.status.and_then(|status| status.code());
         assert_eq!(ended, Some(0), "the child {}: {}", child.how(), child.last_words());
-        assert!(child.stdout.contains("held at the end: true"), "it ended too late to show anything");
-        return;
+        let report = report_of(&path).unwrap();
+        assert_eq!(report.violations, Vec::<String>::new());
+        let held = report.leaks.iter().any(|leak| leak.starts_with("hosts"));
+        return assert!(held, "it ended too late to show anything");
     }
-    // SAFETY: the function lives as long as the process.
-    assert_eq!(unsafe { libc::atexit(look_at_the_end) }, 0);
-    let device = Device::open("acl:0").unwrap();
+    let device = open(0);
     // Much memory to be freed, range by range, by a thread of the crate's.
     let pool = Pool::builder(&device).capacity(16 << 20).region(16 << 20).extent(4096).build().unwrap();
     pool.wait_pinned(Some(HANG)).unwrap();
@@ -188,18 +205,21 @@ fn nothing_is_called_while_the_process_ends() {
 
 #[test]
 fn plain_memory_is_never_copied_from_asynchronously() {
-    on_each("plain_memory_is_never_copied_from_asynchronously", &npu::WAYS, |stand_in| {
-        let device = Device::open("acl:0").unwrap();
+    on_each(&npu::WAYS, |stand_in| {
+        let device = open(0);
         let stream = device.stream().unwrap();
         let memory = device.alloc(100_000).unwrap();
-        // SAFETY: the double's `control.rs` has the signature.
-        unsafe { stand_in.get::<extern "C" fn(usize, usize)>("standin_host_limits")(1 << 30, 4096) };
-        // Where memory can be registered, the pool pins it after a while. SAFETY: as above.
-        unsafe { stand_in.get::<extern "C" fn(bool, bool)>("standin_abilities")(false, false) };
+        stand_in.command("host 1073741824 4096");
+        // Where memory can be registered, the pool pins it after a while.
+        stand_in.command("registers false");
         let refused = Pool::builder(&device).capacity(1 << 20).build().unwrap_err().to_string();
-        for part in
-            ["acl:0: aclrtMallocHost", "207001", "ACL_ERROR_RT_MEMORY_ALLOCATION", "ulimit -l", "memory.max"]
-        {
+        for part in [
+            &*format!("{}: aclrtMallocHost", npu_name(0)),
+            "207001",
+            "ACL_ERROR_RT_MEMORY_ALLOCATION",
+            "ulimit -l",
+            "memory.max",
+        ] {
             assert!(refused.contains(part), "{refused}");
         }
         let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();

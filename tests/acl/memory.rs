@@ -2,14 +2,11 @@
 
 use std::cell::RefCell;
 
-use pinpool::{Backing, Device, Error, PinnedBuf, Pool, Request};
+use pinpool::{Backing, Request};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::calls;
-use crate::support::doubles::HANG;
-use crate::support::doubles::npu::{self, LATE_2022, ON_DEVICE, TODAY, on_each};
-use crate::{bytes, filled, pool, until};
+use super::*;
 
 /// How many bytes of a block a segment of that length must have, by the vendor's rule.
 fn span(len: usize) -> usize {
@@ -18,8 +15,8 @@ fn span(len: usize) -> usize {
 
 #[test]
 fn segments_keep_to_the_rule_in_both_modes() {
-    on_each("memory::segments_keep_to_the_rule_in_both_modes", &[TODAY, ON_DEVICE, LATE_2022], |_| {
-        let device = Device::open("acl:0").unwrap();
+    on_each(&[TODAY, ON_DEVICE, LATE_2022], |_| {
+        let device = open(0);
         let stream = device.stream().unwrap();
         let memory = device.alloc(300_000).unwrap();
         let requests = || {
@@ -79,57 +76,24 @@ fn segments_keep_to_the_rule_in_both_modes() {
 }
 
 #[test]
-fn zeros_are_written_by_who_has_the_memory() {
-    on_each("memory::zeros_are_written_by_who_has_the_memory", &[TODAY, ON_DEVICE], |stand_in| {
-        let on_device = std::env::var("PINPOOL_STANDIN_RC").is_ok();
-        let device = Device::open("acl:0").unwrap();
-        let pool = pool(&device, 256 << 10);
-        for len in [1, 31, 4096, 100_001] {
-            // What the memory held before is not zero.
-            drop(filled(&pool, &vec![0xEE; len]));
-            let buf = pool.checkout_zeroed(len).unwrap();
-            assert_eq!(*buf, vec![0; len]);
-        }
-        assert_eq!(calls(stand_in, "aclrtMemset"), if on_device { 4 } else { 0 });
+fn a_buffer_whose_zeros_cannot_be_written_is_back() {
+    on_each(&[ON_DEVICE], |stand_in| {
+        let pool = pool(&open(0), 256 << 10);
         assert_eq!(pool.checkout_zeroed(0).unwrap_err(), Error::ZeroLength);
-        if on_device {
-            stand_in.fail("aclrtMemset", 1, 507_000, false);
-            let error = pool.checkout_zeroed(100).unwrap_err().to_string();
-            assert!(error.contains("aclrtMemset") && error.contains("507000"), "{error}");
-            assert_eq!(pool.stats().checked_out_bytes, 0, "the buffer is back");
-        }
+        stand_in.fail("aclrtMemset", 1, 507_000, false);
+        let error = pool.checkout_zeroed(100).unwrap_err().to_string();
+        assert!(error.contains("aclrtMemset") && error.contains("507000"), "{error}");
+        assert_eq!(pool.stats().checked_out_bytes, 0);
         // Pools of other devices have it, too.
-        let host = crate::pool_on_host();
-        assert_eq!(*host.checkout_zeroed(777).unwrap(), [0; 777]);
-    });
-}
-
-#[test]
-fn pools_take_what_the_library_allocates() {
-    on_each("memory::pools_take_what_the_library_allocates", &npu::WAYS, |stand_in| {
-        let device = Device::open("acl:0").unwrap();
-        let pool = pool(&device, 1 << 20);
-        drop([(); 7].map(|()| filled(&pool, &[1; 100_000])));
-        pool.wait_pinned(Some(HANG)).unwrap();
-        // One block for each extent, made again where the first did not start on a page.
-        let asked = calls(stand_in, "aclrtMallocHost");
-        assert!((8..=10).contains(&asked), "{asked}");
-        assert_eq!(calls(stand_in, "aclrtHostRegister"), 0);
-        assert_eq!(pool.stats().pinned_bytes, 1 << 20);
-        // A part of it is drained, and then freed.
-        assert_eq!(pool.trim(0), 1 << 20);
-        // (Blocks that were made again have been freed before, without a look at the device.)
-        until("all is drained", || calls(stand_in, "aclrtSynchronizeDevice") >= 8);
-        until("all is freed", || calls(stand_in, "aclrtFreeHost") >= 8);
+        assert_eq!(*pool_on_host().checkout_zeroed(777).unwrap(), [0; 777]);
     });
 }
 
 #[test]
 fn one_block_may_be_too_large_for_the_library() {
-    on_each("memory::one_block_may_be_too_large_for_the_library", &[TODAY, ON_DEVICE], |stand_in| {
-        // SAFETY: the double's `control.rs` has the signature.
-        unsafe { stand_in.get::<extern "C" fn(usize, usize)>("standin_host_limits")(300 << 10, usize::MAX) };
-        let device = Device::open("acl:0").unwrap();
+    on_each(&[TODAY, ON_DEVICE], |stand_in| {
+        stand_in.command(&format!("host {} {}", 300 << 10, usize::MAX));
+        let device = open(0);
         let built = |extent| Pool::builder(&device).capacity(1 << 20).extent(extent).build();
         let error = built(512 << 10).unwrap_err().to_string();
         assert!(error.contains("207001") && error.contains("PoolBuilder::extent"), "{error}");
@@ -141,8 +105,8 @@ fn one_block_may_be_too_large_for_the_library() {
 
 #[test]
 fn registering_works_in_whole_pages() {
-    on_each("memory::registering_works_in_whole_pages", &[TODAY], |stand_in| {
-        let device = Device::open("acl:0").unwrap();
+    on_each(&[TODAY], |stand_in| {
+        let device = open(0);
         let (stream, memory) = (device.stream().unwrap(), device.alloc(3 * 4096).unwrap());
         let mut page = memmap2::MmapMut::map_anon(4 * 4096).unwrap();
         page.fill(3);
@@ -184,10 +148,9 @@ fn registering_works_in_whole_pages() {
 
 #[test]
 fn what_cannot_be_registered_says_so() {
-    on_each("memory::what_cannot_be_registered_says_so", &[TODAY, ON_DEVICE, LATE_2022], |stand_in| {
-        // SAFETY: the double's `control.rs` has the signature.
-        unsafe { stand_in.get::<extern "C" fn(bool, bool)>("standin_abilities")(false, false) };
-        let device = Device::open("acl:0").unwrap();
+    on_each(&[TODAY, ON_DEVICE, LATE_2022], |stand_in| {
+        stand_in.command("registers false");
+        let device = open(0);
         let says = |error: Error| {
             let text = error.to_string();
             assert!(matches!(error, Error::Unsupported(_)) && text.contains("Backing::HostAlloc"), "{text}");

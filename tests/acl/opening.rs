@@ -1,11 +1,6 @@
 //! Finding the library, initialising it, and the errors where that fails.
 
-use pinpool::{Device, Error};
-
-use crate::support::doubles::ascendcl::PATH;
-use crate::support::doubles::npu::{self, EARLY_2022, LATE_2022, TODAY, on_each};
-use crate::support::doubles::{self, HANG};
-use crate::support::skip;
+use super::*;
 
 /// Runs a part of this test in a process of its own, with an environment; `true` in that process.
 fn part(test: &str, part: &str, environment: &[(&str, &str)]) -> bool {
@@ -62,7 +57,9 @@ fn a_library_that_cannot_be_used_is_named() {
 #[test]
 fn a_toolkit_is_found_by_its_home() {
     let test = "opening::a_toolkit_is_found_by_its_home";
-    let Some(library) = TODAY.library() else { return skip!("nothing to build with") };
+    let Some(library) = doubles::library() else {
+        return skip!("the simulated libascendcl is not beside the executable");
+    };
     let home = std::env::temp_dir().join(format!("pinpool-toolkit-{}", std::process::id()));
     if std::env::var_os("PINPOOL_TEST_PART").is_none() {
         std::fs::create_dir_all(home.join("lib64")).unwrap();
@@ -79,9 +76,11 @@ fn a_toolkit_is_found_by_its_home() {
 #[test]
 fn devices_that_are_not_there_are_named() {
     let test = "opening::devices_that_are_not_there_are_named";
-    let Some(library) = TODAY.library() else { return skip!("nothing to build with") };
+    let Some(library) = doubles::library() else {
+        return skip!("the simulated libascendcl is not beside the executable");
+    };
     let library = library.to_str().unwrap();
-    if part(test, "none", &[(PATH, library), ("PINPOOL_STANDIN_DEVICES", "0"), (doubles::PATH, "/nowhere")]) {
+    if part(test, "none", &[(PATH, library), (SETUP, "devices 0 0"), (doubles::PATH, "/nowhere")]) {
         let why = why("acl:0");
         assert!(why.contains("ASCEND_RT_VISIBLE_DEVICES"), "{why}");
         // Going on without a device is a line in the log, not an error.
@@ -105,7 +104,7 @@ fn devices_that_are_not_there_are_named() {
     if part(
         test,
         "taken",
-        &[(PATH, library), ("PINPOOL_STANDIN_FAIL", "aclrtSetDevice:1:507033"), (doubles::PATH, "/nowhere")],
+        &[(PATH, library), (SETUP, "fail aclrtSetDevice 1 507033 false"), (doubles::PATH, "/nowhere")],
     ) {
         // The first device is busy, so the second is taken in its place.
         assert_eq!(Device::open("auto").unwrap().name(), "acl:1");
@@ -117,8 +116,8 @@ fn devices_that_are_not_there_are_named() {
         ("aclrtGetRunMode", "107000"),
         ("aclrtGetCurrentContext", "107002"),
     ] {
-        let fault = format!("{call}:1:{code}");
-        if part(test, call, &[(PATH, library), ("PINPOOL_STANDIN_FAIL", &fault)]) {
+        let fault = format!("fail {call} 1 {code} false");
+        if part(test, call, &[(PATH, library), (SETUP, &fault)]) {
             let error = Device::open("acl:0").unwrap_err().to_string();
             assert!(error.contains("acl:0") && error.contains(call) && error.contains(code), "{error}");
             // The cause of the failure is over.
@@ -130,20 +129,16 @@ fn devices_that_are_not_there_are_named() {
 
 #[test]
 fn who_initialised_it_first_makes_no_difference() {
-    on_each(
-        "opening::who_initialised_it_first_makes_no_difference",
-        &[TODAY, LATE_2022, EARLY_2022],
-        |stand_in| {
-            let server = crate::contexts::Server { stand_in };
-            crate::says!(server, 0, "aclInit", 0);
-            let device = Device::open("acl:0").unwrap();
-            assert_eq!(device.name(), "acl:0");
-            // The server goes on, and may have set the same device.
-            crate::says!(server, 0, "aclrtSetDevice", 0);
-            drop(device);
-            crate::until("the device is let go", || crate::calls(stand_in, "aclrtResetDevice") > 0);
-            crate::made!(server, "aclrtGetCurrentContext");
-            crate::says!(server, 0, "aclrtResetDevice", 0);
-        },
-    );
+    on_each(&[TODAY, LATE_2022, EARLY_2022], |stand_in| {
+        let server = contexts::Server { stand_in };
+        says!(server, 0, "aclInit", 0);
+        let device = open(0);
+        assert_eq!(device.name(), &*npu_name(0));
+        // The server goes on, and may have set the same device.
+        says!(server, 0, "aclrtSetDevice", 0);
+        drop(device);
+        until("the device is let go", || calls(stand_in, "aclrtResetDevice") > 0);
+        made!(server, "aclrtGetCurrentContext");
+        says!(server, 0, "aclrtResetDevice", 0);
+    });
 }

@@ -4,12 +4,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use pinpool::{Device, Error, acl};
-
-use crate::contexts::Server;
-use crate::support::doubles::npu::{self, on_each};
-use crate::support::skip;
-use crate::{bytes, filled, pool, pool_on_host, round_trip, until};
+use super::contexts::Server;
+use super::*;
 
 fn handle(word: usize) -> *mut c_void {
     std::ptr::without_provenance_mut(word)
@@ -26,13 +22,13 @@ impl Drop for Keeper {
 
 #[test]
 fn the_default_context_is_recognised() {
-    on_each("sharing::the_default_context_is_recognised", &npu::WAYS, |stand_in| {
+    on_each(&npu::WAYS, |stand_in| {
         let server = Server { stand_in };
-        let device = Device::open("acl:1").unwrap();
+        let device = open(1);
         let context = acl::raw_context(&device).unwrap();
         // SAFETY: the library keeps it for as long as the device is set.
         let adopted = unsafe { acl::adopt_context(context, ()) }.unwrap();
-        assert_eq!(adopted.name(), "acl:1");
+        assert_eq!(adopted.name(), &*npu_name(1));
         assert_eq!(server.current(), 0, "adopting changes nothing on this thread");
         // The same device, not another one like it.
         assert!(device.stream().unwrap().wait_for(&adopted.stream().unwrap()).is_ok());
@@ -49,18 +45,18 @@ fn the_default_context_is_recognised() {
 
 #[test]
 fn a_servers_own_context_is_worked_in() {
-    on_each("sharing::a_servers_own_context_is_worked_in", &npu::WAYS, |stand_in| {
+    on_each(&npu::WAYS, |stand_in| {
         let server = Server { stand_in };
-        crate::says!(server, 0, "aclInit", 0);
+        says!(server, 0, "aclInit", 0);
         // Set, so that opening and closing it elsewhere does not destroy what is made there.
-        crate::says!(server, 0, "aclrtSetDevice", 1);
-        let own = crate::made!(server, "aclrtCreateContext", 1);
-        let stream = crate::made!(server, "aclrtCreateStream");
+        says!(server, 0, "aclrtSetDevice", 1);
+        let own = made!(server, "aclrtCreateContext", 1);
+        let stream = made!(server, "aclrtCreateStream");
         let dropped = Arc::new(AtomicUsize::new(0));
         {
             // SAFETY: destroyed after the keeper was dropped.
             let device = unsafe { acl::adopt_context(handle(own), Keeper(dropped.clone())) }.unwrap();
-            assert!(device.name().starts_with("acl:1"), "{}", device.name());
+            assert!(device.name().starts_with(&*npu_name(1)), "{}", device.name());
             assert_eq!(acl::raw_context(&device).unwrap(), handle(own));
             let pool = pool(&device, 1 << 20);
             round_trip(&pool, &device.stream().unwrap(), 1, 77_777);
@@ -71,28 +67,27 @@ fn a_servers_own_context_is_worked_in() {
         }
         until("the keeper is dropped", || dropped.load(Ordering::SeqCst) == 1);
         server.set_current(own);
-        crate::says!(server, 0, "aclrtDestroyStream", stream);
-        crate::says!(server, 0, "aclrtDestroyContext", own);
-        crate::says!(server, 0, "aclrtResetDevice", 1);
+        says!(server, 0, "aclrtDestroyStream", stream);
+        says!(server, 0, "aclrtDestroyContext", own);
+        says!(server, 0, "aclrtResetDevice", 1);
     });
 }
 
 #[test]
 fn a_stream_of_another_context_is_refused() {
-    let test = "sharing::a_stream_of_another_context_is_refused";
-    if !npu::is_set() {
-        return npu::WAYS.iter().for_each(|way| way.again(test, &[]));
-    }
-    let Some(stand_in) = npu::stand_in() else { return skip!("no stand-in") };
-    let server = Server { stand_in: &stand_in };
-    let device = Device::open("acl:1").unwrap();
-    crate::says!(server, 0, "aclrtSetDevice", 1);
-    let own = crate::made!(server, "aclrtCreateContext", 1);
-    let stream = crate::made!(server, "aclrtCreateStream");
+    npu::WAYS.iter().for_each(|way| another_contexts_stream(&way.machine()));
+}
+
+fn another_contexts_stream(stand_in: &StandIn) {
+    let server = Server { stand_in };
+    let device = open(1);
+    says!(server, 0, "aclrtSetDevice", 1);
+    let own = made!(server, "aclrtCreateContext", 1);
+    let stream = made!(server, "aclrtCreateStream");
     // SAFETY: refused.
     let refused = unsafe { acl::adopt_stream(&device, handle(stream), ()) }.unwrap_err();
     let Error::Mismatch { what: "a stream", of, with, .. } = &refused else { panic!("{refused}") };
-    assert_eq!((&**of, &**with), ("another context", "acl:1"));
+    assert_eq!((&**of, &**with), ("another context", &*npu_name(1)));
     // The crate finds out by trying one call, and tried nothing else.
     let found = stand_in.report();
     assert_eq!(found.violations.len(), 1, "{found:?}");
@@ -103,12 +98,12 @@ fn a_stream_of_another_context_is_refused() {
 
 #[test]
 fn a_hold_covers_what_the_server_queued() {
-    on_each("sharing::a_hold_covers_what_the_server_queued", &npu::WAYS, |stand_in| {
+    on_each(&npu::WAYS, |stand_in| {
         let server = Server { stand_in };
-        let device = Device::open("acl:0").unwrap();
+        let device = open(0);
         let pool = pool(&device, 1 << 20);
-        crate::says!(server, 0, "aclrtSetDevice", 0);
-        let raw = crate::made!(server, "aclrtCreateStream");
+        says!(server, 0, "aclrtSetDevice", 0);
+        let raw = made!(server, "aclrtCreateStream");
         let memory = device.alloc(64 * 64).unwrap();
         let dropped = Arc::new(AtomicUsize::new(0));
         {
@@ -118,7 +113,7 @@ fn a_hold_covers_what_the_server_queued() {
                 let buf = filled(&pool, &bytes(round, 64 * 64));
                 // The server's own copy from the pool's buffer, which is late.
                 let (to, from) = (memory.address() as usize, buf.as_ptr().addr());
-                crate::says!(server, 0, "aclrtMemcpyAsync", to, 64 * 64, from, 64 * 64, 1, raw);
+                says!(server, 0, "aclrtMemcpyAsync", to, 64 * 64, from, 64 * 64, 1, raw);
                 drop(stream.hold(buf).unwrap());
                 // Reused at once; handed out only when that copy is complete.
                 drop(filled(&pool, &vec![0xEE; 64 * 64]));
@@ -131,17 +126,17 @@ fn a_hold_covers_what_the_server_queued() {
             assert!(*to.wait().unwrap() == bytes(5, 3000));
         }
         until("the keeper is dropped", || dropped.load(Ordering::SeqCst) == 1);
-        crate::says!(server, 0, "aclrtDestroyStream", raw);
+        says!(server, 0, "aclrtDestroyStream", raw);
         drop((pool, memory, device));
-        crate::says!(server, 0, "aclrtResetDevice", 0);
+        says!(server, 0, "aclrtResetDevice", 0);
     });
 }
 
 #[test]
 fn the_default_stream_and_streams_of_ours() {
-    on_each("sharing::the_default_stream_and_streams_of_ours", &npu::WAYS, |stand_in| {
+    on_each(&npu::WAYS, |stand_in| {
         let server = Server { stand_in };
-        let device = Device::open("acl:0").unwrap();
+        let device = open(0);
         let pool = pool(&device, 1 << 20);
         // SAFETY: it is the context's, and lives as long.
         let default = unsafe { acl::adopt_stream(&device, std::ptr::null_mut(), ()) }.unwrap();
@@ -149,15 +144,15 @@ fn the_default_stream_and_streams_of_ours() {
         // A stream of the crate, on which the server queues work.
         let stream = device.stream().unwrap();
         let raw = acl::raw_stream(&stream).unwrap().addr();
-        crate::says!(server, 0, "aclrtSetDevice", 0);
+        says!(server, 0, "aclrtSetDevice", 0);
         let memory = device.alloc(6400).unwrap();
         let buf = filled(&pool, &bytes(2, 6400));
         let (to, from) = (memory.address() as usize, buf.as_ptr().addr());
-        crate::says!(server, 0, "aclrtMemcpyAsync", to, 6400, from, 6400, 1, raw);
+        says!(server, 0, "aclrtMemcpyAsync", to, 6400, from, 6400, 1, raw);
         let buf = stream.hold(buf).unwrap().wait().unwrap();
         let back = stream.download(&memory, buf).unwrap().wait().unwrap();
         assert!(*back == bytes(2, 6400));
         drop((pool, stream, default, memory, back, device));
-        crate::says!(server, 0, "aclrtResetDevice", 0);
+        says!(server, 0, "aclrtResetDevice", 0);
     });
 }

@@ -103,12 +103,12 @@ pub(super) fn waited_for(on: Subject) {
 /// Opened again, it works; where it is still open that is the same device, which then keeps it open.
 pub(super) fn again(on: Subject) {
     let name = on.device.name().to_owned();
-    // Only devices with a name of their own: all nodes made by hand have the same names.
-    let Some(same) = Device::open(&name).ok().filter(|_| on.pump.is_none()) else { return on.close() };
+    // A device that is moved by hand would be opened as one that moves by itself.
+    let Some(same) = Device::open(&name).ok().filter(|_| on.has_threads()) else { return on.close() };
     let error = same.clone().close(Duration::ZERO).unwrap_err();
     assert!(error.held_by().handles >= 1);
     drop((on, same));
-    // A device of a node made by hand is never found by name; then there is nothing to wait for either.
+    // A device of a node of the test's own is never found by name; then there is nothing to wait for either.
     error.wait(HANG).unwrap();
     let device = Device::open(&name).unwrap();
     let pool = pinpool::Pool::builder(&device).capacity(1 << 20).unpinned(pinpool::Unpinned::Allow).build();

@@ -3,13 +3,13 @@
 //! After each test its device is closed, which waits until everything was given back: so each test shows, too, that it
 //! leaves nothing behind.
 //!
-//! A device joins by one more [`Subject`] in [`subjects`]. Nothing here knows how a device works, and nothing asserts
-//! how long anything takes. `PINPOOL_REQUIRE=host:0,cuda:0` names devices whose tests must not be skipped; without it a
-//! device that cannot be opened is reported and left out.
+//! A device joins by one more test that hands a [`Kind`] to [`run`]. Nothing here knows how a device works, and nothing
+//! asserts how long anything takes. `PINPOOL_REQUIRE=host:0,cuda:0` names devices whose tests must not be skipped; without
+//! it a device that cannot be opened is reported and left out.
 //!
-//! GPUs: with one named by `PINPOOL_REQUIRE` the machine's own driver is used. Otherwise the suite runs on the stand-in
-//! driver of `tests/doubles`, whose rules must then not have been broken. Ascend devices likewise, on the stand-in as a
-//! library of today and of 2022, and in both run modes.
+//! GPUs: with one named by `PINPOOL_REQUIRE` the machine's own driver is used. Otherwise the suite runs on simulated GPUs,
+//! whose driver's rules must then not have been broken, and once more on one that a test moves by hand. Ascend devices
+//! likewise, with a library of today and of 2022, and in both run modes.
 
 #![allow(unsafe_code, reason = "memory by its address")]
 
@@ -47,8 +47,8 @@ struct Subject {
     device: Device,
     /// Another device of the same family, where there is one.
     other: Option<Device>,
-    /// Makes a device that does not move by itself do a step.
-    pump: Option<HostNode>,
+    /// Makes a device that does nothing by itself do one operation.
+    step: Option<Box<dyn Fn() -> bool + Send + Sync>>,
     #[cfg_attr(
         not(any(feature = "acl", feature = "cuda")),
         allow(dead_code, reason = "only an accelerator's streams have handles")
@@ -58,9 +58,19 @@ struct Subject {
 }
 
 impl Subject {
-    /// Whether several threads can wait at once: on a stepped device a waiter steps the device for all.
+    fn new(device: Device, other: Option<Device>) -> Self {
+        Self { device, other, step: None, shared: false }
+    }
+
+    /// Whether several threads can wait at once: on a device that is moved by hand a waiter moves it for all.
     fn has_threads(&self) -> bool {
-        self.pump.is_none()
+        self.step.is_none()
+    }
+
+    /// Whether a test leaks a handle on it, so that it stays open. (A simulation would report what is leaked, and later
+    /// tests close the system's host device.)
+    fn may_stay_open(&self) -> bool {
+        self.device.name().starts_with("host") && self.other.is_some()
     }
 
     fn pool(&self, capacity: usize) -> Pool {
@@ -104,9 +114,9 @@ impl Subject {
     }
 
     fn pump(&self) {
-        match &self.pump {
-            Some(node) => {
-                node.step();
+        match &self.step {
+            Some(step) => {
+                step();
                 self.device.reap();
             }
             None => std::thread::yield_now(),
@@ -116,58 +126,30 @@ impl Subject {
 
 type Test = (&'static str, fn(&Subject));
 type LastTest = (&'static str, fn(Subject));
-type Open = fn() -> Result<Subject, Error>;
+type Open = Box<dyn Fn() -> Result<Subject, Error>>;
+/// A kind of device: what `PINPOOL_REQUIRE` calls it, what it is, how it is opened.
+type Kind = (&'static str, &'static str, Open);
 
-/// The devices: what `PINPOOL_REQUIRE` calls them, what they are, how they are opened.
-fn subjects() -> Vec<(&'static str, &'static str, Open)> {
-    fn on(config: HostConfig) -> Result<(HostNode, Device, Device), Error> {
-        let node = HostNode::new(config.devices(2).memory(256 << 20))?;
-        let (device, other) = (Device::on(&node, 0)?, Device::on(&node, 1)?);
-        Ok((node, device, other))
-    }
-    fn with_threads(config: HostConfig) -> Result<Subject, Error> {
-        let (_, device, other) = on(config)?;
-        Ok(Subject { device, other: Some(other), pump: None, shared: false })
-    }
-    vec![
-        ("host:0", "the system's", || {
-            Ok(Subject { device: Device::open("host:0")?, other: None, pump: None, shared: false })
-        }),
-        ("host:0", "with threads", || with_threads(HostConfig::new())),
-        ("host:0", "late", || with_threads(HostConfig::new().late(Duration::from_micros(200), 7))),
-        ("host:0", "stepped", || {
-            let (node, device, other) = on(HostConfig::new().stepped(11))?;
-            Ok(Subject { device, other: Some(other), pump: Some(node), shared: false })
-        }),
-        ("cuda:0", "the first GPU", || {
-            let device = Device::open("cuda:0")?;
+/// The first and the second device of an accelerator, which have these names.
+fn accelerators([first, second]: [&'static str; 2], names: [String; 2]) -> Vec<Kind> {
+    let kinds = [
+        (first, "the first", 0, false),
+        (first, "the first, its streams given out", 0, true),
+        (second, "the second", 1, false),
+    ];
+    let kinds = kinds.map(|(name, kind, at, shared)| -> Kind {
+        let names = names.clone();
+        let open = move || {
+            let device = Device::open(&names[at])?;
             // Only where there is more than one.
-            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None, shared: false })
-        }),
-        ("cuda:0", "the first GPU, its streams given out", || {
-            let device = Device::open("cuda:0")?;
-            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None, shared: true })
-        }),
-        ("cuda:1", "the second GPU", || {
-            let device = Device::open("cuda:1")?;
-            Ok(Subject { device, other: Device::open("cuda:0").ok(), pump: None, shared: false })
-        }),
-        ("acl:0", "the first NPU", || {
-            let device = Device::open("acl:0")?;
-            Ok(Subject { device, other: Device::open("acl:1").ok(), pump: None, shared: false })
-        }),
-        ("acl:0", "the first NPU, its streams given out", || {
-            let device = Device::open("acl:0")?;
-            Ok(Subject { device, other: Device::open("acl:1").ok(), pump: None, shared: true })
-        }),
-        ("acl:1", "the second NPU", || {
-            let device = Device::open("acl:1")?;
-            Ok(Subject { device, other: Device::open("acl:0").ok(), pump: None, shared: false })
-        }),
-    ]
+            Ok(Subject { shared, ..Subject::new(device, Device::open(&names[1 - at]).ok()) })
+        };
+        (name, kind, Box::new(open))
+    });
+    kinds.into()
 }
 
-/// The host devices' test leaks a handle, so that device stays open.
+/// The test that leaks a handle where it may.
 const FORGETS: &str = "transfers and their copier are dropped in every order";
 
 /// The suite.
@@ -223,8 +205,33 @@ const CLOSING: &[LastTest] = &[
 #[cfg(any(feature = "cuda", feature = "acl"))]
 const PER_DEVICE: usize = TESTS.len() + CLOSING.len() + 1;
 
-/// Runs the suite on the devices whose names start so, at most that many, and returns how many tests ran.
-fn run(family: &str, most: usize) -> usize {
+/// Runs the suite on a kind of device, which each test opens anew. Returns how many tests ran.
+fn suite(kind: &str, open: &dyn Fn() -> Result<Subject, Error>) -> usize {
+    for (test, call) in TESTS {
+        println!("{kind}: {test}");
+        let subject = open().unwrap();
+        call(&subject);
+        if FORGETS != *test || !subject.may_stay_open() {
+            subject.close();
+        }
+    }
+    for (test, call) in CLOSING {
+        println!("{kind}: {test}");
+        call(open().unwrap());
+    }
+    let subject = open().unwrap();
+    let mut run = TESTS.len() + CLOSING.len();
+    if subject.other.is_some() {
+        println!("{kind}: memory and buffers of other devices are refused");
+        refusals::foreign(&subject);
+        run += 1;
+    }
+    subject.close();
+    run
+}
+
+/// Runs the suite on the kinds of devices of a family, as far as they can be opened. Returns how many tests ran.
+fn run(family: &str, kinds: impl IntoIterator<Item = Kind>) -> usize {
     let required = std::env::var("PINPOOL_REQUIRE").unwrap_or_default();
     let names = required.split(',').map(str::trim).filter(|n| !n.is_empty());
     // Names of no family at all make the host's test fail.
@@ -233,31 +240,12 @@ fn run(family: &str, most: usize) -> usize {
     let of_family = |name: &str| name.starts_with(family) || (family == "host" && !is_other(name));
     let mut missing: Vec<&str> = names.filter(|n| of_family(n)).collect();
     let mut run = 0;
-    for (name, kind, open) in subjects().into_iter().filter(|s| s.0.starts_with(family)).take(most) {
+    for (name, kind, open) in kinds {
         match open() {
             Ok(first) => {
                 drop(first);
                 missing.retain(|n| *n != name);
-                for (test, call) in TESTS {
-                    println!("{name} ({kind}): {test}");
-                    let subject = open().unwrap();
-                    call(&subject);
-                    if !(family == "host" && FORGETS == *test) {
-                        subject.close();
-                    }
-                    run += 1;
-                }
-                for (test, call) in CLOSING {
-                    println!("{name} ({kind}): {test}");
-                    call(open().unwrap());
-                    run += 1;
-                }
-                let subject = open().unwrap();
-                if subject.other.is_some() {
-                    println!("{name} ({kind}): memory and buffers of other devices are refused");
-                    refusals::foreign(&subject);
-                    run += 1;
-                }
+                run += suite(&format!("{name} ({kind})"), &open);
             }
             Err(error) => skip!("{name} ({kind}): {error}"),
         }
@@ -269,23 +257,57 @@ fn run(family: &str, most: usize) -> usize {
 
 #[test]
 fn the_contract_holds_on_the_host_device() {
-    assert!(run("host", usize::MAX) >= TESTS.len());
+    let of_node = |config: HostConfig| -> Open {
+        let config = config.devices(2).memory(256 << 20);
+        Box::new(move || {
+            let node = HostNode::new(config.clone())?;
+            Ok(Subject::new(Device::on(&node, 0)?, Some(Device::on(&node, 1)?)))
+        })
+    };
+    let system: Open = Box::new(|| Ok(Subject::new(Device::open("host:0")?, None)));
+    let late = HostConfig::new().late(Duration::from_micros(200), 7);
+    let kinds: [Kind; 3] = [
+        ("host:0", "the system's", system),
+        ("host:0", "with threads", of_node(HostConfig::new())),
+        ("host:0", "late", of_node(late)),
+    ];
+    assert!(run("host", kinds) >= TESTS.len());
 }
 
 #[test]
 #[cfg(feature = "cuda")]
 fn the_contract_holds_on_gpus() {
-    if !doubles::required() && !doubles::is_set() {
-        return doubles::again("the_contract_holds_on_gpus", &[("PINPOOL_REQUIRE", "cuda:0")]);
-    }
-    let run = run("cuda", usize::MAX);
+    use doubles::{StandIn, gpu_name, is_set, required};
+    let stand_in = match required() || is_set() {
+        true => StandIn::loaded(),
+        false => Some(StandIn::gpus(pinpool_sim::cuda::Driver::Cuda12_8)),
+    };
+    let run = run("cuda", accelerators(["cuda:0", "cuda:1"], [0, 1].map(gpu_name)));
     assert!(run >= TESTS.len());
-    if let Some(stand_in) = doubles::StandIn::of_this_process() {
-        let report = stand_in.final_report();
-        assert!(report.over, "a device is still open: {report:?}");
-        assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
-        assert_eq!(run, 3 * PER_DEVICE, "the stand-in has two GPUs");
+    if let Some(stand_in) = stand_in {
+        no_trace(stand_in.final_report());
+        assert_eq!(run, 3 * PER_DEVICE, "the simulated machine has two GPUs");
     }
+}
+
+/// Nothing of it runs until a test, or a call that waits, says so.
+#[test]
+#[cfg(feature = "cuda")]
+fn the_contract_holds_on_a_gpu_that_is_moved_by_hand() {
+    let machine = support::hand::Machine::new(2, 256 << 20, 11);
+    let open = || {
+        let own = machine.clone();
+        let subject = Subject::new(machine.device(0), Some(machine.device(1)));
+        Ok(Subject { step: Some(Box::new(move || own.step())), ..subject })
+    };
+    assert_eq!(suite("a GPU, by hand", &open), PER_DEVICE);
+    no_trace(doubles::Report::parse(&machine.report()));
+}
+
+#[cfg(feature = "cuda")]
+fn no_trace(report: doubles::Report) {
+    assert!(report.over, "a device is still open: {report:?}");
+    assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
 }
 
 /// A test for each way in which libraries and devices differ, since each takes long.
@@ -295,7 +317,7 @@ macro_rules! on_ascend {
         $(
             #[test]
             fn $test() {
-                on_ascend(stringify!($test), &$way);
+                on_ascend($way);
             }
         )*
 
@@ -316,37 +338,36 @@ on_ascend! {
 }
 
 #[cfg(feature = "acl")]
-fn on_ascend(test: &str, way: &doubles::npu::Way) {
+fn on_ascend(way: doubles::npu::Way) {
     use doubles::npu;
-    if !npu::is_set() {
-        match npu::required() {
-            false => return way.again(test, &[("PINPOOL_REQUIRE", "acl:0")]),
-            // The machine has one library.
-            true if way.name != npu::TODAY.name => return,
-            true => {}
-        }
+    let real = npu::required() || npu::is_set();
+    if real && way.name != npu::TODAY.name {
+        // The machine has one library.
+        return;
     }
+    let stand_in = if real { npu::stand_in() } else { Some(way.machine()) };
     // What the library lacks does not depend on which of its devices is used: one of them, unless all is asked for.
     let all = way.name == npu::TODAY.name || std::env::var_os("PINPOOL_FULL").is_some();
     let devices = if all { 3 } else { 1 };
-    let run = run("acl", devices);
+    let kinds = accelerators(["acl:0", "acl:1"], [0, 1].map(doubles::npu_name));
+    let run = run("acl", kinds.into_iter().take(devices));
     assert!(run >= TESTS.len());
-    if let Some(stand_in) = npu::stand_in() {
+    if let Some(stand_in) = stand_in {
         npu::no_trace(&stand_in);
-        assert_eq!(run, devices * PER_DEVICE, "the stand-in has two NPUs");
+        assert_eq!(run, devices * PER_DEVICE, "the simulated machine has two NPUs");
     }
 }
 
 #[test]
 #[cfg(not(feature = "acl"))]
 fn npus_are_not_built_in() {
-    run("acl", usize::MAX);
+    run("acl", accelerators(["acl:0", "acl:1"], ["acl:0", "acl:1"].map(String::from)));
 }
 
 #[test]
 #[cfg(not(feature = "cuda"))]
 fn gpus_are_not_built_in() {
-    run("cuda", usize::MAX);
+    run("cuda", accelerators(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"].map(String::from)));
 }
 
 fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {

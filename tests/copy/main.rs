@@ -2,6 +2,7 @@
 
 mod bulk;
 mod pieces;
+mod setup;
 mod slices;
 #[path = "../support/mod.rs"]
 mod support;

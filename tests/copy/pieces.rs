@@ -3,41 +3,20 @@
 
 #![allow(unsafe_code, reason = "a promise about a value of its own")]
 
-use std::future::Future as _;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use pinpool::copier::CopyRange;
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{
-    Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError, Unpinned,
-};
+use pinpool::host::{Call, Failure, HostConfig};
+use pinpool::{Copier, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError, Unpinned};
 
+use crate::setup::{HANG, Node, Setup, until};
 use crate::support::{bytes, in_use, own_process};
 
-const HANG: Duration = Duration::from_secs(20);
 const THREADS: usize = 4;
 
-struct Setup {
-    node: HostNode,
-    device: Device,
-    pool: Pool,
-    copier: Copier,
-    memory: DeviceSlice,
-}
-
-impl Setup {
-    fn up(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<()> {
-        self.copier.upload_slices(pieces)
-    }
-}
-
-fn setup(config: HostConfig, capacity: usize) -> Setup {
-    let node = HostNode::new(config.memory(160 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
-    let copier = Copier::builder(&pool, &device).threads(THREADS).build().unwrap();
-    let memory = device.alloc(32 << 20).unwrap();
-    Setup { node, device, pool, copier, memory }
+fn setup(node: impl Into<Node>, capacity: usize) -> Setup {
+    Setup::new(node, capacity, |copier| copier.threads(THREADS))
 }
 
 /// Pieces that are neighbours on the device, or nearly so, in no order.
@@ -68,31 +47,28 @@ impl Pieces {
         self.sources.iter().zip(&self.places).map(|(bytes, place)| (&bytes[..], place.clone())).collect()
     }
 
-    fn come_back(&self, s: &Setup) {
+    /// What is there.
+    fn try_back(&self, s: &Setup) -> Result<Vec<Vec<u8>>> {
         let mut back: Vec<Vec<u8>> = self.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
         let mut targets: Vec<(DeviceSlice, &mut [u8])> =
             self.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
-        s.copier.download_slices(&mut targets).unwrap();
-        for (i, (there, here)) in back.iter().zip(&self.sources).enumerate() {
+        s.copier.download_slices(&mut targets)?;
+        Ok(back)
+    }
+
+    fn come_back(&self, s: &Setup) {
+        for (i, (there, here)) in self.try_back(s).unwrap().iter().zip(&self.sources).enumerate() {
             assert!(there == here, "piece {i} of {} bytes", here.len());
         }
     }
 }
 
-fn short(count: usize) -> impl Iterator<Item = usize> {
-    (0..count).map(|i| [16_384, 1, 9000, 64, 20_000, 4095][i % 6])
+fn is_argument(error: &Error, word: &str) {
+    assert!(matches!(error, Error::Argument(text) if text.contains(word)), "{error}");
 }
 
-fn all_back(s: &Setup) {
-    let since = Instant::now();
-    while in_use(&s.pool) > 0 {
-        assert!(since.elapsed() < HANG, "{:?}", s.pool.stats());
-        s.node.step();
-        s.copier.reap();
-        s.device.reap();
-        std::thread::yield_now();
-    }
-    s.pool.check().unwrap();
+fn short(count: usize) -> impl Iterator<Item = usize> {
+    (0..count).map(|i| [16_384, 1, 9000, 64, 20_000, 4095][i % 6])
 }
 
 /// Threads of copiers in this process.
@@ -106,7 +82,6 @@ fn threads() -> usize {
 /// Pools with room for many segments, a few, or one at a time.
 #[test]
 fn every_byte_is_in_its_place() {
-    own_process!();
     for capacity in [32 << 20, 5 << 20, 1 << 20] {
         for config in [HostConfig::new(), HostConfig::new().late(Duration::from_micros(200), 3)] {
             let s = setup(config, capacity);
@@ -117,18 +92,19 @@ fn every_byte_is_in_its_place() {
                 Pieces::new(&s.memory, 12 << 20, short(60).chain([3 << 20, 700_000, 5 << 20])),
                 Pieces::new(&s.memory, (22 << 20) + 64, [9 << 20].into_iter()),
             ] {
-                s.up(&pieces.all()).unwrap();
+                s.copier.upload_slices(&pieces.all()).unwrap();
                 pieces.come_back(&s);
                 s.copier.upload_slices(&pieces.all()[..pieces.places.len() / 2]).unwrap();
             }
-            all_back(&s);
+            s.all_back();
         }
     }
-    // Without threads.
-    let s = setup(HostConfig::new().stepped(3), 3 << 20);
-    let pieces = Pieces::new(&s.memory, 5, short(1200));
-    s.up(&pieces.all()).unwrap();
-    pieces.come_back(&s);
+    if let Some(node) = Node::by_hand(3) {
+        let s = setup(node, 3 << 20);
+        let pieces = Pieces::new(&s.memory, 5, short(1200));
+        s.copier.upload_slices(&pieces.all()).unwrap();
+        pieces.come_back(&s);
+    }
 }
 
 /// Callers share the copier's threads: no more of them than the settings say, none before the first transfer, and none
@@ -144,20 +120,16 @@ fn callers_share_the_threads() {
             scope.spawn(move || {
                 let pieces = Pieces::new(&s.memory, caller * (10 << 20), short(1000));
                 for _ in 0..3 {
-                    s.up(&pieces.all()).unwrap();
+                    s.copier.upload_slices(&pieces.all()).unwrap();
                     pieces.come_back(s);
                     assert_eq!(threads(), THREADS + 1);
                 }
             });
         }
     });
-    all_back(&s);
+    s.all_back();
     drop(s.copier);
-    let since = Instant::now();
-    while threads() > 0 {
-        assert!(since.elapsed() < HANG, "threads outlive their copier");
-        std::thread::yield_now();
-    }
+    until("the threads end with their copier", || threads() == 0);
 }
 
 /// Pinned blocks at the given places, each `LEN` bytes, numbered.
@@ -195,7 +167,6 @@ fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
 #[test]
 fn blocks_of_one_place_are_copied_from_where_they_are() {
     const COUNT: usize = 2048;
-    own_process!();
     let s = setup(HostConfig::new(), 16 << 20);
     let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
     let from = builder.build().unwrap();
@@ -219,7 +190,7 @@ fn blocks_of_one_place_are_copied_from_where_they_are() {
             "stride {stride}, room {room}, sorted {sorted}"
         );
         drop(taken);
-        all_back(&s);
+        s.all_back();
     }
     assert_eq!(in_use(&from), 0);
 }
@@ -238,26 +209,17 @@ fn no_room(s: &Setup) -> Vec<PinnedBuf> {
     taken
 }
 
-/// With threads, some late; and without any threads. The blocks are of a pool of their own, and the copier's pool has room
-/// for segments or none.
+/// On each device. The blocks are of a pool of their own, and the copier's pool has room for segments or none.
 fn both_ways(test: impl Fn(&Setup, &Pool)) {
-    let late = HostConfig::new().late(Duration::from_micros(100), 3);
-    for config in [late, HostConfig::new(), HostConfig::new().stepped(3)] {
-        for room in [true, false] {
-            let s = setup(config.clone(), 24 << 20);
+    for room in [true, false] {
+        for node in Node::each() {
+            let s = setup(node, 24 << 20);
             let from = Pool::builder(&s.device).capacity(40 << 20).unpinned(Unpinned::Allow).build().unwrap();
             let taken = if room { Vec::new() } else { no_room(&s) };
             test(&s, &from);
             drop(taken);
-            all_back(&s);
-            let since = Instant::now();
-            while in_use(&from) > 0 {
-                assert!(since.elapsed() < HANG, "{:?}", from.stats());
-                s.node.step();
-                s.copier.reap();
-                s.device.reap();
-            }
-            from.check().unwrap();
+            s.all_back();
+            s.all_back_to(&from);
         }
     }
 }
@@ -266,23 +228,19 @@ fn both_ways(test: impl Fn(&Setup, &Pool)) {
 #[test]
 fn blocks_return_whichever_way_the_handle_ends() {
     const COUNT: usize = 1500;
-    own_process!();
     both_ways(|s, from| {
         let places: Vec<DeviceSlice> = apart(s, from, COUNT).into_iter().map(|(_, place)| place).collect();
         drop(s.copier.upload_pages(apart(s, from, COUNT)).unwrap());
-        let since = Instant::now();
-        while s.copier.stats().in_place_bytes < (COUNT * LEN) as u64 || in_use(from) > 0 {
-            assert!(since.elapsed() < HANG, "{:?}", from.stats());
-            s.node.step();
-            s.copier.reap();
-            s.device.reap();
-        }
+        until("all have gone", || {
+            s.advance();
+            s.copier.stats().in_place_bytes >= (COUNT * LEN) as u64 && in_use(from) == 0
+        });
         pinned_come_back(s, from, &places);
         let sent = s.copier.upload_pages(apart(s, from, COUNT)).unwrap();
-        while !sent.is_over() {
-            s.node.step();
-            s.copier.reap();
-        }
+        until("it is over", || {
+            s.advance();
+            sent.is_over()
+        });
         let came = sent.wait().unwrap();
         assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
     });
@@ -292,23 +250,22 @@ fn blocks_return_whichever_way_the_handle_ends() {
 #[test]
 fn a_copy_of_blocks_fails() {
     const COUNT: usize = 300;
-    own_process!();
     both_ways(|s, from| {
         let places: Vec<DeviceSlice> = apart(s, from, COUNT).into_iter().map(|(_, place)| place).collect();
         for nth in [0, 63, 170] {
             for failure in [Failure::Argument, Failure::RunsAnyway] {
-                let fault = || s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                let fault = || s.node.fail(Call::Copy, nth, failure);
                 fault();
                 let error = s.copier.upload_pages(apart(s, from, COUNT)).unwrap().wait().unwrap_err().error;
                 assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Transient), "{error}");
-                assert_eq!(s.node.clear_faults(), 0);
+                assert!(s.node.calm());
                 s.copier.upload_pages(apart(s, from, COUNT)).unwrap().wait().unwrap();
                 // And back.
                 fault();
                 let landings = |place: &DeviceSlice| (place.clone(), from.checkout(LEN).unwrap());
                 let down = s.copier.download_pages(places.iter().map(landings).collect()).unwrap();
                 drop(down.wait().unwrap_err());
-                assert_eq!(s.node.clear_faults(), 0);
+                assert!(s.node.calm());
                 pinned_come_back(s, from, &places);
             }
         }
@@ -316,39 +273,52 @@ fn a_copy_of_blocks_fails() {
     });
 }
 
-/// The device dies with blocks in flight, with a handle that waits or a dropped one: nothing stays in use
-/// for good, and no wait lasts for ever.
+/// The device dies at any point of a call with pieces, or with blocks in flight, whose handle waits or was dropped: it ends
+/// with that error, nothing stays in use for good, and no wait lasts for ever.
 #[test]
-fn a_device_dies_under_blocks() {
-    own_process!();
-    for after in [0, 200, 800] {
-        for waits in [true, false] {
-            let s = setup(HostConfig::new().late(Duration::from_micros(200), 3), 24 << 20);
+fn a_device_dies_under_pieces_and_blocks() {
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Under {
+        Pieces,
+        Waited,
+        Dropped,
+    }
+    let late = || HostConfig::new().late(Duration::from_micros(200), 3);
+    for (under, after) in [
+        (Under::Pieces, [0, 300, 1000, 3000]),
+        (Under::Waited, [0, 200, 500, 800]),
+        (Under::Dropped, [0, 200, 500, 800]),
+    ] {
+        for after in after {
+            let s = setup(late(), if under == Under::Pieces { 4 << 20 } else { 24 << 20 });
+            let pieces = Pieces::new(&s.memory, 0, short(1200));
+            let blocks = || {
+                let block = |i: usize| {
+                    let mut buf = s.pool.try_checkout(LEN).ok()?;
+                    buf.try_extend_from_slice(&bytes(i, LEN)).ok()?;
+                    Some((buf, s.memory.slice(i * (LEN + 64)..i * (LEN + 64) + LEN).ok()?))
+                };
+                s.copier.upload_pages((0..1500).map_while(block).collect()).map_err(|refused| refused.error)
+            };
+            let once = || match under {
+                // One or the other is under way.
+                Under::Pieces => {
+                    s.copier.upload_slices(&pieces.all()).and_then(|()| pieces.try_back(&s).map(drop)).err()
+                }
+                Under::Waited => {
+                    blocks().and_then(|sent| sent.wait().map(drop).map_err(|failed| failed.error)).err()
+                }
+                Under::Dropped => blocks().map(drop).err().or_else(|| s.device.lost()),
+            };
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     std::thread::sleep(Duration::from_micros(after));
-                    s.node.kill(0);
+                    s.node.host().kill(0);
                 });
-                let error = (0..100_000).find_map(|_| {
-                    let pieces: Vec<_> = (0..1500)
-                        .map_while(|i| {
-                            let mut buf = s.pool.try_checkout(LEN).ok()?;
-                            buf.try_extend_from_slice(&bytes(i, LEN)).ok()?;
-                            Some((buf, s.memory.slice(i * (LEN + 64)..i * (LEN + 64) + LEN).ok()?))
-                        })
-                        .collect();
-                    match s.copier.upload_pages(pieces) {
-                        Ok(sent) if waits => sent.wait().err().map(|failed| failed.error),
-                        Ok(sent) => {
-                            drop(sent);
-                            s.device.lost()
-                        }
-                        Err(refused) => Some(refused.error),
-                    }
-                });
-                assert!(error.as_ref().is_some_and(Error::is_device_lost), "{error:?}");
+                let error = (0..100_000).find_map(|_| once());
+                assert!(error.as_ref().is_some_and(Error::is_device_lost), "{under:?}: {error:?}");
             });
-            all_back(&s);
+            s.all_back();
         }
     }
 }
@@ -356,10 +326,9 @@ fn a_device_dies_under_blocks() {
 /// A device that dies may still read blocks and write to them, so none of those in flight there is used again.
 #[test]
 fn blocks_in_flight_on_a_dead_device_never_come_back() {
-    own_process!();
     for up in [true, false] {
         let s = setup(HostConfig::new(), 24 << 20);
-        s.node.hang(0);
+        s.node.hang(true);
         let places = (0..20).map(|i| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap());
         let blocks: Vec<_> = places.map(|place| (s.pool.checkout(LEN).unwrap(), place)).collect();
         let granted = s.pool.stats().granted_bytes;
@@ -391,32 +360,29 @@ fn die_in_flight(s: &Setup, bytes: usize) {
     while s.pool.stats().in_flight_bytes < bytes {
         std::thread::yield_now();
     }
-    s.node.kill(0);
+    s.node.host().kill(0);
 }
 
 /// A stream that is lost takes with it the blocks of the chunks that are in flight there, and no others of the call.
 #[test]
 fn a_lost_stream_keeps_the_blocks_of_its_chunks_alone() {
-    own_process!();
     const BLOCK: usize = 1 << 20;
-    let Setup { node, device, pool, memory, .. } = setup(HostConfig::new().stepped(5), 64 << 20);
-    let copier = Copier::builder(&pool, &device).chunk(BLOCK).depth(1).build().unwrap();
+    let Some(node) = Node::by_hand(5) else { return };
+    let s = Setup::new(node, 64 << 20, |copier| copier.chunk(BLOCK).depth(1));
+    let (pool, memory) = (&s.pool, &s.memory);
     let block = |n: usize| {
         let mut block = pool.checkout(BLOCK).unwrap();
         block.try_resize(BLOCK, 7).unwrap();
         (block, memory.slice(n * BLOCK..(n + 1) * BLOCK).unwrap())
     };
     let blocks: Vec<_> = (0..24).map(block).collect();
-    for _ in 0..FOR_GOOD {
-        node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Argument });
-    }
-    let sent = copier.upload_pages(blocks).unwrap();
-    let since = Instant::now();
-    while !sent.is_over() {
-        assert!(since.elapsed() < HANG);
-        copier.reap();
-        device.reap();
-    }
+    no_event_is_recorded(&s);
+    let sent = s.copier.upload_pages(blocks).unwrap();
+    until("the stream is given up", || {
+        s.copier.reap();
+        s.device.reap();
+        sent.is_over()
+    });
     assert!(sent.wait().is_err_and(|failed| failed.error.class() == ErrorClass::Argument));
     let stats = pool.stats();
     pool.check().unwrap();
@@ -427,7 +393,6 @@ fn a_lost_stream_keeps_the_blocks_of_its_chunks_alone() {
 /// Blocks of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
 #[test]
 fn blocks_of_a_call_may_overlap() {
-    own_process!();
     both_ways(|s, from| {
         let mut pieces = pinned(s, from, (0..300).map(|i| (i % 7) * LEN + 7));
         // Long ones over all of them.
@@ -453,9 +418,8 @@ fn blocks_of_a_call_may_overlap() {
 #[test]
 fn registered_values_come_back_in_order() {
     const SHORT: usize = 700;
-    own_process!();
-    for config in [HostConfig::new(), HostConfig::new().stepped(3)] {
-        let s = setup(config, 8 << 20);
+    for node in Node::each() {
+        let s = setup(node, 8 << 20);
         // Every third is alone and longer.
         let len = |i: usize| if i % 3 == 2 { 5000 } else { SHORT };
         let mut at = 0;
@@ -479,18 +443,17 @@ fn registered_values_come_back_in_order() {
             assert!(value[..len(i)] == bytes(i, len(i)) && value[len(i)..] == [0; 9], "piece {i}");
         }
         drop(came);
-        all_back(&s);
+        s.all_back();
     }
 }
 
 /// Pieces without bytes take nothing from a pool that has nothing left, alone or behind others.
 #[test]
 fn empty_pieces_wait_for_nothing() {
-    own_process!();
     let s = setup(HostConfig::new(), 1 << 20);
     let place = s.memory.slice(..1).unwrap();
     let one = [7_u8];
-    s.up(&[(&one, place.clone()), (&[], place.clone()), (&[], place.clone())]).unwrap();
+    s.copier.upload_slices(&[(&one, place.clone()), (&[], place.clone()), (&[], place.clone())]).unwrap();
     let mut taken = Vec::new();
     for len in [64 << 10, 4 << 10, 64] {
         taken.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
@@ -503,13 +466,12 @@ fn empty_pieces_wait_for_nothing() {
     });
     assert_eq!(receive.recv_timeout(HANG).expect("it waits for room that it does not need"), Ok(()));
     drop(taken);
-    all_back(&s);
+    s.all_back();
 }
 
 /// Pinned blocks that leave no room: there is no segment, nor one to wait for.
 #[test]
 fn pinned_blocks_may_be_all_that_the_pool_has() {
-    own_process!();
     let s = setup(HostConfig::new(), 1 << 20);
     let mut pieces = Vec::new();
     while let Ok(mut buf) = s.pool.try_checkout(1000) {
@@ -529,14 +491,13 @@ fn pinned_blocks_may_be_all_that_the_pool_has() {
         let back = s.device.stream().unwrap().download(place, s.pool.checkout(1000).unwrap()).unwrap();
         assert!(back.wait().unwrap()[..] == bytes(seed, 1000)[..], "piece {seed}");
     }
-    all_back(&s);
+    s.all_back();
 }
 
 /// Of thousands of blocks one is refused: all come back in their order, and nothing was copied.
 #[test]
 fn a_refused_block_comes_back_with_all_others() {
     const COUNT: usize = 4096;
-    own_process!();
     let s = setup(HostConfig::new(), 1 << 20);
     let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
     let from = builder.build().unwrap();
@@ -556,19 +517,13 @@ fn a_refused_block_comes_back_with_all_others() {
         assert!(places.contains(&first), "the piece that was refused is among them");
         assert_eq!(back.iter().filter(|(_, buf)| buf.capacity() < LEN).count(), 1);
         drop(back);
-        let since = Instant::now();
-        while in_use(&from) > 0 {
-            assert!(since.elapsed() < HANG, "{:?}", from.stats());
-            s.device.reap();
-        }
-        from.check().unwrap();
+        s.all_back_to(&from);
     }
 }
 
 /// Each call with many pieces says which of them it refuses, and how long that one's device memory is.
 #[test]
 fn a_refused_piece_is_named() {
-    own_process!();
     let s = setup(HostConfig::new(), 4 << 20);
     let (place, short) =
         (|i: usize| s.memory.slice(i * 100..i * 100 + 100).unwrap(), s.device.alloc(99).unwrap());
@@ -605,7 +560,7 @@ fn a_refused_piece_is_named() {
     drop(refused.buffer);
     // Of a call for one piece there is no number.
     assert!(matches!(s.copier.upload_slice(&[7; 100], &short), Err(Error::TooSmall { need: 100, have: 99 })));
-    all_back(&s);
+    s.all_back();
 }
 
 /// Places at even distances: as one handle, and in lists beside others.
@@ -655,35 +610,21 @@ fn pages_at_even_distances() {
     let back = s.copier.download_pages(vec![(one, s.pool.checkout(PAGE).unwrap())]);
     assert!(*back.unwrap().wait().unwrap()[0] == sources[0][63 * PAGE..]);
     // What is none.
-    assert!(matches!(all.get(64), Err(Error::Argument(text)) if text.contains("range")));
-    assert!(matches!(all.get(usize::MAX), Err(Error::Argument(text)) if text.contains("range")));
-    assert!(
-        matches!(
-            cache.strided(PLANE - PAGE + 1..PLANE + 1, PLANE, 64),
-            Err(Error::Argument(text)) if text.contains("range")
-        ),
-        "the last one leaves it"
-    );
-    assert!(matches!(
-        cache.strided(..PAGE, PLANE, 65),
-        Err(Error::Argument(text)) if text.contains("range")
-    ));
-    assert!(matches!(
-        cache.strided(..PAGE, usize::MAX, 3),
-        Err(Error::Argument(text)) if text.contains("range")
-    ));
+    for at in [64, usize::MAX] {
+        is_argument(&all.get(at).unwrap_err(), "range");
+    }
+    // The last one leaves it.
+    is_argument(&cache.strided(PLANE - PAGE + 1..PLANE + 1, PLANE, 64).unwrap_err(), "range");
+    for (stride, count, word) in
+        [(PLANE, 65, "range"), (usize::MAX, 3, "range"), (PLANE, 0, "nothing to copy")]
+    {
+        is_argument(&cache.strided(..PAGE, stride, count).unwrap_err(), word);
+    }
+    is_argument(&cache.strided(PAGE..PAGE, PLANE, 2).unwrap_err(), "nothing to copy");
     let overlap = cache.strided(..PAGE, PAGE - 1, 2).unwrap_err();
     let text =
         format!("ranges of {PAGE} bytes with a stride of {} overlap: it takes at least {PAGE}", PAGE - 1);
     assert_eq!(overlap.to_string(), text);
-    assert!(matches!(
-        cache.strided(..PAGE, PLANE, 0),
-        Err(Error::Argument(text)) if text.contains("nothing to copy")
-    ));
-    assert!(matches!(
-        cache.strided(PAGE..PAGE, PLANE, 2),
-        Err(Error::Argument(text)) if text.contains("nothing to copy")
-    ));
     assert_eq!(cache.strided(.., 0, 1).unwrap().get(0).unwrap().len(), cache.len());
     let refused = s.copier.upload_pages(vec![(fill(0, 10), all.clone())]).unwrap_err();
     assert!(matches!(refused.error, Error::Piece { piece: 0, memory: 1536, .. }), "{}", refused.error);
@@ -692,129 +633,64 @@ fn pages_at_even_distances() {
     let refused = s.copier.upload_pages(vec![(fill(0, 10), none)]).unwrap_err();
     assert!(refused.to_string().contains("nothing to copy"), "{}", refused.error);
     drop(refused.buffer);
-    all_back(&s);
+    s.all_back();
 }
 
 /// A copy fails: the call or its handle says so, whichever thread packed it.
 #[test]
 fn a_copy_of_pieces_fails() {
-    own_process!();
-    let late = HostConfig::new().late(Duration::from_micros(100), 3);
-    for config in [HostConfig::new(), late, HostConfig::new().stepped(5)] {
-        let s = setup(config, 8 << 20);
+    for node in Node::each() {
+        let s = setup(node, 8 << 20);
         let pieces = Pieces::new(&s.memory, 0, short(1200));
         for nth in [0, 3, 9] {
             for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
-                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
-                let class = s.up(&pieces.all()).unwrap_err().class();
+                s.node.fail(Call::Copy, nth, failure);
+                let class = s.copier.upload_slices(&pieces.all()).unwrap_err().class();
                 let due =
                     if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Transient };
                 assert_eq!(class, due, "{failure:?}");
-                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
-                s.up(&pieces.all()).unwrap_err();
-                all_back(&s);
-                s.node.clear_faults();
-                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
-                let mut back: Vec<Vec<u8>> =
-                    pieces.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
-                let mut targets: Vec<(DeviceSlice, &mut [u8])> =
-                    pieces.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
-                s.copier.download_slices(&mut targets).unwrap_err();
-                assert_eq!(s.node.clear_faults(), 0);
-                s.up(&pieces.all()).unwrap();
+                s.node.fail(Call::Copy, nth, failure);
+                s.copier.upload_slices(&pieces.all()).unwrap_err();
+                s.all_back();
+                s.node.calm();
+                s.node.fail(Call::Copy, nth, failure);
+                pieces.try_back(&s).unwrap_err();
+                assert!(s.node.calm());
+                s.copier.upload_slices(&pieces.all()).unwrap();
                 pieces.come_back(&s);
             }
         }
-        all_back(&s);
+        s.all_back();
         assert_eq!(s.pool.stats().quarantined_bytes, 0);
     }
 }
 
-/// The device dies at any point of an upload or a download of pieces: both end, with that error, and nothing is in use.
-#[test]
-fn a_device_dies_under_pieces() {
-    own_process!();
-    for after in [0, 300, 1000, 3000] {
-        let s = setup(HostConfig::new().late(Duration::from_micros(100), 3), 4 << 20);
-        let pieces = Pieces::new(&s.memory, 0, short(1200));
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                std::thread::sleep(Duration::from_micros(after));
-                s.node.kill(0);
-            });
-            // One or the other is under way.
-            let ended = (0..100_000).find_map(|_| {
-                let mut back: Vec<Vec<u8>> = pieces.sources.iter().map(|b| vec![0; b.len()]).collect();
-                let mut targets: Vec<(DeviceSlice, &mut [u8])> =
-                    pieces.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
-                s.up(&pieces.all()).and_then(|()| s.copier.download_slices(&mut targets)).err()
-            });
-            let error = ended.unwrap();
-            assert!(error.is_device_lost(), "{error}");
-        });
-        all_back(&s);
-    }
-}
-
-/// A waker runs on a thread that finds out what is done, and must not wait for what only that thread does.
-#[test]
-fn a_waker_that_waits_is_refused() {
-    struct Waits {
-        copier: Copier,
-        memory: DeviceSlice,
-        told: std::sync::mpsc::SyncSender<Result<()>>,
-    }
-    impl std::task::Wake for Waits {
-        fn wake(self: std::sync::Arc<Self>) {
-            let mut bytes = vec![0; self.memory.len()];
-            let result = self.copier.download_slices(&mut [((&self.memory).into(), &mut bytes[..])]);
-            let _ = self.told.send(result);
-        }
-    }
-    own_process!();
-    let s = setup(HostConfig::new().late(Duration::from_micros(100), 3), 32 << 20);
-    let (told, hears) = std::sync::mpsc::sync_channel(1000);
-    let (mut refused, since) = (0, Instant::now());
-    while refused < 3 && since.elapsed() < HANG {
-        let memory = s.device.alloc(1 << 20).unwrap();
-        let waits = Waits { copier: s.copier.clone(), memory, told: told.clone() };
-        let waker = std::task::Waker::from(std::sync::Arc::new(waits));
-        let mut sent = s.copier.upload_pages(apart(&s, &s.pool, 1000)).unwrap();
-        let polled = std::pin::Pin::new(&mut sent).poll(&mut std::task::Context::from_waker(&waker));
-        drop(waker);
-        if polled.is_pending() {
-            let result = hears.recv_timeout(HANG).expect("it waits for itself");
-            assert!(matches!(result, Err(Error::Unsupported(_))), "{result:?}");
-            refused += 1;
-            drop(sent.wait().unwrap());
-        }
-    }
-    assert!(refused > 0, "never woken");
-    all_back(&s);
-}
-
-/// Bytes that are more each time the crate asks for them.
-struct Grows {
+/// A thousand bytes, and another number from the `steady`-th question on.
+struct Changes {
     bytes: Vec<u8>,
-    asked: std::sync::atomic::AtomicUsize,
+    then: usize,
+    asked: AtomicUsize,
     steady: usize,
 }
 
-impl std::ops::Deref for Grows {
+impl std::ops::Deref for Changes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        let asked = self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        if asked < self.steady { &self.bytes[..1000] } else { &self.bytes }
+        let is_steady = self.asked.fetch_add(1, Ordering::Relaxed) < self.steady;
+        &self.bytes[..if is_steady { 1000 } else { self.then }]
     }
 }
 
-// SAFETY: the bytes are on the heap, and none are added.
-unsafe impl pinpool::StableDeref for Grows {}
+// SAFETY: the bytes are on the heap, and none are added or removed.
+unsafe impl pinpool::StableDeref for Changes {}
+
+fn changes(then: usize, steady: usize) -> Changes {
+    Changes { bytes: vec![5; 1500], then, asked: 0.into(), steady }
+}
 
 #[test]
 fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
-    own_process!();
     let s = setup(HostConfig::new(), 1 << 20);
     for steady in 0..40 {
         let stream = s.device.stream().unwrap();
@@ -822,8 +698,7 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
         guard.extend_from_slice(&[9; 8000]);
         stream.upload(guard, s.memory.slice(..8000).unwrap()).unwrap().wait().unwrap();
         let piece = |i: usize| {
-            let bytes = vec![5; 1500];
-            let grows = Grows { bytes, asked: 0.into(), steady: steady + 100 * usize::from(i != 3) };
+            let grows = changes(1500, steady + 100 * usize::from(i != 3));
             let place = s.memory.slice(i * 1000..(i + 1) * 1000).unwrap();
             (s.device.register(grows).unwrap(), place)
         };
@@ -836,14 +711,13 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
         let back = back.unwrap().wait().unwrap();
         assert!(back[4000..].iter().all(|byte| *byte == 9), "beyond all of them, asked {steady} times");
     }
-    all_back(&s);
+    s.all_back();
 }
 
 /// A call keeps the segments that it has to its end, so it goes on while other requests wait for them, and for the
 /// call.
 #[test]
 fn a_call_goes_on_with_the_segment_that_it_has() {
-    own_process!();
     let s = setup(HostConfig::new(), 4 << 20);
     let mut bufs = Vec::new();
     let mut expected = Vec::new();
@@ -861,12 +735,12 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
         rest.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
     }
     drop(one);
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     let (send, receive) = std::sync::mpsc::channel();
     let copier = s.copier.clone();
     let done = std::thread::scope(|scope| {
         scope.spawn(|| {
-            let stopped = || stop.load(std::sync::atomic::Ordering::Relaxed);
+            let stopped = || stop.load(Ordering::Relaxed);
             // The call has its segment.
             while s.copier.stats().chunks == 0 && !stopped() {
                 std::thread::yield_now();
@@ -882,7 +756,7 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
             send.send(copier.upload_slices(&pieces)).unwrap();
         });
         let done = receive.recv_timeout(HANG);
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
         done
     });
     done.expect("the call waits for a request that waits for the call").unwrap();
@@ -891,43 +765,42 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
     let back =
         stream.download(s.memory.slice(..expected.len()).unwrap(), s.pool.checkout(expected.len()).unwrap());
     assert!(back.unwrap().wait().unwrap()[..] == expected[..]);
-    all_back(&s);
+    s.all_back();
 }
 
-/// More failures than there are attempts to record an event.
-const FOR_GOOD: u64 = 10_000;
+/// More calls fail than there are attempts to record an event.
+fn no_event_is_recorded(s: &Setup) {
+    (0..2000).for_each(|nth| s.node.fail(Call::Record, nth, Failure::Argument));
+}
 
 /// Events fail for good, so the copier's stream is given up while its copies are queued, on a device that is alive. The
 /// segment, which the copies read, is not taken again.
 #[test]
 fn a_segment_outlives_copies_whose_end_is_never_known() {
     const LEN: usize = 300;
-    own_process!();
-    let s = setup(HostConfig::new().stepped(5), 4 << 20);
-    for _ in 0..FOR_GOOD {
-        s.node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Argument });
-    }
+    let Some(node) = Node::by_hand(5) else { return };
+    let s = setup(node, 4 << 20);
+    no_event_is_recorded(&s);
     let (first, last) = (bytes(1, LEN), bytes(2, LEN));
     // They overlap on the device, so they never share a batch.
     let places = [s.memory.slice(4096..4096 + LEN).unwrap(), s.memory.slice(4196..4196 + LEN).unwrap()];
     let ranges = vec![CopyRange::new(0, places[0].clone()), CopyRange::new(LEN as u64, places[1].clone())];
     let sent = s.copier.upload([&first[..], &last[..]].concat(), ranges).unwrap();
     assert!(!sent.is_over(), "nothing has been copied yet");
-    let since = Instant::now();
-    while !sent.is_over() {
-        assert!(since.elapsed() < HANG, "the stream is never given up");
+    until("the stream is given up", || {
         s.copier.reap();
         s.device.reap();
-    }
+        sent.is_over()
+    });
     assert!(sent.wait().is_err_and(|failed| failed.error.class() == ErrorClass::Argument));
     // Nothing has been copied yet. The test takes all that the pool has, and writes to it.
-    assert!(s.node.queued(0) > 0);
+    assert!(s.node.queued() > 0);
     let mut taken = no_room(&s);
     for buf in &mut taken {
         buf.try_resize(buf.capacity(), 0xEE).unwrap();
     }
     assert!(!taken.is_empty() && s.pool.stats().quarantined_bytes > 0, "{:?}", s.pool.stats());
-    s.node.clear_faults();
+    s.node.calm();
     while s.node.step() {}
     drop(taken);
     let stream = s.device.stream().unwrap();
@@ -943,12 +816,9 @@ fn a_segment_outlives_copies_whose_end_is_never_known() {
 /// A pool whose memory the copier's device may not reach is refused, and so are its buffers, before anything is copied.
 #[test]
 fn a_pool_of_another_device_is_refused() {
-    own_process!();
-    let s = setup(HostConfig::new().stepped(5), 4 << 20);
-    let other = HostNode::new(HostConfig::new().stepped(6)).unwrap();
-    let other = Device::on(&other, 0).unwrap();
-    let pool = Pool::builder(&other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let refused = Copier::builder(&pool, &s.device).build().unwrap_err();
+    let (s, other) = (setup(HostConfig::new(), 4 << 20), setup(HostConfig::new(), 1 << 20));
+    let pool = &other.pool;
+    let refused = Copier::builder(pool, &s.device).build().unwrap_err();
     assert!(matches!(refused, Error::Mismatch { .. }), "{refused}");
     let wrong = |error: Error| {
         let Error::Piece { piece: 1, memory: 8, cause } = &error else { panic!("{error}") };
@@ -962,25 +832,24 @@ fn a_pool_of_another_device_is_refused() {
     // The last of two.
     let place = |i: usize| s.memory.slice(i * 8..i * 8 + 8).unwrap();
     let refused =
-        s.copier.upload_pages(vec![(filled(&s.pool), place(0)), (filled(&pool), place(1))]).unwrap_err();
+        s.copier.upload_pages(vec![(filled(&s.pool), place(0)), (filled(pool), place(1))]).unwrap_err();
     let back = refused.buffer.unwrap();
     assert!(back.len() == 2 && back.iter().all(|(buf, _)| **buf == *b"neighbor"));
     wrong(refused.error);
     let refused =
-        s.copier.download_pages(vec![(place(0), filled(&s.pool)), (place(1), filled(&pool))]).unwrap_err();
+        s.copier.download_pages(vec![(place(0), filled(&s.pool)), (place(1), filled(pool))]).unwrap_err();
     assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
     wrong(refused.error);
     assert_eq!(s.copier.stats().chunks, 0);
     drop(back);
-    all_back(&s);
+    s.all_back();
 }
 
 /// A long call ends, though other callers start short ones all the time.
 #[test]
 fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
-    own_process!();
     let s = setup(HostConfig::new().late(Duration::from_micros(50), 1), 2 << 20);
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     let (told, hears) = std::sync::mpsc::channel();
     // Checked out once: a pool that is full of short buffers gives longer ones out slowly.
     let mut pieces = pinned(&s, &s.pool, (0..64).map(|i| i * LEN));
@@ -989,7 +858,7 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
         let (s, stop, places) = (&s, &stop, &places);
         for t in 0..8 {
             scope.spawn(move || {
-                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                while !stop.load(Ordering::Relaxed) {
                     let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
                     let mut buf = s.pool.checkout(64).unwrap();
                     buf.extend_from_slice(&[1; 64]);
@@ -1007,18 +876,17 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
             }
         });
         let ended = (0..2).try_for_each(|_| hears.recv_timeout(HANG));
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
         ended
     });
     ended.expect("it gets through");
     pinned_come_back(&s, &s.pool, &places);
-    all_back(&s);
+    s.all_back();
 }
 
 /// Checks of a pool that copiers and streams use meanwhile find nothing wrong.
 #[test]
 fn a_busy_pool_is_sound() {
-    own_process!();
     let s = setup(HostConfig::new(), 4 << 20);
     let streams = [(); 2].map(|()| s.device.stream().unwrap());
     let until = Instant::now() + Duration::from_millis(1500);
@@ -1030,7 +898,7 @@ fn a_busy_pool_is_sound() {
                 let pieces: Vec<_> = (100..140).map(|i| (bytes(i, LEN), place(i))).collect();
                 let pieces: Vec<_> =
                     pieces.iter().map(|(bytes, range)| (&bytes[..], range.clone())).collect();
-                s.up(&pieces).unwrap();
+                s.copier.upload_slices(&pieces).unwrap();
             }
         });
         scope.spawn(|| {
@@ -1058,27 +926,8 @@ fn a_busy_pool_is_sound() {
             s.pool.check().unwrap_or_else(|wrong| panic!("check {checks}: {wrong}"));
         }
     });
-    all_back(&s);
+    s.all_back();
 }
-
-/// Bytes that are fewer from the `steady`-th question on.
-struct Shrinks {
-    bytes: Vec<u8>,
-    asked: std::sync::atomic::AtomicUsize,
-    steady: usize,
-}
-
-impl std::ops::Deref for Shrinks {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        let asked = self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        if asked < self.steady { &self.bytes } else { &self.bytes[..100] }
-    }
-}
-
-// SAFETY: the bytes are on the heap, and none are removed.
-unsafe impl pinpool::StableDeref for Shrinks {}
 
 #[test]
 fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
@@ -1086,24 +935,15 @@ fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
     let stream = s.device.stream().unwrap();
     for steady in 0..12 {
         for part in [0..1000, 500..1000] {
-            let shrinks = || {
-                let bytes = Shrinks { bytes: vec![5; 1000], asked: 0.into(), steady };
-                s.device.register(bytes).unwrap()
-            };
             let dst = s.memory.slice(..1000).unwrap();
-            match stream.upload_part(shrinks(), part.clone(), &dst) {
+            match stream.upload_part(s.device.register(changes(100, steady)).unwrap(), part.clone(), &dst) {
                 Ok(sent) => drop(sent.wait().unwrap()),
                 Err(SubmitError { error, buffer }) => {
-                    assert!(
-                        matches!(
-                            &error,
-                            Error::Argument(text) if text.contains("range")
-                        ) && buffer.is_some(),
-                        "{error}"
-                    );
+                    is_argument(&error, "range");
+                    assert!(buffer.is_some());
                 }
             }
         }
     }
-    all_back(&s);
+    s.all_back();
 }

@@ -3,55 +3,23 @@
 
 use std::time::{Duration, Instant};
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, Error, ErrorClass, Pool, Unpinned};
+use pinpool::host::{Call, Failure, HostConfig};
+use pinpool::{CopierBuilder, DeviceSlice, Error, ErrorClass};
 
-use crate::support::{bytes, in_use};
+use crate::setup::Setup;
+use crate::support::bytes;
 
 const LEN: usize = 3000;
 /// The longest that are copied at once.
 const LONGEST: usize = 256 << 10;
-const HANG: Duration = Duration::from_secs(20);
-
-struct Setup {
-    node: HostNode,
-    pool: Pool,
-    copier: Copier,
-    memory: DeviceSlice,
-}
-
 fn setup(options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
-    let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(32 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let copier = options(Copier::builder(&pool, &device).threads(2)).build().unwrap();
-    let memory = device.alloc(8 << 20).unwrap();
-    Setup { node, pool, copier, memory }
+    Setup::new(HostConfig::new(), 32 << 20, |copier| options(copier.threads(2)))
 }
 
-impl Setup {
-    fn range(&self, i: usize) -> DeviceSlice {
-        self.memory.slice(i * LONGEST..i * LONGEST + LEN).unwrap()
-    }
-
-    fn is_there(&self, i: usize, expected: &[u8]) {
-        let mut back = vec![0; LEN];
-        self.copier.download_slice(self.range(i), &mut back).unwrap();
-        assert!(back == expected, "piece {i}");
-    }
-
-    fn all_back(&self) {
-        until("all is back", || in_use(&self.pool) == 0);
-        self.pool.check().unwrap();
-    }
-}
-
-fn until(what: &str, there: impl Fn() -> bool) {
-    let since = Instant::now();
-    while !there() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::sleep(Duration::from_micros(100));
-    }
+fn is_there(s: &Setup, expected: &[u8], place: &DeviceSlice) {
+    let mut back = vec![0; LEN];
+    s.copier.download_slice(place, &mut back).unwrap();
+    assert!(back == expected);
 }
 
 #[test]
@@ -84,25 +52,25 @@ fn short_slices_need_no_memory_of_the_pool() {
 #[test]
 fn the_driver_refuses_a_short_slice() {
     let s = setup(|copier| copier);
+    let place = s.memory.slice(..LEN).unwrap();
     for _ in 0..3 {
-        let fail =
-            || s.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Argument });
+        let fail = || s.node.fail(Call::CopyBlocking, 0, Failure::Argument);
         fail();
-        match s.copier.upload_slice(&bytes(1, LEN), s.range(1)) {
+        match s.copier.upload_slice(&bytes(1, LEN), &place) {
             Err(Error::Transfer { what, offset: 0, cause }) => {
                 assert_eq!((&*what, cause.class()), ("bytes in memory", ErrorClass::Argument));
             }
             other => panic!("{other:?}"),
         }
         fail();
-        let said = s.copier.download_slice(s.range(1), &mut [0; LEN]);
+        let said = s.copier.download_slice(&place, &mut [0; LEN]);
         assert!(matches!(said, Err(Error::Transfer { offset: 0, .. })), "{said:?}");
-        assert_eq!(s.node.clear_faults(), 0);
-        s.copier.upload_slice(&bytes(2, LEN), s.range(1)).unwrap();
-        s.is_there(1, &bytes(2, LEN));
+        assert!(s.node.calm());
+        s.copier.upload_slice(&bytes(2, LEN), &place).unwrap();
+        is_there(&s, &bytes(2, LEN), &place);
     }
-    s.node.kill(0);
-    let lost = s.copier.upload_slice(&bytes(1, LEN), s.range(1)).unwrap_err();
+    s.node.host().kill(0);
+    let lost = s.copier.upload_slice(&bytes(1, LEN), &place).unwrap_err();
     assert_eq!(lost.class(), ErrorClass::DeviceLost, "{lost}");
 }
 

@@ -1,38 +1,23 @@
-//! Which thread moves a small transfer, on host devices: the copier's own, one that waits for it, or one that steps the
-//! device; and what a waker on such a thread may do.
+//! Which thread moves a small transfer: the copier's own, one that waits for it, or one that moves the device by hand; and what a waker on such a thread may do.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::support::downloaded;
 use pinpool::copier::{CopyRange, Fill, Priority, Sink, Source, Transfer};
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, Error, Pool, Stream, Unpinned};
+use pinpool::host::{Call, Failure, HostConfig};
+use pinpool::{Copier, CopierBuilder, DeviceSlice, Error, Stream};
 
+use crate::setup::{HANG, Node, Setup, until};
 use crate::support::{bytes, in_use};
 
 const LEN: usize = 300;
 const PIECE: usize = 512;
-const HANG: Duration = Duration::from_secs(20);
-
-struct Setup {
-    node: HostNode,
-    device: Device,
-    pool: Pool,
-    copier: Copier,
-    memory: DeviceSlice,
-}
-
-fn setup(config: HostConfig, options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
-    let node = HostNode::new(config.memory(64 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(8 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let copier = options(Copier::builder(&pool, &device)).build().unwrap();
-    let memory = device.alloc(4 << 20).unwrap();
-    Setup { node, device, pool, copier, memory }
+fn setup(node: impl Into<Node>, options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
+    Setup::new(node, 8 << 20, options)
 }
 
 /// With threads, some of which are late, and without any.
@@ -42,7 +27,7 @@ fn everywhere(test: impl Fn(Setup)) {
     test(setup(HostConfig::new().late(Duration::from_micros(100), 3), |copier| {
         copier.threads(2).chunk(16 << 10)
     }));
-    test(setup(HostConfig::new().stepped(5), |copier| copier));
+    Node::by_hand(5).into_iter().for_each(|node| test(setup(node, |copier| copier)));
 }
 
 impl Setup {
@@ -62,18 +47,6 @@ impl Setup {
         let mut back = vec![0; LEN];
         self.copier.download_slice(self.range(i), &mut back).unwrap();
         assert!(back == bytes(i, LEN), "piece {i}");
-    }
-
-    fn all_back(&self) {
-        let since = Instant::now();
-        while in_use(&self.pool) > 0 {
-            assert!(since.elapsed() < HANG, "never back: {:?}", self.pool.stats());
-            self.node.step();
-            self.device.reap();
-            self.copier.reap();
-            std::thread::yield_now();
-        }
-        self.pool.check().unwrap();
     }
 }
 
@@ -97,11 +70,11 @@ fn events_fail() {
     everywhere(|s| {
         for call in [Call::Record, Call::Query, Call::CreateEvent] {
             for nth in 0..3 {
-                s.node.fail(Fault { device: 0, call, nth, failure: Failure::Transient });
+                s.node.fail(call, nth, Failure::Transient);
             }
             s.all(100).into_iter().for_each(|sent| drop(sent.wait().unwrap()));
             (0..100).for_each(|i| s.is_there(i));
-            s.node.clear_faults();
+            s.node.calm();
             s.all_back();
         }
     });
@@ -113,6 +86,8 @@ enum Tries {
     Start,
     Wait,
     Order,
+    /// Calls that block, of more bytes than are copied at once.
+    Block,
 }
 
 struct Waiter {
@@ -120,10 +95,18 @@ struct Waiter {
     copier: Copier,
     stream: Stream,
     memory: DeviceSlice,
+    blocks: DeviceSlice,
     told: SyncSender<(bool, Result<(), Error>)>,
 }
 
 impl Waiter {
+    fn waker(s: &Setup, tries: Tries) -> (Waker, Receiver<(bool, Result<(), Error>)>) {
+        let (told, hears) = sync_channel(1000);
+        let (copier, stream) = (s.copier.clone(), s.device.stream().unwrap());
+        let (memory, blocks) = (s.range(900), s.memory.slice(16 << 20..17 << 20).unwrap());
+        (Waker::from(Arc::new(Self { tries, copier, stream, memory, blocks, told })), hears)
+    }
+
     fn run(&self) -> Result<(), Error> {
         let sent = self.copier.upload(vec![7; LEN], &self.memory).map_err(|refused| refused.error)?;
         match self.tries {
@@ -133,6 +116,12 @@ impl Waiter {
             }
             Tries::Wait => sent.wait().map(drop).map_err(|refused| refused.error),
             Tries::Order => sent.order(&self.stream),
+            Tries::Block => {
+                let mut bytes = vec![0; self.blocks.len()];
+                let up = self.copier.upload_slice(&bytes, &self.blocks);
+                assert!(matches!(up, Err(Error::Unsupported(_))), "{up:?}");
+                self.copier.download_slices(&mut [(self.blocks.clone(), &mut bytes[..])])
+            }
         }
     }
 }
@@ -149,22 +138,15 @@ impl Wake for Waiter {
 /// Wakers run on threads that move chunks. They may start transfers, and are refused where they would wait.
 #[test]
 fn a_waker_starts_transfers_and_does_not_wait() {
-    for tries in [Tries::Start, Tries::Wait, Tries::Order] {
+    for tries in [Tries::Start, Tries::Wait, Tries::Order, Tries::Block] {
         ends(&format!("{tries:?}"), move || {
             let config = HostConfig::new().late(Duration::from_micros(100), 3);
             let s = setup(config, |copier| copier.threads(1).chunk(16 << 10).share(100 << 10));
             let stream = s.device.stream().unwrap();
-            let (told, hears) = sync_channel(1000);
             let (mut there, since) = (0, Instant::now());
             while there < 5 {
                 assert!(since.elapsed() < HANG, "{tries:?}: never on the copier's thread");
-                let waker = Waker::from(Arc::new(Waiter {
-                    tries,
-                    copier: s.copier.clone(),
-                    stream: stream.clone(),
-                    memory: s.range(900),
-                    told: told.clone(),
-                }));
+                let (waker, hears) = Waiter::waker(&s, tries);
                 let mut sent = s.all(20);
                 let mut first = sent.remove(0);
                 let polled = std::pin::Pin::new(&mut first).poll(&mut Context::from_waker(&waker));
@@ -174,6 +156,7 @@ fn a_waker_starts_transfers_and_does_not_wait() {
                     if is_the_copiers {
                         let as_due = match tries {
                             Tries::Start => result.is_ok(),
+                            Tries::Block => matches!(result, Err(Error::Unsupported(_))),
                             // What is over already is not waited for.
                             Tries::Wait | Tries::Order => {
                                 matches!(result, Ok(()) | Err(Error::Unsupported(_)))
@@ -192,24 +175,35 @@ fn a_waker_starts_transfers_and_does_not_wait() {
     }
 }
 
+/// So it is on the thread that sees copies of streams complete: the wait would be for its own thread.
+#[test]
+fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
+    let s = setup(HostConfig::new(), |copier| copier);
+    let (waker, hears) = Waiter::waker(&s, Tries::Block);
+    s.node.hang(true);
+    let mut buf = s.pool.checkout(LEN).unwrap();
+    buf.try_resize(LEN, 1).unwrap();
+    let mut sent = s.device.stream().unwrap().upload(buf, s.range(0)).unwrap();
+    assert!(std::pin::Pin::new(&mut sent).poll(&mut Context::from_waker(&waker)).is_pending());
+    drop(waker);
+    s.node.hang(false);
+    let (_, said) = hears.recv_timeout(HANG).expect("it does not wait for itself");
+    assert!(matches!(said, Err(Error::Unsupported(_))), "{said:?}");
+    drop(sent);
+    s.all_back();
+}
+
 /// A waker that is woken since the device is lost starts another transfer, and is told.
 #[test]
 fn a_waker_starts_a_transfer_to_a_lost_device() {
     ends("a waker on a lost device", || {
         let s = setup(HostConfig::new(), |copier| copier.threads(1));
-        s.node.hang(0);
-        let (told, hears) = sync_channel(100);
-        let waker = Waker::from(Arc::new(Waiter {
-            tries: Tries::Start,
-            copier: s.copier.clone(),
-            stream: s.device.stream().unwrap(),
-            memory: s.range(900),
-            told,
-        }));
+        s.node.hang(true);
+        let (waker, hears) = Waiter::waker(&s, Tries::Start);
         let mut sent = s.start(0);
         assert!(std::pin::Pin::new(&mut sent).poll(&mut Context::from_waker(&waker)).is_pending());
         drop(waker);
-        s.node.kill(0);
+        s.node.host().kill(0);
         // It may have been woken before, when the chunk was taken.
         let (_, result) = hears.recv_timeout(HANG).expect("the waker returns");
         assert!(result.is_ok() || result.is_err_and(|error| error.is_device_lost()));
@@ -247,30 +241,23 @@ impl Source for Blocks {
 fn a_transfer_does_not_wait_for_sources_that_block() {
     ends("a transfer beside a source that blocks", || {
         let s = setup(HostConfig::new(), |copier| copier.threads(3).chunk(16 << 10).depth(1));
-        let until = |what: &str, holds: &dyn Fn() -> bool| {
-            let since = Instant::now();
-            while !holds() {
-                assert!(since.elapsed() < HANG, "{what}");
-                std::thread::yield_now();
-            }
-        };
         for _ in 0..5 {
             s.start(0).wait().unwrap();
             s.all_back();
-            s.node.hang(0);
+            s.node.hang(true);
             let first = s.start(0);
-            until("the first goes", &|| s.pool.stats().in_flight_bytes > 0);
+            until("the first goes", || s.pool.stats().in_flight_bytes > 0);
             let source = Blocks::default();
             let urgent = s.copier.with_priority(Priority::Foreground);
             let upload = urgent.upload(source.clone(), s.memory.slice(1 << 20..)).unwrap();
-            until("the source is asked", &|| source.calls.load(Ordering::Relaxed) >= 1);
+            until("the source is asked", || source.calls.load(Ordering::Relaxed) >= 1);
             // The worker of the first is to send this one.
             let second = s.start(1);
-            s.node.resume(0);
+            s.node.hang(false);
             while !first.is_over() {
                 std::thread::yield_now();
             }
-            until("all of the source is asked for", &|| source.calls.load(Ordering::Relaxed) == 2);
+            until("all of the source is asked for", || source.calls.load(Ordering::Relaxed) == 2);
             second.wait_timeout(HANG).expect("it waits for the source").unwrap();
             source.goes_on.store(true, Ordering::Relaxed);
             upload.wait().unwrap();
@@ -362,15 +349,17 @@ fn a_failed_source_leaves_nothing_in_use() {
     }
 }
 
-/// Two threads drive one stepped device.
+/// Two threads move one device by hand.
 #[test]
-fn two_threads_wait_on_a_stepped_device() {
-    let s = setup(HostConfig::new().stepped(7), |copier| copier);
+fn two_threads_wait_on_a_device_by_hand() {
+    let Some(node) = Node::by_hand(7) else { return };
+    let s = setup(node, |copier| copier);
     let stream = s.device.stream().unwrap();
     std::thread::scope(|scope| {
         for t in 0..2 {
             let (s, stream) = (&s, &stream);
             scope.spawn(move || {
+                s.node.enter();
                 for i in 0..1000 {
                     let (piece, place) = (bytes(i, LEN), s.range(t));
                     s.copier.upload(piece.clone(), &place).unwrap().wait().unwrap();
@@ -381,8 +370,8 @@ fn two_threads_wait_on_a_stepped_device() {
             });
         }
     });
-    // Where no thread steps the device, a wait ends.
-    s.node.hang(0);
+    // Where nothing can move, a wait ends.
+    s.node.hang(true);
     let is_late = |sent: Transfer<Vec<u8>>| match sent.wait().unwrap_err().error {
         Error::Transfer { cause, .. } => matches!(*cause, Error::Timeout(_)),
         _ => false,
@@ -390,7 +379,7 @@ fn two_threads_wait_on_a_stepped_device() {
     assert!(is_late(s.start(0)));
     // Also that of a chunk which no worker has taken.
     assert!(s.all(18).into_iter().all(is_late));
-    s.node.resume(0);
+    s.node.hang(false);
     s.all(3).into_iter().for_each(|sent| drop(sent.wait().unwrap()));
     s.all_back();
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Error, Pool, Unpinned};
+use pinpool::host::HostConfig;
+use pinpool::{Device, Error};
 use tokio::sync::Mutex;
 
 use example::{STATUS, Slot, answer, answered, serve};
@@ -18,7 +18,7 @@ mod example;
 #[test]
 fn each_class_of_errors_has_a_status() {
     let device = Device::open("host").unwrap();
-    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let pool = crate::pool(&device, 1 << 20);
     let classes = pool.stats().errors.by_class().map(|(name, _)| name.replace('_', ""));
     assert_eq!(STATUS.map(|(class, ..)| format!("{class:?}").to_lowercase()), classes);
     let status = |error: &Error| answer(error).0;
@@ -42,9 +42,8 @@ fn the_server_serves_and_ends() {
 /// when the next request has the slot.
 #[test]
 fn a_slot_is_not_written_by_a_request_that_went_away() {
-    let late = HostConfig::new().memory(64 << 20).late(Duration::from_millis(1), 7);
-    let device = Device::on(&HostNode::new(late).unwrap(), 0).unwrap();
-    let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (_node, device) = crate::on(HostConfig::new().late(Duration::from_millis(1), 7));
+    let pool = crate::pool(&device, 4 << 20);
     let slot = Arc::new(Mutex::new(Slot::new(&device).unwrap()));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let _entered = runtime.enter();

@@ -4,22 +4,18 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{CloseError, Device, DeviceSlice, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::host::{Call, Failure, Fault, HostNode};
+use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
 
 use crate::support::own_process;
+use crate::{builder, filled, host, hosts, pool};
 
 /// Longer than anything takes: what is waited for so long hangs the test.
 const FOREVER: Duration = Duration::from_secs(24 * 60 * 60);
 
-fn open() -> (HostNode, Device) {
-    let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    (node, device)
-}
-
-fn fail(node: &HostNode, call: Call, nth: u64, failure: Failure) {
-    node.fail(Fault { device: 0, call, nth, failure });
+/// The next such call fails.
+fn fail(node: &HostNode, call: Call) {
+    node.fail(Fault { device: 0, call, nth: 0, failure: Failure::Argument });
 }
 
 struct Bed {
@@ -30,28 +26,37 @@ struct Bed {
 
 impl Bed {
     fn on(device: &Device) -> Self {
-        let pool = Pool::builder(device).capacity(1 << 20).unpinned(Unpinned::Allow);
-        Self {
-            pool: pool.build().unwrap(),
-            stream: device.stream().unwrap(),
-            memory: device.alloc(4096).unwrap(),
-        }
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(4096).unwrap());
+        Self { pool: pool(device, 1 << 20), stream, memory }
     }
 
     fn filled(&self) -> PinnedBuf {
-        let mut buf = self.pool.checkout(4096).unwrap();
-        buf.try_resize(4096, 1).unwrap();
-        buf
+        filled(&self.pool, 4096, 1)
+    }
+
+    fn send(&self) -> InFlight<PinnedBuf> {
+        self.stream.upload(self.filled(), &self.memory).unwrap()
+    }
+
+    /// Has the stream lost with a buffer in flight, while the device lives on.
+    fn lose_stream(&self, node: &HostNode) {
+        // As often as it is tried.
+        for _ in 0..2000 {
+            fail(node, Call::Query);
+        }
+        node.hang(0);
+        assert!(self.send().wait().is_err());
+        node.clear_faults();
+        node.resume(0);
     }
 }
 
 #[test]
 fn what_hangs_is_told_and_waited_for() {
-    let (node, device) = open();
-    let Bed { pool, stream, memory } = Bed::on(&device);
+    let (node, device) = host();
+    let bed = Bed::on(&device);
     node.hang(0);
-    let bed = Bed { pool, stream, memory };
-    drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap());
+    drop(bed.send());
     drop(bed);
     let error = device.close(Duration::from_millis(30)).unwrap_err();
     let held = error.held_by();
@@ -66,18 +71,9 @@ fn what_hangs_is_told_and_waited_for() {
 /// A lost stream keeps what was in flight there for good: `close` does not wait for it.
 #[test]
 fn what_never_comes_back_is_not_waited_for() {
-    let (node, device) = open();
+    let (node, device) = host();
     let bed = Bed::on(&device);
-    fail(&node, Call::Query, 0, Failure::Argument);
-    // As often as it is tried.
-    for _ in 0..2000 {
-        fail(&node, Call::Query, 0, Failure::Argument);
-    }
-    node.hang(0);
-    let flight = bed.stream.upload(bed.filled(), &bed.memory).unwrap();
-    assert!(flight.wait().is_err());
-    node.clear_faults();
-    node.resume(0);
+    bed.lose_stream(&node);
     drop(bed);
     let error = device.close(FOREVER).unwrap_err();
     let held = error.held_by();
@@ -97,15 +93,9 @@ fn what_never_comes_back_is_not_waited_for() {
 /// While another thread still holds something that can come back, `close` waits for it, whatever else never does.
 #[test]
 fn what_can_come_back_is_waited_for_all_the_same() {
-    let (node, device) = open();
+    let (node, device) = host();
     let (bed, other) = (Bed::on(&device), Bed::on(&device));
-    for _ in 0..2000 {
-        fail(&node, Call::Query, 0, Failure::Argument);
-    }
-    node.hang(0);
-    assert!(bed.stream.upload(bed.filled(), &bed.memory).unwrap().wait().is_err());
-    node.clear_faults();
-    node.resume(0);
+    bed.lose_stream(&node);
     drop(bed);
     let buf = other.filled();
     std::thread::scope(|scope| {
@@ -119,33 +109,28 @@ fn what_can_come_back_is_waited_for_all_the_same() {
     });
 }
 
-/// The driver refuses to take something back: the device is closed all the same, and the error says that something
-/// stays.
-fn refused(call: Call) -> CloseError {
-    let (node, device) = open();
-    let bed = Bed::on(&device);
-    drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap().wait().unwrap());
-    fail(&node, call, 0, Failure::Argument);
-    drop(bed);
-    let error = device.close(FOREVER).unwrap_err();
-    assert_eq!((error.is_closed(), error.held_by().leaked), (true, 1), "{call:?}: {error}");
-    assert!(error.to_string().contains("is closed, but not everything was given back: 1 things"), "{error}");
-    let live = node.live(0);
-    assert_ne!(live, Default::default(), "{call:?}: something stays");
-    // `close` is over: a further wait changes nothing.
-    error.wait(FOREVER).unwrap_err()
-}
-
+/// The device is closed all the same, and the error says that something stays.
 #[test]
 fn what_the_driver_does_not_take_back_is_told() {
     for call in [Call::Free, Call::DestroyStream, Call::DestroyEvent, Call::Unpin] {
-        assert!(refused(call).is_closed());
+        let (node, device) = host();
+        let bed = Bed::on(&device);
+        drop(bed.send().wait().unwrap());
+        fail(&node, call);
+        drop(bed);
+        let error = device.close(FOREVER).unwrap_err();
+        assert_eq!((error.is_closed(), error.held_by().leaked), (true, 1), "{call:?}: {error}");
+        let told = "is closed, but not everything was given back: 1 things";
+        assert!(error.to_string().contains(told), "{error}");
+        assert_ne!(node.live(0), Default::default(), "{call:?}: something stays");
+        // `close` is over: a further wait changes nothing.
+        assert!(error.wait(FOREVER).unwrap_err().is_closed());
     }
 }
 
 #[test]
 fn a_device_that_was_lost_says_so() {
-    let (node, device) = open();
+    let (node, device) = host();
     let bed = Bed::on(&device);
     node.kill(0);
     assert!(bed.stream.synchronize().is_err());
@@ -158,10 +143,8 @@ fn a_device_that_was_lost_says_so() {
 /// The handles of a pool of several devices keep all of these open; its memory keeps the one that allocated it open.
 #[test]
 fn a_pool_of_two_devices() {
-    let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
-    let (first, second) = (Device::on(&node, 0).unwrap(), Device::on(&node, 1).unwrap());
-    let pool = Pool::builder(&first).device(&second).capacity(1 << 20).unpinned(Unpinned::Allow);
-    let pool = pool.build().unwrap();
+    let (_node, [first, second]) = hosts();
+    let pool = builder(&first, 1 << 20).device(&second).build().unwrap();
     let buf = pool.checkout(100).unwrap();
     let stream = second.stream().unwrap();
     let error = second.close(Duration::ZERO).unwrap_err();
@@ -182,8 +165,8 @@ fn a_pool_of_two_devices() {
 /// Counts what is out while threads are at work: a return may be counted before the checkout that it ends.
 #[test]
 fn buffers_that_change_hands_meanwhile_make_no_nonsense() {
-    let (_node, device) = open();
-    let pool = Pool::builder(&device).capacity(8 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (_node, device) = host();
+    let pool = pool(&device, 8 << 20);
     let held = pool.checkout(4096).unwrap();
     let over = AtomicBool::new(false);
     let (send, receive) = std::sync::mpsc::sync_channel(4);
@@ -207,24 +190,25 @@ fn buffers_that_change_hands_meanwhile_make_no_nonsense() {
     drop(held);
 }
 
-/// A stepped device is stepped by `close`.
+/// A device that runs nothing by itself is moved by `close`.
 #[test]
-fn a_stepped_device_is_moved_first() {
-    let node = HostNode::new(HostConfig::new().memory(64 << 20).stepped(5)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
+#[cfg(feature = "cuda")]
+fn a_device_that_is_moved_by_hand_is_moved_first() {
+    let machine = crate::support::hand::Machine::new(1, 64 << 20, 5);
+    let device = machine.device(0);
     let bed = Bed::on(&device);
-    drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap());
-    assert!(node.queued(0) > 0);
+    drop(bed.send());
+    assert!(machine.queued(0) > 0);
     drop(bed);
     device.close(FOREVER).unwrap();
-    assert_eq!(node.live(0), Default::default());
-    // No other thread steps it, so `close` does not wait for the memory.
-    let device = Device::on(&node, 0).unwrap();
+    assert!(machine.is_clean(), "{}", machine.report());
+    // No other thread moves it, so `close` does not wait for the memory.
+    let device = machine.device(0);
     let memory = device.alloc(64).unwrap();
     let error = device.close(FOREVER).unwrap_err();
     assert_eq!(error.held_by().memory_bytes, 64);
     drop(memory);
-    error.wait(Duration::ZERO).unwrap();
+    error.wait(FOREVER).unwrap();
 }
 
 /// The names of the crate's threads in this process.
@@ -238,12 +222,11 @@ fn threads() -> Vec<String> {
 #[test]
 fn a_dead_device_with_quarantined_memory_keeps_its_region_thread_alone() {
     own_process!();
-    let (node, device) = open();
-    let Bed { pool, stream, memory } = Bed::on(&device);
-    let bed = Bed { pool, stream, memory };
+    let (node, device) = host();
+    let bed = Bed::on(&device);
     node.hang(0);
     let out = bed.filled();
-    drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap());
+    drop(bed.send());
     node.kill(0);
     drop(bed);
     let error = device.close(Duration::from_millis(30)).unwrap_err();
@@ -262,9 +245,8 @@ fn a_dead_device_with_quarantined_memory_keeps_its_region_thread_alone() {
 fn a_dead_device_that_keeps_nothing_is_waited_for() {
     own_process!();
     for shared in [false, true] {
-        let (node, first) = open();
-        let second = Device::on(&node, 1).unwrap();
-        let pool = Pool::builder(&first).device(&second).capacity(1 << 20).unpinned(Unpinned::Allow);
+        let (node, [first, second]) = hosts();
+        let pool = builder(&first, 1 << 20).device(&second);
         let bed = Bed { pool: pool.build().unwrap(), ..Bed::on(&second) };
         let kept = second.alloc(4096).unwrap();
         node.hang(1);

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Copier, Device, Error, ErrorClass, Pool, Stream, Unpinned};
+use pinpool::host::HostNode;
+use pinpool::{Copier, Device, Error, ErrorClass, Pool, Stream};
+
+use crate::{HANG, builder, filled, hosts};
 
 const LEN: usize = 4096;
-const SOON: Duration = Duration::from_secs(20);
 
 /// Two devices of one node, with a pool for the first.
 struct Pair {
@@ -18,10 +19,8 @@ struct Pair {
 
 impl Pair {
     fn new() -> Self {
-        let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
-        let (first, second) = (Device::on(&node, 0).unwrap(), Device::on(&node, 1).unwrap());
-        let pool = Pool::builder(&first).name("errors").capacity(1 << 20).unpinned(Unpinned::Allow);
-        let pool = pool.build().unwrap();
+        let (node, [first, second]) = hosts();
+        let pool = builder(&first, 1 << 20).name("errors").build().unwrap();
         Self { node, first, second, pool }
     }
 
@@ -46,7 +45,7 @@ fn says(error: impl Into<Error>, words: &[&str]) {
 #[test]
 fn the_end_of_a_pool_and_of_a_transfer_are_no_mistakes_of_the_call() {
     let pair = Pair::new();
-    assert!(pair.pool.shutdown(SOON).drained);
+    assert!(pair.pool.shutdown(HANG).drained);
     let closed = pair.pool.checkout(LEN).unwrap_err();
     assert_eq!(closed, Error::Closed);
     let cancelled = Error::Cancelled { what: "weights".into(), done: 1, total: 2 };
@@ -112,11 +111,7 @@ fn a_buffer_without_a_written_byte_is_called_that() {
 #[test]
 fn a_thing_of_another_device_is_named_with_both_devices() {
     let pair = Pair::new();
-    let full = || {
-        let mut buf = pair.pool.checkout(LEN).unwrap();
-        buf.extend_from_slice(&[1; LEN]);
-        buf
-    };
+    let full = || filled(&pair.pool, LEN, 1);
     let (here, there) = (pair.stream(), pair.second.stream().unwrap());
     let (near, far) = (pair.first.alloc(LEN).unwrap(), pair.second.alloc(LEN).unwrap());
     let copier = pair.copier();
@@ -124,6 +119,7 @@ fn a_thing_of_another_device_is_named_with_both_devices() {
     // The buffer, or its pool: `there` works for host:1, the pool for host:0.
     let of_pool: Vec<Error> = vec![
         there.upload(full(), &far).unwrap_err().into(),
+        there.upload(std::sync::Arc::new(full()), &far).unwrap_err().into(),
         there.download(&far, full()).unwrap_err().error,
         there.hold(full()).unwrap_err().into(),
         pair.pool.checkout_on(&there, LEN).unwrap_err(),
@@ -164,15 +160,14 @@ fn a_thing_of_another_device_is_named_with_both_devices() {
 fn a_lost_device_is_closed_with_a_text_that_tells_no_one_to_wait() {
     let pair = Pair::new();
     let (stream, memory) = (pair.stream(), pair.first.alloc(LEN).unwrap());
-    let mut buf = pair.pool.checkout(LEN).unwrap();
-    buf.extend_from_slice(&[1; LEN]);
+    let buf = filled(&pair.pool, LEN, 1);
     pair.node.hang(0);
     let flight = stream.upload(buf, &memory).unwrap();
     pair.node.kill(0);
     assert!(flight.wait().is_err());
     let Pair { first, pool, .. } = pair;
     drop((stream, memory, pool));
-    let error = first.close(SOON).unwrap_err();
+    let error = first.close(HANG).unwrap_err();
     assert!(!error.is_closed() && error.held_by().lost.is_some(), "{error:?}");
     let text = error.to_string();
     assert!(!text.contains("wait longer") && !text.contains("drop what"), "{text}");

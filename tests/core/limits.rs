@@ -9,9 +9,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use pinpool::{Device, Pool, Unpinned};
-
 use crate::support::{own_process, process, skip};
+use crate::{builder, host};
 
 const CHILD: &str = "PINPOOL_LIMITS_CHILD";
 
@@ -46,9 +45,7 @@ impl Drop for Group {
 fn growth_past_a_control_groups_limit_is_an_error_that_names_it() {
     const LIMIT: usize = 192 << 20;
     if std::env::var_os(CHILD).is_some() {
-        let device = Device::open("host").unwrap();
-        let builder = Pool::builder(&device).capacity(1 << 30).region(64 << 20).initial(0);
-        let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
+        let pool = builder(&host().1, 1 << 30).region(64 << 20).initial(0).build().unwrap();
         let (mut held, timeout) = (Vec::new(), Duration::from_secs(4));
         let error = loop {
             match pool.checkout_timeout(15 << 20, timeout) {
@@ -109,9 +106,7 @@ fn a_mapping_too_many_is_told_by_name() {
     if most > 1 << 20 {
         return skip!("the system allows {most} mappings");
     }
-    let device = Device::open("host").unwrap();
-    let pool =
-        Pool::builder(&device).capacity(64 << 20).initial(0).unpinned(Unpinned::Allow).build().unwrap();
+    let pool = builder(&host().1, 64 << 20).initial(0).build().unwrap();
     let all = use_up_mappings();
     let refused = pool.checkout(1 << 20);
     for at in &all {

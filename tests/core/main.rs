@@ -9,11 +9,69 @@ mod fork;
 mod launch;
 mod limits;
 mod memlock;
+#[path = "../support/record.rs"]
+mod record;
+#[cfg(feature = "cuda")]
 mod regressions;
+#[cfg(feature = "cuda")]
 mod running_out;
 mod scale;
+#[cfg(feature = "cuda")]
 mod smoke;
 #[path = "../support/mod.rs"]
 mod support;
 mod threads;
 mod too_large;
+
+use std::time::{Duration, Instant};
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::{Device, PinnedBuf, Pool, PoolBuilder, Request, Unpinned};
+
+/// Longer than anything takes here.
+const HANG: Duration = Duration::from_secs(60);
+
+/// A host device, and the node that it is of.
+fn host() -> (HostNode, Device) {
+    on(HostConfig::new())
+}
+
+fn on(config: HostConfig) -> (HostNode, Device) {
+    let node = HostNode::new(config).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    (node, device)
+}
+
+/// Two of one node.
+fn hosts() -> (HostNode, [Device; 2]) {
+    let node = HostNode::new(HostConfig::new().devices(2)).unwrap();
+    let devices = [0, 1].map(|ordinal| Device::on(&node, ordinal).unwrap());
+    (node, devices)
+}
+
+/// For a pool whose memory need not be pinned.
+fn builder(device: &Device, capacity: usize) -> PoolBuilder {
+    Pool::builder(device).capacity(capacity).unpinned(Unpinned::Allow)
+}
+
+fn pool(device: &Device, capacity: usize) -> Pool {
+    builder(device, capacity).build().unwrap()
+}
+
+/// A buffer that is full of a byte.
+fn filled(pool: &Pool, request: impl Into<Request>, byte: u8) -> PinnedBuf {
+    let mut buf = pool.checkout(request).unwrap();
+    let len = buf.capacity();
+    buf.try_resize(len, byte).unwrap();
+    buf
+}
+
+/// Waits for what another thread does.
+#[track_caller]
+fn until(mut so: impl FnMut() -> bool, why: impl Fn() -> String) {
+    let since = Instant::now();
+    while !so() {
+        assert!(since.elapsed() < HANG, "it does not happen: {}", why());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

@@ -1,35 +1,29 @@
 //! What happens when the system refuses to lock pages.
 //!
-//! Each test runs itself again as a child process that has lost CAP_IPC_LOCK (from its bounding set too, so that
-//! running a program as root does not bring it back) and may lock 16 pages. The child first shows that a plain `mlock`
-//! of 1 MiB fails there; where it does not, the test could show nothing, and says so.
+//! Each test has a process of its own that gives up CAP_IPC_LOCK, and may lock 16 pages then. A plain `mlock` of 1 MiB must
+//! fail there first; where it does not, the test could show nothing, and says so.
 
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code)]
 
-use std::os::unix::process::CommandExt;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
-
-use pinpool::host::{HostConfig, HostNode, HostUsage};
+use pinpool::host::HostUsage;
 use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Request, Unpinned};
 
-use crate::support::{process, skip};
+use crate::record::{Record, all, record};
+use crate::support::{own_process, skip};
+use crate::{HANG, host, until};
 
-const CHILD: &str = "PINPOOL_MEMLOCK_CHILD";
-const RAN: &str = "ran without CAP_IPC_LOCK, under a limit";
-/// Pages that the child may lock.
+/// Pages that may be locked.
 const LIMIT: usize = 16;
 const CAP_IPC_LOCK: u32 = 14;
-const HANG: Duration = Duration::from_secs(20);
 
 fn page() -> usize {
     // SAFETY: sysconf only reads a value.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap()
 }
 
-/// Gives up CAP_IPC_LOCK and lowers the limit. Between fork and exec: system calls only.
-fn give_up_locking() -> std::io::Result<()> {
+/// Gives up CAP_IPC_LOCK, for this thread and those that it starts, and lowers the process's limit.
+fn give_up_locking() {
     #[repr(C)]
     struct Header {
         version: u32,
@@ -48,8 +42,6 @@ fn give_up_locking() -> std::io::Result<()> {
     let limit = libc::rlimit { rlim_cur: (LIMIT * page()) as u64, rlim_max: (LIMIT * page()) as u64 };
     // SAFETY: the pointers are to live values of the layouts that these calls read and write.
     unsafe {
-        // Fails for a process without CAP_SETPCAP, which then hardly has the other one. The child finds out.
-        libc::prctl(libc::PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0);
         if libc::syscall(libc::SYS_capget, &raw mut header, sets.as_mut_ptr()) == 0 {
             let keep = !(1 << CAP_IPC_LOCK);
             sets[0].effective &= keep;
@@ -57,15 +49,12 @@ fn give_up_locking() -> std::io::Result<()> {
             sets[0].inheritable &= keep;
             libc::syscall(libc::SYS_capset, &raw mut header, sets.as_ptr());
         }
-        if libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit) != 0 {
-            return Err(std::io::Error::last_os_error());
-        }
+        assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit), 0);
     }
-    Ok(())
 }
 
-/// Why this process is not limited, if it is not.
-fn not_limited() -> Option<String> {
+/// Whether this thread may lock more than the limit.
+fn can_lock() -> bool {
     const LEN: usize = 1 << 20;
     // SAFETY: a new mapping of our own, locked and unmapped.
     unsafe {
@@ -75,36 +64,23 @@ fn not_limited() -> Option<String> {
         assert_ne!(base, libc::MAP_FAILED);
         let locked = libc::mlock(base, LEN);
         libc::munmap(base, LEN);
-        (locked == 0)
-            .then(|| "a plain mlock of 1 MiB succeeds without CAP_IPC_LOCK and over the limit".into())
+        locked == 0
     }
 }
 
-/// Runs `body` in a child process that may lock next to nothing. `name` is the calling test's.
-fn limited(name: &str, body: impl FnOnce()) {
-    if std::env::var_os(CHILD).is_some() {
-        match not_limited() {
-            Some(why) => println!("could not run: {why}"),
-            None => {
-                body();
-                println!("{RAN} of {} bytes", LIMIT * page());
-            }
-        }
-        return;
+/// Runs `body` with a device on a thread that may lock next to nothing, nor the threads that it starts, in a process of the
+/// test's own. All that the body had is given back then.
+fn limited(body: impl FnOnce(&Device)) {
+    give_up_locking();
+    if can_lock() {
+        return skip!("a plain mlock of 1 MiB succeeds without CAP_IPC_LOCK and over the limit");
     }
-    let mut command = process::command(name);
-    command.env(CHILD, "1");
-    // SAFETY: only system calls are made between fork and exec.
-    unsafe { command.pre_exec(give_up_locking) };
-    let output = command.output().unwrap();
-    let text =
-        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{text}");
-    assert!(text.contains("1 passed"), "{text}");
-    match text.lines().find(|line| line.contains("could not run")) {
-        Some(why) => skip!("{why}"),
-        None => assert!(text.contains(RAN), "{text}"),
-    }
+    let locked = locked_bytes();
+    let (node, device) = host();
+    body(&device);
+    drop(device);
+    let given_back = || (node.live(0), locked_bytes()) == (HostUsage::default(), locked);
+    until(given_back, || format!("{:?}, {} bytes locked", node.live(0), locked_bytes()));
 }
 
 fn locked_bytes() -> usize {
@@ -119,9 +95,8 @@ fn resident_bytes() -> usize {
     sizes.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * page()
 }
 
-fn node(stepped: bool) -> HostNode {
-    let config = HostConfig::new().memory(4 << 20);
-    HostNode::new(if stepped { config.stepped(3) } else { config }).unwrap()
+fn warnings() -> Vec<Record> {
+    all(|record| record.level == tracing::Level::WARN)
 }
 
 fn pages(n: usize) -> usize {
@@ -153,164 +128,126 @@ fn round_trip(device: &Device, mut buf: PinnedBuf) {
     assert!(*buf == *bytes);
 }
 
-/// All that the pool had is given back, by threads a little later.
-fn all_is_given_back(node: &HostNode, locked: usize) {
-    let since = std::time::Instant::now();
-    while (node.live(0), locked_bytes()) != (HostUsage::default(), locked) {
-        assert!(since.elapsed() < HANG, "{:?}, {} bytes locked", node.live(0), locked_bytes());
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 #[test]
 fn refusing_is_an_error_and_leaves_nothing_behind() {
-    limited("refusing_is_an_error_and_leaves_nothing_behind", || {
-        for stepped in [true, false] {
-            let (node, locked) = (node(stepped), locked_bytes());
-            let device = Device::on(&node, 0).unwrap();
-            let mut resident = 0;
-            for round in 0..40 {
-                let error = Pool::builder(&device).capacity(32 << 20).initial(32 << 20).build().unwrap_err();
-                let limit = match LIMIT * page() {
-                    bytes if bytes < 1 << 20 => format!("{} KiB", bytes >> 10),
-                    bytes => format!("{} MiB", bytes >> 20),
-                };
-                assert_eq!(error, Error::MemLock { wanted: 32 << 20, limit: limit.clone() });
-                assert!(error.is_retryable());
-                let text = error.to_string();
-                for part in [&*limit, "32 MiB", "ulimit -l", "CAP_IPC_LOCK", "allow unpinned"] {
-                    assert!(text.contains(part), "{part:?} is missing: {text}");
-                }
-                if round == 8 {
-                    resident = resident_bytes();
-                }
+    own_process!();
+    limited(|device| {
+        let mut resident = 0;
+        for round in 0..40 {
+            let error = Pool::builder(device).capacity(32 << 20).initial(32 << 20).build().unwrap_err();
+            let limit = match LIMIT * page() {
+                bytes if bytes < 1 << 20 => format!("{} KiB", bytes >> 10),
+                bytes => format!("{} MiB", bytes >> 20),
+            };
+            assert_eq!(error, Error::MemLock { wanted: 32 << 20, limit: limit.clone() });
+            assert!(error.is_retryable());
+            let text = error.to_string();
+            for part in [&*limit, "32 MiB", "ulimit -l", "CAP_IPC_LOCK", "allow unpinned"] {
+                assert!(text.contains(part), "{part:?} is missing: {text}");
             }
-            // The pages were touched before they were to be locked: had the 31 later attempts kept them, it would be a
-            // gigabyte.
-            assert!(resident_bytes() < resident + (256 << 20), "{resident} bytes, now {}", resident_bytes());
-            drop(device);
-            all_is_given_back(&node, locked);
+            if round == 8 {
+                resident = resident_bytes();
+            }
         }
+        // The pages were touched before they were to be locked: had the 31 later attempts kept them, it would be a
+        // gigabyte.
+        assert!(resident_bytes() < resident + (256 << 20), "{resident} bytes, now {}", resident_bytes());
     });
 }
 
 #[test]
 fn allowed_memory_serves_and_says_that_it_is_not_pinned() {
-    limited("allowed_memory_serves_and_says_that_it_is_not_pinned", || {
-        let warnings = Log::install();
-        for stepped in [true, false] {
-            let (node, locked) = (node(stepped), locked_bytes());
-            let device = Device::on(&node, 0).unwrap();
-            let pool = Pool::builder(&device)
-                .capacity(1 << 20)
-                .extent(1 << 20)
-                .unpinned(Unpinned::Allow)
-                .build()
-                .unwrap();
-            let stats = pool.stats();
-            assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (0, 1 << 20));
-            assert_eq!(pool.pinning().error, None);
-            let warned = std::mem::take(&mut *warnings.0.lock().unwrap());
-            assert!(
-                warned
-                    .iter()
-                    .any(|line| line.contains("memory is not pinned") && line.contains("memlock limit")),
-                "{warned:?}"
-            );
-            let buf = pool.checkout(100_000).unwrap();
-            assert!(!buf.is_pinned());
-            round_trip(&device, buf);
-            parts_add_up(&pool);
-            assert!(pool.shutdown(HANG).drained);
-            drop((pool, device));
-            all_is_given_back(&node, locked);
-        }
+    own_process!();
+    limited(|device| {
+        record();
+        let pool = Pool::builder(device)
+            .capacity(1 << 20)
+            .extent(1 << 20)
+            .unpinned(Unpinned::Allow)
+            .build()
+            .unwrap();
+        let stats = pool.stats();
+        assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (0, 1 << 20));
+        assert_eq!(pool.pinning().error, None);
+        let warned = warnings();
+        let told = |warning: &Record| {
+            let text = warning.field("message").contains("memory is not pinned");
+            text && warning.fields.values().any(|value| value.contains("memlock limit"))
+        };
+        assert!(warned.iter().any(told), "{warned:?}");
+        let buf = pool.checkout(100_000).unwrap();
+        assert!(!buf.is_pinned());
+        round_trip(device, buf);
+        parts_add_up(&pool);
+        assert!(pool.shutdown(HANG).drained);
     });
 }
 
 #[test]
 fn a_limit_hit_while_growing_leaves_what_is_there() {
-    limited("a_limit_hit_while_growing_leaves_what_is_there", || {
-        for stepped in [true, false] {
-            let (node, locked) = (node(stepped), locked_bytes());
-            let device = Device::on(&node, 0).unwrap();
-            let pool = growing(&device).build().unwrap();
-            let earlier = pool.checkout(100).unwrap();
-            assert!(earlier.is_pinned());
-            // 4 pages are there; of the next 16 one extent of 8 fits, the other does not.
-            let first = pool.checkout(pages(8) - 32).unwrap();
-            let pinning = pool.wait_pinned(Some(HANG)).unwrap();
-            assert!(matches!(pinning.error, Some(Error::MemLock { .. })), "{pinning:?}");
-            assert_eq!((pinning.ready, pinning.wanted), (pages(12), pages(12)));
-            let stats = pool.stats();
-            assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (pages(12), 0));
-            assert!(first.is_pinned());
-            parts_add_up(&pool);
-            // What is pinned serves on.
-            round_trip(&device, pool.checkout(100).unwrap());
-            let again = pool.try_checkout(pages(8) - 32);
-            assert!(matches!(again, Err(Error::Exhausted(_))), "{again:?}");
-            pool.wait_pinned(Some(HANG)).unwrap();
-            // A request that returned buffers can serve goes on waiting, and gets them.
-            std::thread::scope(|scope| {
-                let waiter = if stepped {
-                    None
-                } else {
-                    Some(scope.spawn(|| pool.checkout_timeout(pages(8) - 32, HANG).map(drop)))
-                };
-                while waiter.is_some() && pool.stats().waiting == 0 {
-                    std::thread::yield_now();
-                }
-                drop(first);
-                match waiter {
-                    Some(waiter) => waiter.join().unwrap().unwrap(),
-                    None => drop(pool.checkout(pages(8) - 32).unwrap()),
-                }
-            });
-            // A request that they cannot serve gets the error, whether growing fails before or after the request begins
-            // to wait.
-            let two = [Request::new(pages(8) - 32); 2];
-            for _ in 0..20 {
-                let refused = pool.checkout_many(&two, Some(HANG));
-                assert!(matches!(refused, Err(Error::MemLock { .. })), "{refused:?}");
+    own_process!();
+    limited(|device| {
+        let pool = growing(device).build().unwrap();
+        let earlier = pool.checkout(100).unwrap();
+        assert!(earlier.is_pinned());
+        // 4 pages are there; of the next 16 one extent of 8 fits, the other does not.
+        let first = pool.checkout(pages(8) - 32).unwrap();
+        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+        assert!(matches!(pinning.error, Some(Error::MemLock { .. })), "{pinning:?}");
+        assert_eq!((pinning.ready, pinning.wanted), (pages(12), pages(12)));
+        let stats = pool.stats();
+        assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (pages(12), 0));
+        assert!(first.is_pinned());
+        parts_add_up(&pool);
+        // What is pinned serves on.
+        round_trip(device, pool.checkout(100).unwrap());
+        let again = pool.try_checkout(pages(8) - 32);
+        assert!(matches!(again, Err(Error::Exhausted(_))), "{again:?}");
+        pool.wait_pinned(Some(HANG)).unwrap();
+        // A request that returned buffers can serve goes on waiting, and gets them.
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| pool.checkout_timeout(pages(8) - 32, HANG).map(drop));
+            while pool.stats().waiting == 0 {
+                std::thread::yield_now();
             }
-            parts_add_up(&pool);
-            drop(earlier);
-            assert_eq!(pool.stats().waiting, 0);
-            assert!(pool.shutdown(HANG).drained);
-            drop((pool, device));
-            all_is_given_back(&node, locked);
+            drop(first);
+            waiter.join().unwrap().unwrap();
+        });
+        // A request that they cannot serve gets the error, whether growing fails before or after the request begins
+        // to wait.
+        let two = [Request::new(pages(8) - 32); 2];
+        for _ in 0..20 {
+            let refused = pool.checkout_many(&two, Some(HANG));
+            assert!(matches!(refused, Err(Error::MemLock { .. })), "{refused:?}");
         }
+        parts_add_up(&pool);
+        drop(earlier);
+        assert_eq!(pool.stats().waiting, 0);
+        assert!(pool.shutdown(HANG).drained);
     });
 }
 
 /// A region is as long as the limit allows, where it could be longer.
 #[test]
 fn a_pool_grows_by_what_the_limit_allows() {
-    limited("a_pool_grows_by_what_the_limit_allows", || {
-        for stepped in [true, false] {
-            let (node, locked) = (node(stepped), locked_bytes());
-            let device = Device::on(&node, 0).unwrap();
-            let pool = Pool::builder(&device).capacity(1 << 20).initial(0).build().unwrap();
-            let buf = pool.checkout(pages(2) - 32).unwrap();
-            assert!(buf.is_pinned());
-            parts_add_up(&pool);
-            // Less than the limit is what it takes to be told the limit: nothing shorter serves this one.
-            let error = pool.checkout(pages(LIMIT) - 32).unwrap_err();
-            assert!(matches!(error, Error::MemLock { .. }), "{error}");
-            drop((buf, pool, device));
-            all_is_given_back(&node, locked);
-        }
+    own_process!();
+    limited(|device| {
+        let pool = Pool::builder(device).capacity(1 << 20).initial(0).build().unwrap();
+        let buf = pool.checkout(pages(2) - 32).unwrap();
+        assert!(buf.is_pinned());
+        parts_add_up(&pool);
+        // Less than the limit is what it takes to be told the limit: nothing shorter serves this one.
+        let error = pool.checkout(pages(LIMIT) - 32).unwrap_err();
+        assert!(matches!(error, Error::MemLock { .. }), "{error}");
     });
 }
 
 #[test]
 fn growing_may_go_on_unpinned() {
-    limited("growing_may_go_on_unpinned", || {
-        let warnings = Log::install();
-        let (node, locked) = (node(false), locked_bytes());
-        let device = Device::on(&node, 0).unwrap();
-        let pool = growing(&device).unpinned(Unpinned::Allow).build().unwrap();
+    own_process!();
+    limited(|device| {
+        record();
+        let pool = growing(device).unpinned(Unpinned::Allow).build().unwrap();
         let bufs: Vec<_> = (0..7).map(|_| pool.checkout(pages(8) - 32).unwrap()).collect();
         assert_eq!(pool.wait_pinned(Some(HANG)).unwrap().error, None);
         let stats = pool.stats();
@@ -318,50 +255,11 @@ fn growing_may_go_on_unpinned() {
         assert_eq!(stats.pinned_bytes + stats.unpinned_bytes, pages(64));
         assert_eq!(stats.pinned_bytes, pages(16), "{stats:?}");
         assert_eq!(bufs.iter().filter(|buf| buf.is_pinned()).count(), 1);
-        assert!(!warnings.0.lock().unwrap().is_empty());
+        assert!(!warnings().is_empty());
         parts_add_up(&pool);
-        bufs.into_iter().for_each(|buf| round_trip(&device, buf));
+        bufs.into_iter().for_each(|buf| round_trip(device, buf));
         assert!(pool.trim(0) > 0);
         parts_add_up(&pool);
         assert!(pool.shutdown(HANG).drained);
-        drop((pool, device));
-        all_is_given_back(&node, locked);
     });
-}
-
-/// Keeps the warnings, as their fields in words.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<String>>>);
-
-impl Log {
-    /// For the whole process, since regions are pinned on a thread of their own.
-    fn install() -> Self {
-        let log = Self::default();
-        tracing::subscriber::set_global_default(log.clone()).unwrap();
-        log
-    }
-}
-
-impl tracing::Subscriber for Log {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        *metadata.level() == tracing::Level::WARN
-    }
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Fields(String);
-        impl tracing::field::Visit for Fields {
-            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0 += &format!("{field}={value:?} ");
-            }
-        }
-        let mut fields = Fields(String::new());
-        event.record(&mut fields);
-        self.0.lock().unwrap().push(fields.0);
-    }
-    fn enter(&self, _: &tracing::span::Id) {}
-    fn exit(&self, _: &tracing::span::Id) {}
 }

@@ -8,57 +8,60 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Checkout, Device, Error, InFlight, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::{Checkout, Device, Error, InFlight, PinnedBuf, Pool, PoolBuilder, Request, Stream};
 
-fn stepped(memory: usize) -> (HostNode, Device) {
-    let node = HostNode::new(HostConfig::new().memory(memory).stepped(1)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    (node, device)
+use crate::support::hand::Machine;
+use crate::{HANG, builder, filled, host, hosts, on, pool};
+
+/// cuda.h: what is lost, what a capture forbids, and an error that concerns the one call.
+const ILLEGAL_ADDRESS: u32 = 700;
+const CAPTURE_UNSUPPORTED: u32 = 900;
+const UNKNOWN: u32 = 999;
+
+/// A device that runs nothing by itself.
+fn by_hand() -> (Machine, Device) {
+    let machine = Machine::new(1, 32 << 20, 1);
+    let device = machine.device(0);
+    (machine, device)
 }
 
 fn small(device: &Device) -> PoolBuilder {
-    Pool::builder(device).capacity(256 << 10).unpinned(Unpinned::Allow)
-}
-
-fn fail(node: &HostNode, call: Call, failure: Failure) {
-    node.fail(Fault { device: 0, call, nth: 0, failure });
+    builder(device, 256 << 10)
 }
 
 /// Lets a call fail until the pool gives up on the stream.
-fn lose(node: &HostNode, device: &Device, call: Call) {
+fn lose(machine: &Machine, device: &Device, call: &str) {
     for _ in 0..2000 {
-        fail(node, call, Failure::Argument);
+        machine.fail(call, 1, UNKNOWN);
         device.reap();
     }
-    node.clear_faults();
+    machine.calm();
 }
 
 /// Sends 4096 bytes and gives the handle up.
 fn send(pool: &Pool, stream: &Stream, device: &Device) {
-    let mut buf = pool.checkout(4096).unwrap();
-    buf.try_resize(4096, 7).unwrap();
-    drop(stream.upload(buf, device.alloc(4096).unwrap()).unwrap());
+    drop(stream.upload(filled(pool, 4096, 7), device.alloc(4096).unwrap()).unwrap());
 }
 
 /// A capture elsewhere that makes recording an event fail is neither completion nor loss: the event is recorded later.
 #[test]
 fn a_capture_does_not_lose_a_stream() {
-    for call in [Call::Record, Call::CreateEvent, Call::Query] {
-        let (node, device) = stepped(1 << 20);
+    for call in ["cuEventRecord", "cuEventCreate", "cuEventQuery"] {
+        let (machine, device) = by_hand();
         let pool = small(&device).build().unwrap();
         let stream = device.stream().unwrap();
         send(&pool, &stream, &device);
         for _ in 0..100 {
-            fail(&node, call, Failure::Capture);
+            machine.fail(call, 1, CAPTURE_UNSUPPORTED);
             device.reap();
         }
-        node.clear_faults();
+        machine.calm();
         device.reap();
-        while node.step() {}
+        while machine.step() {}
         device.reap();
         let stats = pool.stats();
-        assert_eq!((stats.in_flight_bytes, stats.quarantined_bytes), (0, 0), "{call:?}: {stats:?}");
+        assert_eq!((stats.in_flight_bytes, stats.quarantined_bytes), (0, 0), "{call}: {stats:?}");
         send(&pool, &stream, &device);
     }
 }
@@ -66,7 +69,7 @@ fn a_capture_does_not_lose_a_stream() {
 /// The bound of a thread cache holds however often the thread goes to the pool.
 #[test]
 fn a_pool_is_not_hoarded_by_one_thread() {
-    let (_node, device) = stepped(1 << 20);
+    let (_machine, device) = by_hand();
     let pool = small(&device).capacity(128 << 10).thread_cache(8 << 10).build().unwrap();
     let mut held = Vec::new();
     while let Ok(buf) = pool.try_checkout(32) {
@@ -78,42 +81,23 @@ fn a_pool_is_not_hoarded_by_one_thread() {
     pool.check().unwrap();
 }
 
-/// A stream that is lost while its device lives may still use device memory: that memory stays allocated too.
-#[test]
-fn what_a_lost_stream_may_use_is_not_freed() {
-    let (node, device) = stepped(1 << 20);
-    let pool = small(&device).build().unwrap();
-    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
-    send(&pool, &stream, &device);
-    lose(&node, &device, Call::Record);
-    assert_eq!(pool.stats().quarantined_bytes, 4160, "the stream is lost");
-    while node.step() {}
-    // A copy to memory that was freed would have killed the device.
-    other.upload_blocking(&[1], device.alloc(1).unwrap()).unwrap();
-}
-
-/// When growing fails and nothing that is out could help, the wait ends with the reason.
+/// When growing fails and nothing that is out could help, the wait ends with the reason. Where the device has threads no
+/// thread would ever have woken the waiter.
 #[test]
 fn a_failed_growth_ends_the_wait() {
-    let (node, device) = stepped(1 << 20);
-    let pool = small(&device).initial(0).build().unwrap();
-    fail(&node, Call::Pin, Failure::Argument);
-    let refused = pool.checkout(4096).unwrap_err();
-    assert!(matches!(&refused, Error::Device(e) if e.call == "pin"), "{refused}");
-    // Only that call failed.
-    pool.checkout(4096).unwrap();
-}
-
-/// The same where the device has threads: there no thread would ever have woken the waiter.
-#[test]
-fn a_failed_growth_ends_the_wait_on_threads() {
+    let refused = |pool: &Pool, call: &str| {
+        let error = pool.checkout_timeout(4096, HANG).unwrap_err();
+        assert!(matches!(&error, Error::Device(e) if e.call == call), "{error}");
+        // Only that call failed.
+        pool.checkout(4096).unwrap();
+    };
+    let (machine, device) = by_hand();
+    machine.fail("cuMemHostRegister_v2", 1, UNKNOWN);
+    refused(&small(&device).initial(0).build().unwrap(), "cuMemHostRegister");
     for _ in 0..100 {
-        let node = HostNode::new(HostConfig::new().memory(1 << 20)).unwrap();
-        let device = Device::on(&node, 0).unwrap();
-        let pool = small(&device).initial(0).build().unwrap();
-        fail(&node, Call::Pin, Failure::Argument);
-        let refused = pool.checkout_timeout(4096, Duration::from_secs(10)).unwrap_err();
-        assert!(matches!(&refused, Error::Device(e) if e.call == "pin"), "{refused}");
+        let (node, device) = host();
+        node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Argument });
+        refused(&small(&device).initial(0).build().unwrap(), "pin");
     }
 }
 
@@ -126,90 +110,27 @@ fn a_waker_may_look_at_the_pool() {
             self.1.lock().unwrap().push(self.0.stats().quarantined_bytes);
         }
     }
-    let (node, device) = stepped(1 << 20);
+    let (machine, device) = by_hand();
     let pool = small(&device).capacity(64 << 10).thread_cache(0).build().unwrap();
     let stream = device.stream().unwrap();
-    let mut buf = pool.checkout(40 << 10).unwrap();
-    buf.try_resize(1, 1).unwrap();
-    let shared = Arc::new(buf);
-    drop(stream.upload(shared.clone(), device.alloc(1).unwrap()).unwrap());
+    let shared = Arc::new(filled(&pool, 40 << 10, 1));
+    drop(stream.upload(shared.clone(), device.alloc(40 << 10).unwrap()).unwrap());
     let mut waiting: Checkout = pool.checkout_async(50 << 10);
     let looks = Arc::new(Looks(pool.clone(), Mutex::default()));
     let waker = Waker::from(looks.clone());
     assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(&waker)).is_pending());
     // The shared buffer is quarantined with its stream, which makes the request impossible.
-    lose(&node, &device, Call::Query);
+    lose(&machine, &device, "cuEventQuery");
     assert_eq!(looks.1.lock().unwrap().len(), 1);
     let ended = Pin::new(&mut waiting).poll(&mut Context::from_waker(&waker));
     assert!(matches!(ended, Poll::Ready(Err(Error::Impossible { .. }))), "{ended:?}");
     drop(shared);
 }
 
-/// When all regions are in use and none is long enough for a request, it waits until some are idle.
-#[test]
-fn a_request_longer_than_any_region_waits_for_idle_ones() {
-    let (_node, device) = stepped(1 << 20);
-    let pool = small(&device).capacity(128 << 10).region(64 << 10).build().unwrap();
-    let held = [pool.checkout(60 << 10).unwrap(), pool.checkout(60 << 10).unwrap()];
-    let refused = pool.checkout(100 << 10).unwrap_err();
-    assert!(matches!(refused, Error::Timeout(_)), "{refused}");
-    // Regions without a buffer that is out make way.
-    drop(held);
-    pool.checkout(100 << 10).unwrap();
-}
-
-/// Whatever is shorter than an extent can be had, also where the segments of its size class are longer than that.
-#[test]
-fn a_request_as_long_as_an_extent_is_served() {
-    let (_node, device) = stepped(1 << 20);
-    let pool = small(&device).extent(64 << 10).region(64 << 10).initial(0).build().unwrap();
-    for len in [(64 << 10) - 32, (64 << 10) - 33, (64 << 10) - 4096, (64 << 10) - 8192] {
-        let buf = pool.try_checkout(len).unwrap_or_else(|e| panic!("{len}: {e}"));
-        assert_eq!(pool.stats().pinned_bytes + pool.stats().unpinned_bytes, 64 << 10, "{len}");
-        drop(buf);
-        pool.check().unwrap();
-    }
-}
-
-/// A pool on a device that only moves when it is stepped.
-fn pool_with(setup: impl Fn(PoolBuilder) -> PoolBuilder) -> (HostNode, Device, Pool) {
-    let node = HostNode::new(HostConfig::new().memory(1 << 20).stepped(1)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = setup(Pool::builder(&device).unpinned(Unpinned::Allow)).build().unwrap();
-    (node, device, pool)
-}
-
-#[test]
-fn closing_while_somebody_waits_ends_the_waiting_mode() {
-    let (_node, _device, pool) = pool_with(|b| b.capacity(1 << 20));
-    let all = pool.try_checkout(Request::new((1 << 20) - 32).align(4096)).unwrap();
-    let mut waiter = pool.checkout_many_async([Request::new(4096)]);
-    let mut cx = Context::from_waker(Waker::noop());
-    assert!(Pin::new(&mut waiter).poll(&mut cx).is_pending());
-    pool.check().unwrap();
-    assert!(!pool.shutdown(Duration::ZERO).drained);
-    pool.check().unwrap();
-    assert!(matches!(Pin::new(&mut waiter).poll(&mut cx), Poll::Ready(Err(Error::Closed))));
-    drop(all);
-    pool.check().unwrap();
-}
-
-#[test]
-fn the_longest_request_is_served_where_its_class_fits_no_extent() {
-    // 278 pages: a request for 1,095,520 bytes has a class of 1,179,712, longer than any extent can be.
-    let extent = 278 * 4096;
-    let (_node, _device, pool) = pool_with(|b| b.capacity(2 * extent).extent(extent));
-    for len in [1_095_520, extent - 32] {
-        let buf = pool.try_checkout(len).unwrap();
-        assert_eq!(buf.capacity(), len);
-        pool.check().unwrap();
-    }
-    assert!(matches!(pool.try_checkout(extent - 31), Err(Error::TooLong { .. })));
-}
-
 #[test]
 fn idle_regions_make_way_for_a_request_that_fits_none_of_them() {
-    let (_node, _device, pool) = pool_with(|b| b.capacity(1 << 20).region(64 << 10).initial(64 << 10));
+    let (_machine, device) = by_hand();
+    let pool = small(&device).capacity(1 << 20).region(64 << 10).initial(64 << 10).build().unwrap();
     // Sixteen regions, which use the capacity up.
     let small: Vec<_> = (0..16).map(|_| pool.try_checkout(60_000).unwrap()).collect();
     assert_eq!(pool.regions().len(), 16);
@@ -247,7 +168,12 @@ impl Drop for Bomb {
 fn poll_with_a_bomb<F: Future + Unpin>(future: &mut F) {
     let waker = Waker::from(Arc::new(Bomb));
     assert!(Pin::new(future).poll(&mut Context::from_waker(&waker)).is_pending());
-    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(waker)));
+    caught(|| drop(waker));
+}
+
+/// Goes on behind the panic of a waker's drop.
+fn caught(call: impl FnOnce()) {
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call));
 }
 
 #[derive(Default)]
@@ -262,17 +188,15 @@ impl Wake for Woken {
 /// A handle whose drop panicked in the caller's waker dropped its buffer as if the device were done with it.
 #[test]
 fn a_waker_whose_drop_panics_frees_nothing_early() {
-    let (node, device) = stepped(1 << 20);
+    let (machine, device) = by_hand();
     let pool = small(&device).build().unwrap();
     let stream = device.stream().unwrap();
-    let mut buf = pool.checkout(4096).unwrap();
-    buf.try_resize(4096, 7).unwrap();
-    let mut flight = stream.upload(buf, device.alloc(4096).unwrap()).unwrap();
+    let mut flight = stream.upload(filled(&pool, 4096, 7), device.alloc(4096).unwrap()).unwrap();
     poll_with_a_bomb(&mut flight);
-    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(flight)));
+    caught(|| drop(flight));
     assert_eq!(pool.stats().in_flight_bytes, 4160);
     pool.check().unwrap();
-    while node.step() {}
+    while machine.step() {}
     device.reap();
     assert_eq!(pool.stats().in_flight_bytes, 0);
     pool.check().unwrap();
@@ -281,7 +205,7 @@ fn a_waker_whose_drop_panics_frees_nothing_early() {
 /// The request that a cancelled wait made way for is woken, whatever the waker of the cancelled wait does.
 #[test]
 fn a_waker_whose_drop_panics_keeps_nobody_from_being_woken() {
-    let (_node, device) = stepped(1 << 20);
+    let (_machine, device) = by_hand();
     let pool = small(&device).capacity(64 << 10).build().unwrap();
     let held = pool.checkout(Request::new(32 << 10).align(4096)).unwrap();
     let mut large = pool.checkout_async(60 << 10);
@@ -290,7 +214,7 @@ fn a_waker_whose_drop_panics_keeps_nobody_from_being_woken() {
     let woken = Arc::new(Woken::default());
     let waker = Waker::from(woken.clone());
     assert!(Pin::new(&mut fits).poll(&mut Context::from_waker(&waker)).is_pending());
-    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(large)));
+    caught(|| drop(large));
     assert!(woken.0.load(std::sync::atomic::Ordering::SeqCst), "granted and not woken");
     assert!(matches!(Pin::new(&mut fits).poll(&mut Context::from_waker(&waker)), Poll::Ready(Ok(_))));
     drop(held);
@@ -299,14 +223,12 @@ fn a_waker_whose_drop_panics_keeps_nobody_from_being_woken() {
 /// Nor does a replaced waker whose drop panics leave a wait in the queue that nothing ends.
 #[test]
 fn a_waker_whose_drop_panics_leaves_no_wait_behind() {
-    let (_node, device) = stepped(1 << 20);
+    let (_machine, device) = by_hand();
     let pool = small(&device).capacity(64 << 10).build().unwrap();
     let held = pool.checkout(60 << 10).unwrap();
     let mut wait = pool.checkout_async(60 << 10);
     poll_with_a_bomb(&mut wait);
-    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        assert!(Pin::new(&mut wait).poll(&mut Context::from_waker(Waker::noop())).is_pending());
-    }));
+    caught(|| assert!(Pin::new(&mut wait).poll(&mut Context::from_waker(Waker::noop())).is_pending()));
     drop(wait);
     assert_eq!(pool.stats().waiting, 0);
     drop(held);
@@ -316,7 +238,7 @@ fn a_waker_whose_drop_panics_leaves_no_wait_behind() {
 /// What is in flight on a device that was named twice is not counted twice.
 #[test]
 fn a_device_named_twice_counts_once() {
-    let (_node, device) = stepped(1 << 20);
+    let (_machine, device) = by_hand();
     let pool = small(&device).device(&device).build().unwrap();
     let stream = device.stream().unwrap();
     let other = pool.checkout(4096).unwrap();
@@ -338,20 +260,20 @@ fn a_waker_may_ask_the_device_for_memory() {
             let _ = self.1.try_send(());
         }
     }
-    let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+    let device = host().1;
     let pool = small(&device).initial(0).build().unwrap();
     let (tell, told) = std::sync::mpsc::sync_channel(1);
     let waker = Waker::from(Arc::new(Asks(device, tell)));
     let mut wait = pool.checkout_async(4096);
     if Pin::new(&mut wait).poll(&mut Context::from_waker(&waker)).is_pending() {
-        told.recv_timeout(Duration::from_secs(20)).expect("the worker waits for itself");
+        told.recv_timeout(HANG).expect("the worker waits for itself");
     }
 }
 
 /// A request that misses is one miss, however often it is tried before it fails or waits.
 #[test]
 fn a_miss_is_counted_once() {
-    let (_node, device) = stepped(1 << 20);
+    let (_machine, device) = by_hand();
     let pool = small(&device).capacity(64 << 10).build().unwrap();
     let misses = || pool.stats().misses;
     let held = pool.checkout(60 << 10).unwrap();
@@ -367,7 +289,7 @@ fn a_miss_is_counted_once() {
 #[test]
 fn several_requests_grow_by_extents_that_hold_them() {
     for capacity in [128 << 10, 256 << 10] {
-        let (_node, device) = stepped(1 << 20);
+        let (_machine, device) = by_hand();
         let pool =
             small(&device).capacity(capacity).extent(64 << 10).region(64 << 10).initial(0).build().unwrap();
         let both = pool.checkout_many(&[Request::new(40 << 10), Request::new(40 << 10)], None);
@@ -376,53 +298,20 @@ fn several_requests_grow_by_extents_that_hold_them() {
     }
 }
 
-/// Two threads that trimmed at once counted one unpinned region twice: room that never came back, or an overflow.
-#[test]
-fn a_region_goes_once_however_many_trim() {
-    const REGION: usize = 64 << 10;
-    let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
-    let gone = Arc::new(Mutex::new(0));
-    let seen = gone.clone();
-    let built = Pool::builder(&device).capacity(4 * REGION).region(REGION).unpinned(Unpinned::Allow);
-    let pool = built.before_unpin(move |info| *seen.lock().unwrap() += info.len).build().unwrap();
-    let said: usize = std::thread::scope(|scope| {
-        let trimmers: Vec<_> =
-            (0..3).map(|_| scope.spawn(|| (0..2000).map(|_| pool.trim(0)).sum::<usize>())).collect();
-        for _ in 0..2000 {
-            // All of the capacity, so that a region that is counted as leaving for good is missed.
-            let all: Vec<_> =
-                (0..4).map(|_| pool.checkout_timeout(60 << 10, Duration::from_secs(20))).collect();
-            assert!(all.iter().all(Result::is_ok), "{all:?}, {:?}", pool.stats());
-        }
-        trimmers.into_iter().map(|trimmer| trimmer.join().unwrap()).sum()
-    });
-    drop(pool);
-    // The worker tells of each region, in its own time.
-    let since = std::time::Instant::now();
-    while *gone.lock().unwrap() < said && since.elapsed() < Duration::from_secs(20) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    // The others were given back with the pool.
-    let (gone, left) = (*gone.lock().unwrap(), 4 * REGION);
-    assert!((said..=said + left).contains(&gone), "{said} bytes were said to go, {gone} went");
-}
-
 /// A pool whose first device was lost could not grow any more, nor give memory back, though another one was well.
 #[test]
 fn a_pool_grows_as_long_as_one_device_is_left() {
     const PIECE: usize = 200 << 10;
     // The device is known to be lost before the pool grows, or growing finds it out; the device is either of the two.
     for (known, dead) in [(true, 0), (false, 0), (true, 1), (false, 1)] {
-        let node = HostNode::new(HostConfig::new().devices(2).memory(4 << 20)).unwrap();
-        let devices = [Device::on(&node, 0).unwrap(), Device::on(&node, 1).unwrap()];
-        let built = Pool::builder(&devices[0]).device(&devices[1]).capacity(2 << 20).initial(256 << 10);
-        let pool = built.region(256 << 10).extent(256 << 10).unpinned(Unpinned::Allow).build().unwrap();
+        let (node, devices) = hosts();
+        let built = builder(&devices[0], 2 << 20).device(&devices[1]).initial(256 << 10);
+        let pool = built.region(256 << 10).extent(256 << 10).build().unwrap();
         node.kill(dead);
         if known {
             assert!(devices[dead as usize].alloc(1).unwrap_err().is_device_lost());
         }
-        let grown: Vec<_> =
-            (0..8).map(|_| pool.checkout_timeout(PIECE, Duration::from_secs(20)).unwrap()).collect();
+        let grown: Vec<_> = (0..8).map(|_| pool.checkout_timeout(PIECE, HANG).unwrap()).collect();
         let well = &devices[1 - dead as usize];
         let (stream, memory) = (well.stream().unwrap(), well.alloc(PIECE).unwrap());
         for mut buf in grown {
@@ -438,27 +327,12 @@ fn a_pool_grows_as_long_as_one_device_is_left() {
     }
 }
 
-/// What overflows is too long by the pool's own measure, as any other excess.
-#[test]
-fn the_largest_length_is_the_pools_own_whatever_was_asked_for() {
-    let device = Device::open("host").unwrap();
-    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    for len in [2 << 20, usize::MAX / 2, usize::MAX] {
-        let error = pool.checkout(len).unwrap_err();
-        assert!(matches!(error, Error::TooLong { largest, .. } if largest <= 1 << 20), "{len}: {error}");
-    }
-}
-
 /// Threads of the crate run code of the program, which must not wait there for what only that thread does.
 #[test]
 fn nobody_waits_for_the_thread_that_he_is_on() {
     use std::sync::mpsc;
 
     let device = Device::open("host").unwrap();
-    let build = |initial| {
-        let builder = Pool::builder(&device).capacity(8 << 20).initial(initial).region(4 << 20);
-        builder.unpinned(Unpinned::Allow).build().unwrap()
-    };
     // An owner is dropped on the thread that pins: a checkout there that has to grow is refused, not waited for.
     struct Asks(Pool, mpsc::Sender<Result<PinnedBuf, Error>>);
     impl Drop for Asks {
@@ -466,18 +340,18 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
             let _ = self.1.send(self.0.checkout(3 << 20));
         }
     }
-    let pool = build(4 << 20);
-    let _first = pool.checkout(3 << 20).unwrap();
+    let grows = builder(&device, 8 << 20).initial(4 << 20).region(4 << 20).build().unwrap();
+    let _first = grows.checkout(3 << 20).unwrap();
     let memory = device.alloc(64).unwrap();
     let (tell, told) = mpsc::channel();
     #[allow(unsafe_code, reason = "memory by its address")]
     // SAFETY: the memory outlives what is made of it here.
-    let owned = unsafe { device.raw_memory(memory.address(), 64, Asks(pool.clone(), tell)) };
+    let owned = unsafe { device.raw_memory(memory.address(), 64, Asks(grows.clone(), tell)) };
     drop(owned.unwrap());
-    let asked = told.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
+    let asked = told.recv_timeout(HANG).expect("it waits for itself");
     assert!(matches!(asked, Err(Error::Exhausted(_))), "{asked:?}");
     // The pool has grown all the same.
-    drop(pool.checkout(3 << 20).unwrap());
+    drop(grows.checkout(3 << 20).unwrap());
 
     // A waker runs on the thread that finds out what is done.
     struct Waits(Mutex<Option<InFlight<PinnedBuf>>>, mpsc::Sender<Option<Error>>);
@@ -488,16 +362,11 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
             }
         }
     }
-    let node = HostNode::new(HostConfig::new().late(Duration::from_millis(20), 3)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(8 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (_node, device) = on(HostConfig::new().late(Duration::from_millis(20), 3));
+    let pool = pool(&device, 8 << 20);
     let (stream, other, memory) =
         (device.stream().unwrap(), device.stream().unwrap(), device.alloc(1 << 20).unwrap());
-    let upload = |stream: &Stream| {
-        let mut buf = pool.checkout(1 << 20).unwrap();
-        buf.try_resize(1 << 20, 1).unwrap();
-        stream.upload(buf, &memory).unwrap()
-    };
+    let upload = |stream: &Stream| stream.upload(filled(&pool, 1 << 20, 1), &memory).unwrap();
     let (tell, told) = mpsc::channel();
     // Many more behind it, so that the other is under way when the first wakes.
     let mut others: Vec<_> = (0..5).map(|_| upload(&other)).collect();
@@ -510,10 +379,10 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
         }
     };
     // Complete by then, or refused: but the waker never waited for it.
-    let error = told.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
+    let error = told.recv_timeout(HANG).expect("it waits for itself");
     assert!(matches!(error, None | Some(Error::Unsupported(_))), "{error:?}");
     drop((first, others));
-    assert!(pool.shutdown(Duration::from_secs(20)).drained);
+    assert!(pool.shutdown(HANG).drained);
 }
 
 /// Runs this test's `part` in a process of its own, on that one's first thread; `true` in that process. Its exit status
@@ -557,9 +426,8 @@ fn refuse_membarrier() {
 fn a_sandbox_that_comes_late_makes_no_second_owner() {
     let test = "a_sandbox_that_comes_late_makes_no_second_owner";
     let well = |status: std::process::ExitStatus, text: &str| assert!(status.success(), "{text}");
-    let node = HostNode::new(HostConfig::new().memory(16 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let build = || Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let device = host().1;
+    let build = || pool(&device, 4 << 20);
     let use_it = |pool: &Pool, mark: u8| {
         let fill = |mark: u8| {
             let mut buf = pool.checkout(64).unwrap();
@@ -622,9 +490,8 @@ fn signals_are_for_the_programs_threads() {
     if !in_a_process(test, "all", |status, text| assert!(status.success(), "{text}")) {
         return;
     }
-    let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let device = host().1;
+    let pool = pool(&device, 16 << 20);
     let (stream, memory) = (device.stream().unwrap(), device.alloc(4 << 20).unwrap());
     let copier = pinpool::Copier::builder(&pool, &device).build().unwrap();
     drop(copier.upload(vec![1; 4 << 20], &memory).unwrap().wait().unwrap());
@@ -679,7 +546,7 @@ fn signals_are_for_the_programs_threads() {
     drop((sampling, copier, stream));
 }
 
-/// A stepped device has no thread that drops the owners of foreign memory: an owner is dropped after the submission
+/// A device that is moved by hand has no thread that drops the owners of foreign memory: an owner is dropped after the submission
 /// that found the device dead, and may use the pool.
 #[test]
 fn an_owner_of_device_memory_is_not_dropped_within_a_submission() {
@@ -691,21 +558,18 @@ fn an_owner_of_device_memory_is_not_dropped_within_a_submission() {
             self.1.lock().unwrap().push(first.is_pending());
         }
     }
-    let (node, device) = stepped(32 << 20);
-    let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (machine, device) = by_hand();
+    let pool = pool(&device, 16 << 20);
     let (stream, memory) = (device.stream().unwrap(), device.alloc(8 << 20).unwrap());
     let asked = Arc::default();
     let owner = Asks(pool.clone(), Arc::clone(&asked));
     // SAFETY: memory of the device's, which lives for as long as this test.
     let slice = unsafe { device.raw_memory(memory.address(), 4096, owner) }.map_err(|e| e.error).unwrap();
-    let mut small = pool.checkout(100).unwrap();
-    small.try_resize(100, 1).unwrap();
-    drop(stream.upload(small, slice).unwrap());
+    drop(stream.upload(filled(&pool, 100, 1), slice).unwrap());
     // So large that its own submission records the event, which fails for good.
-    let mut large = pool.checkout(5 << 20).unwrap();
-    large.try_resize(5 << 20, 1).unwrap();
+    let large = filled(&pool, 5 << 20, 1);
     let _out = pool.checkout(8 << 20).unwrap();
-    fail(&node, Call::Record, Failure::DeviceLost);
+    machine.fail("cuEventRecord", 1, ILLEGAL_ADDRESS);
     let _ = stream.upload(large, memory.slice(..).unwrap());
     assert_eq!(*asked.lock().unwrap(), [true], "dropped once, and its request waits");
 }

@@ -2,28 +2,18 @@
 //! `streams`'s; here is what can be counted.
 
 use std::sync::{Arc, Barrier};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use pinpool::host::{HostConfig, HostNode};
+use pinpool::Pool;
 use pinpool::telemetry::ClassStats;
-use pinpool::{Device, Pool, Unpinned};
 
-const HANG: Duration = Duration::from_secs(30);
-
-fn pool_of(device: &Device, capacity: usize) -> Pool {
-    Pool::builder(device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap()
-}
-
-fn pool(capacity: usize) -> Pool {
-    let node = HostNode::new(HostConfig::new()).unwrap();
-    pool_of(&Device::on(&node, 0).unwrap(), capacity)
-}
+use crate::{builder, filled, host, pool, until};
 
 /// The thread caches of most ended threads leave their pool, and what they had counted stays.
 #[test]
 fn what_ended_threads_have_counted_stays() {
     const THREADS: u64 = 100;
-    let pool = pool(64 << 20);
+    let pool = pool(&host().1, 64 << 20);
     let all = Arc::new(Barrier::new(THREADS as usize));
     let threads: Vec<_> = (0..THREADS)
         .map(|n| {
@@ -57,7 +47,7 @@ fn what_ended_threads_have_counted_stays() {
 /// Large sizes that have no room in a thread cache together take the room of each other, and not that of small ones.
 #[test]
 fn many_large_sizes_leave_the_small_ones_their_room() {
-    let pool = pool(256 << 20);
+    let pool = pool(&host().1, 256 << 20);
     for round in 0..20 {
         for size in 0..9 {
             drop(pool.checkout((128 << 10) * (size + 4) / 4).unwrap());
@@ -74,23 +64,19 @@ fn many_large_sizes_leave_the_small_ones_their_room() {
 /// Threads that use many large sizes cache an eighth of what one size alone may have, so that the pool stays small.
 #[test]
 fn many_large_sizes_share_a_part_of_a_threads_cache() {
-    let node = HostNode::new(HostConfig::new()).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(256 << 20).thread_cache(64 << 20).unpinned(Unpinned::Allow);
-    let pool = pool.initial(0).region(32 << 20).build().unwrap();
-    let cycle = |lens: &[usize]| {
+    let (_node, device) = host();
+    // What a thread caches after it has held these at once a few times.
+    let cached = |lens: &[usize]| {
+        let pool = builder(&device, 256 << 20).thread_cache(64 << 20).initial(0).region(32 << 20);
+        let pool = pool.build().unwrap();
         for _ in 0..4 {
-            let held: Vec<_> = lens.iter().map(|len| pool.checkout(*len).unwrap()).collect();
-            drop(held);
+            drop(lens.iter().map(|len| pool.checkout(*len).unwrap()).collect::<Vec<_>>());
         }
         pool.check().unwrap();
         pool.stats().cached_bytes
     };
-    // What a thread caches of one size, and then of 17.
-    let one = cycle(&[1 << 20; 24]);
+    let (one, many) = (cached(&[1 << 20; 24]), cached(&std::array::from_fn::<_, 17, _>(|i| (i + 8) << 17)));
     assert!((16 << 20..=32 << 20).contains(&one), "{one}");
-    let sizes: Vec<_> = (8..25).map(|size| size << 17).collect();
-    let many = std::thread::scope(|scope| scope.spawn(|| cycle(&sizes)).join().unwrap()) - one;
     assert!((2 << 20..=9 << 20).contains(&many), "{many}");
 }
 
@@ -98,9 +84,8 @@ fn many_large_sizes_share_a_part_of_a_threads_cache() {
 /// same.
 #[test]
 fn a_fifth_pool_of_a_thread_has_no_misses_either() {
-    let node = HostNode::new(HostConfig::new()).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pools: Vec<Pool> = (0..9).map(|_| pool_of(&device, 1 << 20)).collect();
+    let device = host().1;
+    let pools: Vec<Pool> = (0..9).map(|_| pool(&device, 1 << 20)).collect();
     let round = || pools.iter().for_each(|pool| drop(pool.checkout(1000).unwrap()));
     (0..3).for_each(|_| round());
     let misses = || pools.iter().map(|pool| pool.stats().misses).collect::<Vec<_>>();
@@ -113,18 +98,13 @@ fn a_fifth_pool_of_a_thread_has_no_misses_either() {
 #[test]
 fn hundreds_of_streams_that_hung_come_back() {
     const STREAMS: usize = 300;
-    let node = HostNode::new(HostConfig::new()).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = pool_of(&device, 16 << 20);
+    let (node, device) = host();
+    let pool = pool(&device, 16 << 20);
     let memory = device.alloc(1000).unwrap();
     let streams: Vec<_> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
     node.hang(0);
-    let mut sent = Vec::new();
-    for stream in &streams {
-        let mut buf = pool.checkout(1000).unwrap();
-        buf.extend_from_slice(&[1; 1000]);
-        sent.push(stream.upload(buf, &memory).unwrap());
-    }
+    let mut sent: Vec<_> =
+        streams.iter().map(|stream| stream.upload(filled(&pool, 1000, 1), &memory).unwrap()).collect();
     // Half of them come back by themselves, of the others one is waited for.
     sent.truncate(STREAMS / 2);
     let stats = pool.stats();
@@ -133,11 +113,7 @@ fn hundreds_of_streams_that_hung_come_back() {
     std::thread::sleep(Duration::from_millis(50));
     node.resume(0);
     drop(sent.pop().unwrap().wait().unwrap());
-    let since = Instant::now();
-    while pool.stats().in_flight_bytes > 0 {
-        assert!(since.elapsed() < HANG, "{:?}", pool.stats());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    until(|| pool.stats().in_flight_bytes == 0, || format!("{:?}", pool.stats()));
     drop(sent);
     pool.check().unwrap();
 }

@@ -7,11 +7,13 @@
 
 use std::time::{Duration, Instant};
 
+use pinpool::copier::{FileSource, Reading};
 use pinpool::{Copier, Device, DeviceSlice, PinnedBuf, Pool, Unpinned};
 
-use crate::support::bytes;
-use crate::support::doubles::gpu::{on_gpu, on_stand_in, until};
-use crate::support::doubles::{HANG, StandIn};
+use crate::rig::open;
+use crate::support::doubles::HANG;
+use crate::support::doubles::gpu::{all_back, on_gpu, on_stand_in, until};
+use crate::support::{bytes, downloaded};
 
 const MEMORY: usize = 24 << 20;
 
@@ -42,7 +44,7 @@ struct Bench {
 
 impl Bench {
     fn new(ring: usize) -> Self {
-        let device = Device::open("cuda:0").unwrap();
+        let device = open();
         let pool = Pool::builder(&device).capacity(96 << 20).unpinned(Unpinned::Allow).build().unwrap();
         let copier = Copier::builder(&pool, &device).threads(3).ring(ring).build().unwrap();
         let memory = device.alloc(MEMORY).unwrap();
@@ -86,16 +88,6 @@ impl Bench {
             let first = there.iter().zip(&self.model).position(|(a, b)| a != b);
             panic!("{case}: wrong bytes, the first at {first:?}");
         }
-    }
-
-    fn all_back(&self) {
-        let all = || {
-            let s = self.pool.stats();
-            s.in_flight_bytes + s.checked_out_bytes == 0
-        };
-        until("all is back", || self.device.reap() | all());
-        until("all is back", all);
-        self.pool.check().unwrap();
     }
 
     /// Uploads and downloads borrowed pieces.
@@ -165,7 +157,7 @@ impl Bench {
 /// A block's places in several allocations by turns, whose handles are dropped at once.
 #[test]
 fn pages_keep_all_their_memory() {
-    on_gpu("pages_keep_all_their_memory", |_| {
+    on_gpu(|_| {
         const PAGE: usize = 4096;
         const COUNT: usize = 40;
         let Bench { device, pool, copier, .. } = Bench::new(16 << 20);
@@ -201,7 +193,7 @@ fn pages_keep_all_their_memory() {
 /// Pieces of all lengths and alignments, by the ring and without it.
 #[test]
 fn pieces_and_pages_of_any_length_are_in_their_places() {
-    on_gpu("pieces_and_pages_of_any_length_are_in_their_places", |_| {
+    on_gpu(|_| {
         for ring in [64 << 20, 0] {
             let mut b = Bench::new(ring);
             let mut random = Random(7);
@@ -232,50 +224,16 @@ fn pieces_and_pages_of_any_length_are_in_their_places() {
                 assert!(stats.ring_bytes > 40 << 20 && stats.launches > 0, "{stats:?}");
                 assert!(stats.ring <= 64 << 20, "{stats:?}");
             }
-            b.all_back();
+            all_back(&b.pool);
             drop(b.copier);
         }
-    });
-}
-
-/// Several threads at once.
-#[test]
-fn callers_share_a_copier() {
-    on_gpu("callers_share_a_copier", |_| {
-        const CALLERS: usize = 4;
-        let b = Bench::new(64 << 20);
-        std::thread::scope(|scope| {
-            for caller in 0..CALLERS {
-                let b = &b;
-                scope.spawn(move || {
-                    let mut random = Random(caller as u64 + 1);
-                    let part = MEMORY / CALLERS;
-                    for _ in 0..5 {
-                        let sources: Vec<Vec<u8>> = (0..1200).map(|_| random.bytes(4096)).collect();
-                        let place = |n: usize| b.slice((caller * part + n * 4999, 4096));
-                        let pieces: Vec<(&[u8], DeviceSlice)> =
-                            sources.iter().enumerate().map(|(n, bytes)| (&bytes[..], place(n))).collect();
-                        b.copier.upload_slices(&pieces).unwrap();
-                        let mut back = vec![vec![0; 4096]; sources.len()];
-                        let mut targets: Vec<(DeviceSlice, &mut [u8])> = back
-                            .iter_mut()
-                            .enumerate()
-                            .map(|(n, bytes)| (place(n), &mut bytes[..]))
-                            .collect();
-                        b.copier.download_slices(&mut targets).unwrap();
-                        assert!(back == sources, "caller {caller}");
-                    }
-                });
-            }
-        });
-        b.all_back();
     });
 }
 
 /// The ring is given back when it was unused for a while, and taken again.
 #[test]
 fn an_idle_ring_is_given_back() {
-    on_gpu("an_idle_ring_is_given_back", |_| {
+    on_gpu(|_| {
         let mut b = Bench::new(32 << 20);
         let mut random = Random(3);
         let places = b.places(&mut random, 2000, |_| 1 << 10);
@@ -293,23 +251,50 @@ fn an_idle_ring_is_given_back() {
     });
 }
 
-fn fault(d: &StandIn, call: &str, nth: u64, code: u32) {
-    d.fail(call, nth, code, false);
+/// Files go by way of pinned memory, in every way of reading.
+#[test]
+fn files_are_copied_from_the_page_cache_in_every_way() {
+    on_gpu(|_| {
+        const LEN: usize = (6 << 20) + 4321;
+        let Bench { device, pool, copier, memory, .. } = Bench::new(0);
+        let sent = bytes(2, LEN);
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR"))
+            .or_else(|_| tempfile::NamedTempFile::new())
+            .unwrap();
+        std::fs::write(file.path(), &sent).unwrap();
+        for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
+            for range in [0..LEN, 4097..LEN - 5] {
+                let source = FileSource::open(file.path()).unwrap().reading(reading);
+                let source = source.range(range.start as u64..range.end as u64).unwrap();
+                copier.upload_slice(&vec![0; LEN], memory.slice(..LEN)).unwrap();
+                copier.upload(source, &memory).unwrap().wait().unwrap();
+                let back = downloaded(&copier, memory.slice(..range.len()));
+                assert!(back == sent[range], "{reading:?}");
+            }
+        }
+        let stats = copier.stats();
+        // Each file system differs in what may be asked of it.
+        let read = stats.cached_bytes + stats.direct_bytes + stats.buffered_bytes;
+        assert_eq!(read, 3 * (2 * LEN - 4097 - 5) as u64, "{stats:?}");
+        drop((memory, copier));
+        until("all is unregistered", || device.registered_bytes() == 0);
+        all_back(&pool);
+    });
 }
 
 /// Kernels that cannot be loaded, and device memory that is too short for the ring: pieces go in batches.
 #[test]
 fn without_kernels_or_memory_pieces_go_in_batches() {
-    on_stand_in("without_kernels_or_memory_pieces_go_in_batches", |_, d| {
+    on_stand_in(|_, d| {
         let mut random = Random(5);
-        let _ = Device::open("cuda:0").unwrap();
-        fault(d, "cuModuleLoadData", 1, 218);
+        let _ = open();
+        d.fail("cuModuleLoadData", 1, 218, false);
         let mut b = Bench::new(64 << 20);
         let places = b.places(&mut random, 3000, |_| 1 << 10);
         b.pieces(&mut random, &places, "no kernels");
         let stats = b.copier.stats();
         assert!(!stats.has_kernels && stats.ring_bytes == 0 && stats.batch_bytes > 0, "{stats:?}");
-        b.all_back();
+        all_back(&b.pool);
     });
 }
 
@@ -317,7 +302,7 @@ fn without_kernels_or_memory_pieces_go_in_batches() {
 /// ring is allocated in place of one that has none left.
 #[test]
 fn refused_calls_keep_no_device_memory() {
-    on_stand_in("refused_calls_keep_no_device_memory", |_, d| {
+    on_stand_in(|_, d| {
         const RING: usize = 8 << 20;
         let Bench { device, pool, memory, .. } = Bench::new(0);
         let copier =
@@ -337,7 +322,7 @@ fn refused_calls_keep_no_device_memory() {
         up().unwrap();
         down().unwrap();
         // More than there are attempts on all streams.
-        (1..=10_000).for_each(|nth| fault(d, "cuEventRecord", nth, 1));
+        (1..=10_000).for_each(|nth| d.fail("cuEventRecord", nth, 1, false));
         for _ in 0..100 {
             up().unwrap_err();
             down().unwrap_err();

@@ -14,56 +14,71 @@ use cudarc::driver::{CudaContext, CudaStream};
 use pinpool::cudarc::{self as shared, CudarcStream, SharedSlice};
 use pinpool::{Device, Error, Pool};
 
-use crate::support::doubles::{self, StandIn};
+use crate::rig::passes_in_a_child;
+use crate::support::doubles::gpu::filled;
+use crate::support::doubles::{self, StandIn, gpu_name};
 use crate::support::{bytes, skip};
 
 const OLD: u8 = 0xEE;
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Runs the body in a child; with the stand-in, nothing may be left behind and no rule broken.
-fn beside(test: &str, body: impl FnOnce()) {
-    beside_with(test, true, body);
+/// The end of a test in its child: with the simulation, nothing may be left behind and no rule broken.
+struct Checked;
+
+impl Drop for Checked {
+    fn drop(&mut self) {
+        let Some(stand_in) = stand_in().filter(|_| !std::thread::panicking()) else { return };
+        let mut report = stand_in.final_report();
+        // cudarc records and destroys events, and frees memory, before its streams have reached them: the driver
+        // allows it.
+        report.violations.retain(|v| !v.starts_with("EVT-3") && !v.starts_with("EVT-4"));
+        report.leaks.retain(|leak| !leak.starts_with("allocations"));
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    }
 }
 
-fn beside_with(test: &str, checked: bool, body: impl FnOnce()) {
+/// The simulation, where that is what this process has loaded.
+fn stand_in() -> Option<StandIn> {
+    doubles::is_set().then(StandIn::loaded).flatten()
+}
+
+/// Whether this is the child that a test runs in. If not, runs it.
+fn is_child(test: &str) -> bool {
     if std::env::var_os("BESIDE").is_some() {
-        body();
-        let stand_in = (checked && doubles::is_set()).then(StandIn::of_this_process).flatten();
-        if let Some(stand_in) = stand_in {
-            let mut report = stand_in.final_report();
-            // cudarc records and destroys events, and frees memory, before its streams have reached them: the driver
-            // allows it.
-            report.violations.retain(|v| !v.starts_with("EVT-3") && !v.starts_with("EVT-4"));
-            report.leaks.retain(|leak| !leak.starts_with("allocations"));
-            assert_eq!((report.violations, report.leaks), (vec![], vec![]));
-        }
-        return;
+        return true;
     }
-    let folder;
-    let library;
-    let environment: Vec<(&str, &str)> = match doubles::real_driver() {
+    match doubles::real_driver() {
         Ok((_, text)) => {
             println!("{test}: on {text}");
-            vec![("BESIDE", "1")]
+            passes_in_a_child(test, &[("BESIDE", "1")], LIMIT);
         }
         Err(why) => {
             assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU: {why}");
-            let Some(built) = doubles::named_or_built() else {
-                return skip!("{why}, and there is no cargo to build the stand-in with");
-            };
-            (folder, library) = named(&built);
-            vec![("BESIDE", "1"), ("LD_LIBRARY_PATH", &folder), (doubles::PATH, &library)]
+            match doubles::named_or_built() {
+                Some(built) => {
+                    let (folder, library) = named(&built);
+                    let environment =
+                        [("BESIDE", "1"), ("LD_LIBRARY_PATH", &*folder), (doubles::PATH, &*library)];
+                    passes_in_a_child(test, &environment, LIMIT);
+                }
+                None => skip!("{why}, and the simulated libcuda is not beside the executable"),
+            }
+        }
+    }
+    false
+}
+
+/// The rest of a test runs in a child.
+macro_rules! beside {
+    ($test:ident) => {
+        beside!($test, unchecked);
+        let _checked = Checked;
+    };
+    ($test:ident, unchecked) => {
+        if !is_child(concat!("cudarc::", stringify!($test))) {
+            return;
         }
     };
-    let child = doubles::child(test, &environment, LIMIT);
-    crate::support::process::forward(&child.stdout, &child.stderr);
-    assert!(
-        child.status.is_some_and(|s| s.success()),
-        "{test}: the child {}: {}",
-        child.how(),
-        child.last_words()
-    );
-    assert!(child.stdout.contains("1 passed"), "{test} did not run");
 }
 
 /// The stand-in by the name that cudarc looks for.
@@ -115,205 +130,186 @@ fn ways() -> Vec<(&'static str, Arc<CudaStream>)> {
 #[test]
 fn what_the_pool_says_has_landed_has() {
     const LEN: usize = if cfg!(debug_assertions) { 1 << 20 } else { 256 << 20 };
-    beside("what_the_pool_says_has_landed_has", || {
-        for (way, stream) in ways() {
-            let new = bytes(1, LEN);
-            let device = on_device(&stream, &new);
-            let shared = adopted(&stream).unwrap();
-            let pool = pool(shared.device(), LEN);
-            let mut stale = 0;
-            for _ in 0..5 {
-                // SAFETY: written in full before it is read.
-                let mut theirs = unsafe { stream.context().alloc_pinned_with_flags::<u8>(LEN, 0) }.unwrap();
-                theirs.as_mut_slice().unwrap().fill(OLD);
-                stream.memcpy_dtoh(&device, &mut theirs).unwrap();
-                stale += usize::from(theirs.as_slice().unwrap() != new);
-                stream.synchronize().unwrap();
+    beside!(what_the_pool_says_has_landed_has);
+    for (way, stream) in ways() {
+        let new = bytes(1, LEN);
+        let device = on_device(&stream, &new);
+        let shared = adopted(&stream).unwrap();
+        let pool = pool(shared.device(), LEN);
+        let mut stale = 0;
+        for _ in 0..5 {
+            // SAFETY: written in full before it is read.
+            let mut theirs = unsafe { stream.context().alloc_pinned_with_flags::<u8>(LEN, 0) }.unwrap();
+            theirs.as_mut_slice().unwrap().fill(OLD);
+            stream.memcpy_dtoh(&device, &mut theirs).unwrap();
+            stale += usize::from(theirs.as_slice().unwrap() != new);
+            stream.synchronize().unwrap();
 
-                let mut ours = pool.checkout(LEN).unwrap();
-                ours.try_resize(LEN, OLD).unwrap();
-                let landed = shared.download_from(&device, ours).unwrap().wait().unwrap();
-                assert!(*landed == *new, "{way}: the pool's buffer is stale");
-                let landing = pool.checkout_on(&shared, LEN).unwrap();
-                let landed = shared.download_from(&device, landing).unwrap().wait().unwrap();
-                assert!(*landed == *new, "{way}: the pool's stream-ready buffer is stale");
-            }
-            // An error of another project: reported, not judged.
-            println!("{way}: {stale} of 5 rounds stale with cudarc's own pinned slice, 0 with the pool");
+            let mut ours = pool.checkout(LEN).unwrap();
+            ours.try_resize(LEN, OLD).unwrap();
+            let landed = shared.download_from(&device, ours).unwrap().wait().unwrap();
+            assert!(*landed == *new, "{way}: the pool's buffer is stale");
+            let landing = pool.checkout_on(&shared, LEN).unwrap();
+            let landed = shared.download_from(&device, landing).unwrap().wait().unwrap();
+            assert!(*landed == *new, "{way}: the pool's stream-ready buffer is stale");
         }
-    });
+        // An error of another project: reported, not judged.
+        println!("{way}: {stale} of 5 rounds stale with cudarc's own pinned slice, 0 with the pool");
+    }
 }
 
 #[test]
 fn copies_are_in_order_with_what_cudarc_does() {
     const LEN: usize = 100_000;
-    beside("copies_are_in_order_with_what_cudarc_does", || {
-        for (way, stream) in ways() {
-            let shared = adopted(&stream).unwrap();
-            let pool = pool(shared.device(), LEN);
-            let mut slice = on_device(&stream, &vec![0; LEN]);
-            for round in 0..20 {
-                let sent = bytes(round, LEN);
-                let mut buf = pool.checkout(LEN).unwrap();
-                buf.extend_from_slice(&sent);
-                // Dropped at once: the next round's buffer may be the same segment.
-                drop(shared.upload_to(buf, &mut slice).unwrap());
-                // cudarc copies what was uploaded, on the same stream, and it comes back by either way.
-                let copied = slice.try_clone().unwrap();
-                let landing = pool.checkout_on(&shared, LEN).unwrap();
-                let ours = shared.download_from(&copied, landing).unwrap().wait().unwrap();
-                assert!(*ours == *sent, "{way}: round {round}, by the pool");
-                assert!(stream.clone_dtoh(&slice).unwrap() == sent, "{way}: round {round}, by cudarc");
-            }
-            // Parts, and other types.
-            let mut floats = stream.clone_htod(&[0_f32; 8]).unwrap();
-            let mut buf = pool.checkout(8).unwrap();
-            buf.try_extend_from(&[1.5_f32, -2.0]).unwrap();
-            shared.upload_to(buf, &mut floats.slice_mut(3..5)).unwrap().wait().unwrap();
-            let back = pool.checkout(32).unwrap();
-            let back = shared.download_from(&floats.slice(2..6), back).unwrap().wait().unwrap();
-            assert_eq!(back.view::<f32>().unwrap(), [0.0, 1.5, -2.0, 0.0], "{way}");
-            // Dropped while a copy of it is in flight: freed behind it.
-            let landing = pool.checkout(LEN).unwrap();
-            let flight = shared.download_from(&slice, landing).unwrap();
-            let expected = bytes(19, LEN);
-            drop(slice);
-            assert!(*flight.wait().unwrap() == *expected, "{way}: freed before it was read");
+    beside!(copies_are_in_order_with_what_cudarc_does);
+    for (way, stream) in ways() {
+        let shared = adopted(&stream).unwrap();
+        let pool = pool(shared.device(), LEN);
+        let mut slice = on_device(&stream, &vec![0; LEN]);
+        for round in 0..20 {
+            let sent = bytes(round, LEN);
+            // Dropped at once: the next round's buffer may be the same segment.
+            drop(shared.upload_to(filled(&pool, &sent), &mut slice).unwrap());
+            // cudarc copies what was uploaded, on the same stream, and it comes back by either way.
+            let copied = slice.try_clone().unwrap();
+            let landing = pool.checkout_on(&shared, LEN).unwrap();
+            let ours = shared.download_from(&copied, landing).unwrap().wait().unwrap();
+            assert!(*ours == *sent, "{way}: round {round}, by the pool");
+            assert!(stream.clone_dtoh(&slice).unwrap() == sent, "{way}: round {round}, by cudarc");
         }
-    });
+        // Parts, and other types.
+        let mut floats = stream.clone_htod(&[0_f32; 8]).unwrap();
+        let mut buf = pool.checkout(8).unwrap();
+        buf.try_extend_from(&[1.5_f32, -2.0]).unwrap();
+        shared.upload_to(buf, &mut floats.slice_mut(3..5)).unwrap().wait().unwrap();
+        let back = pool.checkout(32).unwrap();
+        let back = shared.download_from(&floats.slice(2..6), back).unwrap().wait().unwrap();
+        assert_eq!(back.view::<f32>().unwrap(), [0.0, 1.5, -2.0, 0.0], "{way}");
+        // Dropped while a copy of it is in flight: freed behind it.
+        let landing = pool.checkout(LEN).unwrap();
+        let flight = shared.download_from(&slice, landing).unwrap();
+        let expected = bytes(19, LEN);
+        drop(slice);
+        assert!(*flight.wait().unwrap() == *expected, "{way}: freed before it was read");
+    }
 }
 
 #[test]
 fn a_borrowed_buffer_is_read_before_the_call_returns() {
     const LEN: usize = 300_000;
-    beside("a_borrowed_buffer_is_read_before_the_call_returns", || {
-        for (way, stream) in ways() {
-            let shared = adopted(&stream).unwrap();
-            let pool = Pool::builder(shared.device()).capacity(LEN + 8192).build().unwrap();
-            let mut slice = on_device(&stream, &vec![0; LEN]);
-            for round in 0..5 {
-                let sent = bytes(round, LEN);
-                let mut buf = pool.checkout(LEN).unwrap();
-                buf.extend_from_slice(&sent);
-                shared.upload_to_blocking(&buf, &mut slice).unwrap();
-                // The next one, which is the same memory, is written at once.
-                drop(buf);
-                pool.checkout(LEN).unwrap().try_resize(LEN, OLD).unwrap();
-                assert!(stream.clone_dtoh(&slice).unwrap() == sent, "{way}: round {round}");
-                let mut buf = pool.checkout(LEN).unwrap();
-                buf.try_resize(LEN, OLD).unwrap();
-                shared.download_from_blocking(&slice, &mut buf).unwrap();
-                assert!(*buf == *sent, "{way}: round {round}, back");
-            }
+    beside!(a_borrowed_buffer_is_read_before_the_call_returns);
+    for (way, stream) in ways() {
+        let shared = adopted(&stream).unwrap();
+        let pool = Pool::builder(shared.device()).capacity(LEN + 8192).build().unwrap();
+        let mut slice = on_device(&stream, &vec![0; LEN]);
+        for round in 0..5 {
+            let sent = bytes(round, LEN);
+            let buf = filled(&pool, &sent);
+            shared.upload_to_blocking(&buf, &mut slice).unwrap();
+            // The next one, which is the same memory, is written at once.
+            drop(buf);
+            pool.checkout(LEN).unwrap().try_resize(LEN, OLD).unwrap();
+            assert!(stream.clone_dtoh(&slice).unwrap() == sent, "{way}: round {round}");
+            let mut buf = pool.checkout(LEN).unwrap();
+            buf.try_resize(LEN, OLD).unwrap();
+            shared.download_from_blocking(&slice, &mut buf).unwrap();
+            assert!(*buf == *sent, "{way}: round {round}, back");
         }
-    });
+    }
 }
 
 #[test]
 fn what_nothing_would_order_is_refused_with_the_buffer() {
-    beside("what_nothing_would_order_is_refused_with_the_buffer", || {
-        let [default, own, untracked] = ways().try_into().unwrap();
-        let pool = pool(&shared::device(own.1.context()).unwrap(), 4096);
-        let filled = || {
-            let mut buf = pool.checkout(64).unwrap();
-            buf.extend_from_slice(&[7; 64]);
-            buf
-        };
-        // Another stream of the same context: cudarc tracks it, or it does not.
-        let mut slice = on_device(&own.1, &[0; 64]);
-        let other = adopted(&own.1.context().new_stream().unwrap()).unwrap();
-        other.upload_to(filled(), &mut slice).unwrap().wait().unwrap();
-        assert_eq!(own.1.clone_dtoh(&slice).unwrap(), [7; 64]);
-        let mut slice = on_device(&untracked.1, &[0; 64]);
-        let stranger = adopted(&default.1).unwrap();
-        for _ in 0..2 {
-            let refused = stranger.upload_to(filled(), &mut slice).unwrap_err();
-            assert!(
-                matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }),
-                "{}",
-                refused.error
-            );
-            assert_eq!(*refused.buffer.unwrap(), [7; 64]);
-        }
-        let refused = stranger.download_from(&slice, filled()).unwrap_err();
-        assert!(
-            matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. })
-                && refused.buffer.is_some()
-        );
-        // Made while tracking was off, used while it is on.
-        let late = CudaContext::new(0).unwrap();
-        // SAFETY: nothing is used on more than one stream meanwhile.
-        unsafe { late.disable_event_tracking() };
-        let (first, second) = (late.new_stream().unwrap(), late.new_stream().unwrap());
-        let mut slice = on_device(&first, &[0; 64]);
-        // SAFETY: as above.
-        unsafe { late.enable_event_tracking() };
-        let refused = adopted(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
+    beside!(what_nothing_would_order_is_refused_with_the_buffer);
+    let [default, own, untracked] = ways().try_into().unwrap();
+    let pool = pool(&shared::device(own.1.context()).unwrap(), 4096);
+    let filled = || {
+        let buf = filled(&pool, &[7; 64]);
+        buf
+    };
+    // Another stream of the same context: cudarc tracks it, or it does not.
+    let mut slice = on_device(&own.1, &[0; 64]);
+    let other = adopted(&own.1.context().new_stream().unwrap()).unwrap();
+    other.upload_to(filled(), &mut slice).unwrap().wait().unwrap();
+    assert_eq!(own.1.clone_dtoh(&slice).unwrap(), [7; 64]);
+    let mut slice = on_device(&untracked.1, &[0; 64]);
+    let stranger = adopted(&default.1).unwrap();
+    for _ in 0..2 {
+        let refused = stranger.upload_to(filled(), &mut slice).unwrap_err();
         assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
-        // A slice of another `CudaContext` for the same context, which has no stream but the default one: what cudarc
-        // will do to the slice waits for no event.
-        let quiet = CudaContext::new(0).unwrap();
-        let mut lone = on_device(&quiet.default_stream(), &[0; 64]);
-        let refused = other.upload_to(filled(), &mut lone).unwrap_err();
-        assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
-        let refused = other.download_from(&lone, refused.buffer.unwrap()).unwrap_err();
-        assert!(
-            matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. })
-                && refused.buffer.is_some()
-        );
-        // Nor if that has another stream: cudarc stops tracking when it is dropped.
-        let second_of_quiet = quiet.new_stream().unwrap();
-        let refused = other.upload_to(filled(), &mut lone).unwrap_err();
-        assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
-        // With a stream of its own the slice stays tracked until it is dropped.
-        let mut owned = on_device(&second_of_quiet, &[0; 64]);
-        other.upload_to(filled(), &mut owned).unwrap().wait().unwrap();
-        assert_eq!(second_of_quiet.clone_dtoh(&owned).unwrap(), [7; 64]);
-        // The default stream of the shared context: the pool's stream keeps it tracking.
-        let mut beside = on_device(&own.1.context().default_stream(), &[0; 64]);
-        other.upload_to(filled(), &mut beside).unwrap().wait().unwrap();
-        assert_eq!(own.1.context().default_stream().clone_dtoh(&beside).unwrap(), [7; 64]);
-        // A per-thread default stream is ordered with those of all threads.
-        let confined = own.1.context().per_thread_stream();
-        let mut beside = on_device(&confined, &[0; 64]);
-        other.upload_to(filled(), &mut beside).unwrap().wait().unwrap();
-        assert_eq!(confined.clone_dtoh(&beside).unwrap(), [7; 64]);
-        // Its own stream orders it.
-        adopted(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
-        assert_eq!(first.clone_dtoh(&slice).unwrap(), [7; 64]);
-        // Too small, with the buffer; and a landing that is too small.
-        let (mut small, large) = (on_device(&own.1, &[0; 8]), on_device(&own.1, &[0; 64]));
-        let own = adopted(&own.1).unwrap();
-        let refused = own.upload_to(filled(), &mut small).unwrap_err();
-        assert!(matches!(refused.error, Error::TooSmall { need: 64, have: 8 }) && refused.buffer.is_some());
-        let refused = own.download_from(&large, pool.checkout(8).unwrap()).unwrap_err();
-        assert!(
-            matches!(refused.error, Error::TooSmall { .. }) && refused.buffer.is_some(),
-            "{}",
-            refused.error
-        );
-    });
+        assert_eq!(*refused.buffer.unwrap(), [7; 64]);
+    }
+    let refused = stranger.download_from(&slice, filled()).unwrap_err();
+    assert!(
+        matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }) && refused.buffer.is_some()
+    );
+    // Made while tracking was off, used while it is on.
+    let late = CudaContext::new(0).unwrap();
+    // SAFETY: nothing is used on more than one stream meanwhile.
+    unsafe { late.disable_event_tracking() };
+    let (first, second) = (late.new_stream().unwrap(), late.new_stream().unwrap());
+    let mut slice = on_device(&first, &[0; 64]);
+    // SAFETY: as above.
+    unsafe { late.enable_event_tracking() };
+    let refused = adopted(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
+    assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
+    // A slice of another `CudaContext` for the same context, which has no stream but the default one: what cudarc
+    // will do to the slice waits for no event.
+    let quiet = CudaContext::new(0).unwrap();
+    let mut lone = on_device(&quiet.default_stream(), &[0; 64]);
+    let refused = other.upload_to(filled(), &mut lone).unwrap_err();
+    assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
+    let refused = other.download_from(&lone, refused.buffer.unwrap()).unwrap_err();
+    assert!(
+        matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }) && refused.buffer.is_some()
+    );
+    // Nor if that has another stream: cudarc stops tracking when it is dropped.
+    let second_of_quiet = quiet.new_stream().unwrap();
+    let refused = other.upload_to(filled(), &mut lone).unwrap_err();
+    assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
+    // With a stream of its own the slice stays tracked until it is dropped.
+    let mut owned = on_device(&second_of_quiet, &[0; 64]);
+    other.upload_to(filled(), &mut owned).unwrap().wait().unwrap();
+    assert_eq!(second_of_quiet.clone_dtoh(&owned).unwrap(), [7; 64]);
+    // The default stream of the shared context: the pool's stream keeps it tracking.
+    let mut beside = on_device(&own.1.context().default_stream(), &[0; 64]);
+    other.upload_to(filled(), &mut beside).unwrap().wait().unwrap();
+    assert_eq!(own.1.context().default_stream().clone_dtoh(&beside).unwrap(), [7; 64]);
+    // A per-thread default stream is ordered with those of all threads.
+    let confined = own.1.context().per_thread_stream();
+    let mut beside = on_device(&confined, &[0; 64]);
+    other.upload_to(filled(), &mut beside).unwrap().wait().unwrap();
+    assert_eq!(confined.clone_dtoh(&beside).unwrap(), [7; 64]);
+    // Its own stream orders it.
+    adopted(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
+    assert_eq!(first.clone_dtoh(&slice).unwrap(), [7; 64]);
+    // Too small, with the buffer; and a landing that is too small.
+    let (mut small, large) = (on_device(&own.1, &[0; 8]), on_device(&own.1, &[0; 64]));
+    let own = adopted(&own.1).unwrap();
+    let refused = own.upload_to(filled(), &mut small).unwrap_err();
+    assert!(matches!(refused.error, Error::TooSmall { need: 64, have: 8 }) && refused.buffer.is_some());
+    let refused = own.download_from(&large, pool.checkout(8).unwrap()).unwrap_err();
+    assert!(matches!(refused.error, Error::TooSmall { .. }) && refused.buffer.is_some(), "{}", refused.error);
 }
 
 #[test]
 fn a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must() {
     const LEN: usize = 50_000;
-    beside("a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must", || {
-        for (way, stream) in ways() {
-            let (once, again) = (adopted(&stream).unwrap(), adopted(&stream).unwrap());
-            assert_eq!(once.device().name(), "cuda:0", "the primary context");
-            assert_eq!(shared::device(stream.context()).unwrap().name(), "cuda:0");
-            let pool = pool(once.device(), LEN);
-            let sent = bytes(3, LEN);
-            let slice = on_device(&stream, &sent);
-            // Ready on the one is ready on the other.
-            let landing = pool.checkout_on(&once, LEN).unwrap();
-            let flight = again.download_from(&slice, landing).unwrap();
-            // All of cudarc's handles are dropped first.
-            drop((once, again, slice, stream));
-            assert!(*flight.wait().unwrap() == *sent, "{way}");
-        }
-    });
+    beside!(a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must);
+    for (way, stream) in ways() {
+        let (once, again) = (adopted(&stream).unwrap(), adopted(&stream).unwrap());
+        assert_eq!(once.device().name(), &*gpu_name(0), "the primary context");
+        assert_eq!(shared::device(stream.context()).unwrap().name(), &*gpu_name(0));
+        let pool = pool(once.device(), LEN);
+        let sent = bytes(3, LEN);
+        let slice = on_device(&stream, &sent);
+        // Ready on the one is ready on the other.
+        let landing = pool.checkout_on(&once, LEN).unwrap();
+        let flight = again.download_from(&slice, landing).unwrap();
+        // All of cudarc's handles are dropped first.
+        drop((once, again, slice, stream));
+        assert!(*flight.wait().unwrap() == *sent, "{way}");
+    }
 }
 
 /// How often something is tried that fails now and then on a GPU: as `PINPOOL_CUDARC_ROUNDS` has it.
@@ -324,47 +320,42 @@ fn rounds(few: usize) -> usize {
 /// cudarc makes a slice's events when it allocates, and records none: waiting for these is waiting for nothing.
 #[test]
 fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it() {
-    beside("a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it", || {
-        const READS: usize = 4;
-        let len = if doubles::is_set() { 100_000 } else { 16 << 20 };
-        let context = CudaContext::new(0).unwrap();
-        let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
-        let capacity = 2 * READS * len + (64 << 20);
-        let pool =
-            Pool::builder(on_owner.device()).capacity(capacity).extent(len + (1 << 20)).build().unwrap();
-        let (old, new) = (bytes(1, len), bytes(2, len));
-        let (rounds, mut reused, mut wrong) = (rounds(8), 0, 0);
-        for round in 0..rounds {
-            let slice = on_device(&owner, &old);
-            let read =
-                |_| on_owner.download_from(&slice, pool.checkout(len).unwrap()).expect("its own stream");
-            let reads: Vec<_> = (0..READS).map(read).collect();
-            let address = address_of(&slice, &owner);
-            // Freed and allocated behind these reads: the same memory, as a rule.
-            drop(slice);
-            // SAFETY: what is read of it before it is written is not looked at.
-            let mut fresh = unsafe { owner.alloc::<u8>(len) }.unwrap();
-            reused += usize::from(address_of(&fresh, &owner) == address);
-            // Read first, now and then: its bytes are anything, but it must be there.
-            let landing = pool.checkout(len).unwrap();
-            let unwritten = (round % 2 == 1).then(|| on_other.download_from(&fresh, landing).unwrap());
-            let mut buf = pool.checkout(len).unwrap();
-            buf.extend_from_slice(&new);
-            let sent = on_other.upload_to(buf, &mut fresh).unwrap();
-            // In this order: the stand-in runs a stream when a call waits for it.
-            drop(unwritten.map(|read| read.wait().unwrap()));
-            drop(sent.wait().unwrap());
-            let stale = reads.into_iter().map(|read| read.wait().unwrap());
-            let stale = stale.filter(|read| **read != *old).count();
-            let lost = owner.clone_dtoh(&fresh).unwrap() != new;
-            wrong += usize::from(stale > 0 || lost);
-        }
-        println!(
-            "{wrong} of {rounds} rounds wrong; in {reused} the memory was another slice's before, by its address"
-        );
-        assert_eq!(wrong, 0, "of {rounds} rounds");
-    });
+    beside!(a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it);
+    const READS: usize = 4;
+    let len = if doubles::is_set() { 100_000 } else { 16 << 20 };
+    let context = CudaContext::new(0).unwrap();
+    let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+    let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
+    let capacity = 2 * READS * len + (64 << 20);
+    let pool = Pool::builder(on_owner.device()).capacity(capacity).extent(len + (1 << 20)).build().unwrap();
+    let (old, new) = (bytes(1, len), bytes(2, len));
+    let (rounds, mut reused, mut wrong) = (rounds(8), 0, 0);
+    for round in 0..rounds {
+        let slice = on_device(&owner, &old);
+        let read = |_| on_owner.download_from(&slice, pool.checkout(len).unwrap()).expect("its own stream");
+        let reads: Vec<_> = (0..READS).map(read).collect();
+        let address = address_of(&slice, &owner);
+        // Freed and allocated behind these reads: the same memory, as a rule.
+        drop(slice);
+        // SAFETY: what is read of it before it is written is not looked at.
+        let mut fresh = unsafe { owner.alloc::<u8>(len) }.unwrap();
+        reused += usize::from(address_of(&fresh, &owner) == address);
+        // Read first, now and then: its bytes are anything, but it must be there.
+        let landing = pool.checkout(len).unwrap();
+        let unwritten = (round % 2 == 1).then(|| on_other.download_from(&fresh, landing).unwrap());
+        let sent = on_other.upload_to(filled(&pool, &new), &mut fresh).unwrap();
+        // In this order: the stand-in runs a stream when a call waits for it.
+        drop(unwritten.map(|read| read.wait().unwrap()));
+        drop(sent.wait().unwrap());
+        let stale = reads.into_iter().map(|read| read.wait().unwrap());
+        let stale = stale.filter(|read| **read != *old).count();
+        let lost = owner.clone_dtoh(&fresh).unwrap() != new;
+        wrong += usize::from(stale > 0 || lost);
+    }
+    println!(
+        "{wrong} of {rounds} rounds wrong; in {reused} the memory was another slice's before, by its address"
+    );
+    assert_eq!(wrong, 0, "of {rounds} rounds");
 }
 
 /// What is done to a slice after a copy on another stream comes after the copy, also where nothing was done to it
@@ -373,44 +364,42 @@ fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it
 fn what_follows_a_copy_on_another_stream_comes_after_it() {
     const LEN: usize = 20_000;
     const READS: usize = 16;
-    beside("what_follows_a_copy_on_another_stream_comes_after_it", || {
-        let context = CudaContext::new(0).unwrap();
-        let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
-        let pool = pool(on_owner.device(), 2 * READS * LEN);
-        let filled = |seed| {
-            let mut buf = pool.checkout(LEN).unwrap();
-            buf.extend_from_slice(&bytes(seed, LEN));
-            buf
-        };
-        // SAFETY: what is read of it before it is written is not looked at, here and below.
-        let fresh = || unsafe { owner.alloc::<u8>(LEN) }.unwrap();
-        for round in 0..10 {
-            let mut slice = fresh();
-            drop(on_other.upload_to(filled(round), &mut slice).unwrap());
-            assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round, LEN), "read by cudarc, round {round}");
-            // Freed, and its memory given to another slice.
-            drop(on_other.upload_to(filled(round + 1), &mut slice).unwrap());
-            drop(slice);
-            let mut slice = fresh();
-            on_owner.upload_to(filled(round + 2), &mut slice).unwrap().wait().unwrap();
-            other.synchronize().unwrap();
-            assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round + 2, LEN), "freed, round {round}");
-            // Read on two streams, and written: cudarc tracks one of the two.
-            let landing = || pool.checkout(LEN).unwrap();
-            let landings: Vec<_> = (0..READS).map(|_| landing()).collect();
-            let (landing, buf) = (landing(), filled(round + 3));
-            // Enough to keep the other stream busy for a while.
-            let reads = landings.into_iter().map(|landing| on_other.download_from(&slice, landing).unwrap());
-            let mut reads: Vec<_> = reads.collect();
-            reads.push(on_owner.download_from(&slice, landing).unwrap());
-            on_owner.upload_to(buf, &mut slice).unwrap().wait().unwrap();
-            for (nth, read) in reads.into_iter().enumerate() {
-                let read = read.wait().unwrap();
-                assert!(*read == *bytes(round + 2, LEN), "read {nth} on two streams, round {round}");
-            }
+    beside!(what_follows_a_copy_on_another_stream_comes_after_it);
+    let context = CudaContext::new(0).unwrap();
+    let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+    let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
+    let pool = pool(on_owner.device(), 2 * READS * LEN);
+    let filled = |seed| {
+        let buf = filled(&pool, &bytes(seed, LEN));
+        buf
+    };
+    // SAFETY: what is read of it before it is written is not looked at, here and below.
+    let fresh = || unsafe { owner.alloc::<u8>(LEN) }.unwrap();
+    for round in 0..10 {
+        let mut slice = fresh();
+        drop(on_other.upload_to(filled(round), &mut slice).unwrap());
+        assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round, LEN), "read by cudarc, round {round}");
+        // Freed, and its memory given to another slice.
+        drop(on_other.upload_to(filled(round + 1), &mut slice).unwrap());
+        drop(slice);
+        let mut slice = fresh();
+        on_owner.upload_to(filled(round + 2), &mut slice).unwrap().wait().unwrap();
+        other.synchronize().unwrap();
+        assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round + 2, LEN), "freed, round {round}");
+        // Read on two streams, and written: cudarc tracks one of the two.
+        let landing = || pool.checkout(LEN).unwrap();
+        let landings: Vec<_> = (0..READS).map(|_| landing()).collect();
+        let (landing, buf) = (landing(), filled(round + 3));
+        // Enough to keep the other stream busy for a while.
+        let reads = landings.into_iter().map(|landing| on_other.download_from(&slice, landing).unwrap());
+        let mut reads: Vec<_> = reads.collect();
+        reads.push(on_owner.download_from(&slice, landing).unwrap());
+        on_owner.upload_to(buf, &mut slice).unwrap().wait().unwrap();
+        for (nth, read) in reads.into_iter().enumerate() {
+            let read = read.wait().unwrap();
+            assert!(*read == *bytes(round + 2, LEN), "read {nth} on two streams, round {round}");
         }
-    });
+    }
 }
 
 /// cudarc keeps the event of a slice's last read alone. A download of the crate covers the read of cudarc's before it,
@@ -418,69 +407,63 @@ fn what_follows_a_copy_on_another_stream_comes_after_it() {
 #[test]
 fn a_download_covers_the_read_before_it() {
     const READS: usize = 16;
-    beside("a_download_covers_the_read_before_it", || {
-        let len = if doubles::is_set() { 20_000 } else { 16 << 20 };
-        let context = CudaContext::new(0).unwrap();
-        let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let on_owner = adopted(&owner).unwrap();
-        let pool = pool(on_owner.device(), len);
-        for round in 0..4 {
-            let (old, new) = (bytes(round, len), bytes(round + 1, len));
-            let mut slice = on_device(&owner, &old);
-            let mut copies: Vec<_> = (0..READS).map(|_| on_device(&other, &new)).collect();
-            for copy in &mut copies {
-                other.memcpy_dtod(&slice, copy).unwrap();
-            }
-            let read = on_owner.download_from(&slice, pool.checkout(len).unwrap()).unwrap();
-            let mut buf = pool.checkout(len).unwrap();
-            buf.extend_from_slice(&new);
-            drop(on_owner.upload_to(buf, &mut slice).unwrap().wait().unwrap());
-            assert!(*read.wait().unwrap() == *old, "by the pool, round {round}");
-            for (nth, copy) in copies.into_iter().enumerate() {
-                assert!(other.clone_dtoh(&copy).unwrap() == old, "{nth} by cudarc, round {round}");
-            }
+    beside!(a_download_covers_the_read_before_it);
+    let len = if doubles::is_set() { 20_000 } else { 16 << 20 };
+    let context = CudaContext::new(0).unwrap();
+    let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+    let on_owner = adopted(&owner).unwrap();
+    let pool = pool(on_owner.device(), len);
+    for round in 0..4 {
+        let (old, new) = (bytes(round, len), bytes(round + 1, len));
+        let mut slice = on_device(&owner, &old);
+        let mut copies: Vec<_> = (0..READS).map(|_| on_device(&other, &new)).collect();
+        for copy in &mut copies {
+            other.memcpy_dtod(&slice, copy).unwrap();
         }
-    });
+        let read = on_owner.download_from(&slice, pool.checkout(len).unwrap()).unwrap();
+        drop(on_owner.upload_to(filled(&pool, &new), &mut slice).unwrap().wait().unwrap());
+        assert!(*read.wait().unwrap() == *old, "by the pool, round {round}");
+        for (nth, copy) in copies.into_iter().enumerate() {
+            assert!(other.clone_dtoh(&copy).unwrap() == old, "{nth} by cudarc, round {round}");
+        }
+    }
 }
 
 /// The driver gives the handle of a destroyed stream to another one.
 #[test]
 fn a_streams_handle_may_have_been_anothers() {
     const LEN: usize = 3000;
-    beside("a_streams_handle_may_have_been_anothers", || {
-        let context = CudaContext::new(0).unwrap();
-        let stand_in = doubles::is_set().then(StandIn::of_this_process).flatten();
-        if let Some(d) = &stand_in {
-            d.reuse(true);
-        }
-        let other = context.new_stream().unwrap();
-        let on_other = adopted(&other).unwrap();
-        let pool = pool(on_other.device(), 4 * LEN);
-        let mut handles = Vec::new();
-        for round in 0..20 {
-            let owner = context.new_stream().unwrap();
-            handles.push(owner.cu_stream());
-            let slice = on_device(&owner, &bytes(round, LEN));
-            let read = adopted(&owner).unwrap().download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
-            drop(slice);
-            // SAFETY: written before it is read.
-            let mut fresh = unsafe { owner.alloc::<u8>(LEN) }.unwrap();
-            let mut buf = pool.checkout(LEN).unwrap();
-            buf.extend_from_slice(&bytes(round + 1, LEN));
-            drop(on_other.upload_to(buf, &mut fresh).unwrap().wait().unwrap());
-            assert!(*read.wait().unwrap() == *bytes(round, LEN), "round {round}");
-            assert!(owner.clone_dtoh(&fresh).unwrap() == bytes(round + 1, LEN), "round {round}");
-            // Destroyed when the pool's threads have dropped it as well.
-            let gone = Arc::downgrade(&owner);
-            drop((owner, fresh));
-            doubles::gpu::until("the stream is gone", || gone.strong_count() == 0);
-        }
-        let made = handles.len();
-        handles.sort_unstable();
-        handles.dedup();
-        println!("{made} streams with {} handles", handles.len());
-        assert!(handles.len() < made || stand_in.is_none());
-    });
+    beside!(a_streams_handle_may_have_been_anothers);
+    let context = CudaContext::new(0).unwrap();
+    let stand_in = stand_in();
+    if let Some(d) = &stand_in {
+        d.reuse(true);
+    }
+    let other = context.new_stream().unwrap();
+    let on_other = adopted(&other).unwrap();
+    let pool = pool(on_other.device(), 4 * LEN);
+    let mut handles = Vec::new();
+    for round in 0..20 {
+        let owner = context.new_stream().unwrap();
+        handles.push(owner.cu_stream());
+        let slice = on_device(&owner, &bytes(round, LEN));
+        let read = adopted(&owner).unwrap().download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
+        drop(slice);
+        // SAFETY: written before it is read.
+        let mut fresh = unsafe { owner.alloc::<u8>(LEN) }.unwrap();
+        drop(on_other.upload_to(filled(&pool, &bytes(round + 1, LEN)), &mut fresh).unwrap().wait().unwrap());
+        assert!(*read.wait().unwrap() == *bytes(round, LEN), "round {round}");
+        assert!(owner.clone_dtoh(&fresh).unwrap() == bytes(round + 1, LEN), "round {round}");
+        // Destroyed when the pool's threads have dropped it as well.
+        let gone = Arc::downgrade(&owner);
+        drop((owner, fresh));
+        doubles::gpu::until("the stream is gone", || gone.strong_count() == 0);
+    }
+    let made = handles.len();
+    handles.sort_unstable();
+    handles.dedup();
+    println!("{made} streams with {} handles", handles.len());
+    assert!(handles.len() < made || stand_in.is_none());
 }
 
 /// Each call that a copy of another stream's slice makes, failed once: the copy is refused, or works as ever.
@@ -499,67 +482,62 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
         "cuMemcpyHtoDAsync_v2",
         "cuEventCreate",
     ];
-    beside("where_a_stream_cannot_be_made_to_wait_the_copy_is_refused", || {
-        let Some(d) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
-        let all = || {
-            let context = CudaContext::new(0).unwrap();
-            let [owner, other] = [(); 2].map(|()| context.new_stream().unwrap());
-            let [on_owner, on_other] = [&owner, &other].map(|stream| adopted(stream).unwrap());
-            let pool = pool(on_owner.device(), 4 * LEN);
-            (context, owner, other, on_owner, on_other, pool)
-        };
-        let mut made = None;
-        let (old, new) = (bytes(1, LEN), bytes(2, LEN));
-        let (mut sent, mut refused) = (0, 0);
-        for call in CALLS {
-            let met = d.struck();
-            for (nth, code, after) in (1..=12)
-                .flat_map(|nth| [2, 400, 801, 900, 999].map(|code| (nth, code)))
-                .flat_map(|(nth, code)| [false, true].map(|after| (nth, code, after)))
-                // Created, and its handle never returned: it stays.
-                .filter(|(_, _, after)| !after || call != "cuEventCreate")
-            {
-                let fault = format!("{call} {nth} {code} {after}");
-                // Events are reused by the same device, so that one makes few. Other calls would fail where an earlier
-                // device ends.
-                if call == "cuEventCreate" {
-                    made = None;
-                }
-                let (context, owner, other, on_owner, on_other, pool) = made.get_or_insert_with(all);
-                let slice = on_device(owner, &old);
-                let read = on_owner.download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
-                drop(slice);
-                // SAFETY: written before it is read, or not read.
-                let mut fresh = unsafe { owner.alloc::<u8>(LEN) }.unwrap();
-                let mut buf = pool.checkout(LEN).unwrap();
-                buf.extend_from_slice(&new);
-                d.fail(call, nth, code, after);
-                let flight = on_other.upload_to(buf, &mut fresh);
-                d.calm();
-                let _ = context.check_err();
-                match flight {
-                    Ok(flight) => {
-                        sent += 1;
-                        drop(flight.wait().unwrap());
-                        assert!(owner.clone_dtoh(&fresh).unwrap() == new, "{fault}: another's bytes");
-                    }
-                    Err(error) => {
-                        refused += 1;
-                        let handed_over = call == "cuMemcpyHtoDAsync_v2";
-                        assert!(
-                            error.buffer.is_some() || handed_over || call == "cuCtxGetCurrent",
-                            "{fault}"
-                        );
-                        other.synchronize().unwrap();
-                    }
-                }
-                assert!(*read.wait().unwrap() == *old, "{fault}: written before it was read");
+    beside!(where_a_stream_cannot_be_made_to_wait_the_copy_is_refused);
+    let Some(d) = stand_in() else { return };
+    let all = || {
+        let context = CudaContext::new(0).unwrap();
+        let [owner, other] = [(); 2].map(|()| context.new_stream().unwrap());
+        let [on_owner, on_other] = [&owner, &other].map(|stream| adopted(stream).unwrap());
+        let pool = pool(on_owner.device(), 4 * LEN);
+        (context, owner, other, on_owner, on_other, pool)
+    };
+    let mut made = None;
+    let (old, new) = (bytes(1, LEN), bytes(2, LEN));
+    let (mut sent, mut refused) = (0, 0);
+    for call in CALLS {
+        let met = d.struck();
+        for (nth, code, after) in (1..=12)
+            .flat_map(|nth| [2, 400, 801, 900, 999].map(|code| (nth, code)))
+            .flat_map(|(nth, code)| [false, true].map(|after| (nth, code, after)))
+            // Created, and its handle never returned: it stays.
+            .filter(|(_, _, after)| !after || call != "cuEventCreate")
+        {
+            let fault = format!("{call} {nth} {code} {after}");
+            // Events are reused by the same device, so that one makes few. Other calls would fail where an earlier
+            // device ends.
+            if call == "cuEventCreate" {
+                made = None;
             }
-            assert!(d.struck() > met, "{call} is not made");
+            let (context, owner, other, on_owner, on_other, pool) = made.get_or_insert_with(all);
+            let slice = on_device(owner, &old);
+            let read = on_owner.download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
+            drop(slice);
+            // SAFETY: written before it is read, or not read.
+            let mut fresh = unsafe { owner.alloc::<u8>(LEN) }.unwrap();
+            let buf = filled(&pool, &new);
+            d.fail(call, nth, code, after);
+            let flight = on_other.upload_to(buf, &mut fresh);
+            d.calm();
+            let _ = context.check_err();
+            match flight {
+                Ok(flight) => {
+                    sent += 1;
+                    drop(flight.wait().unwrap());
+                    assert!(owner.clone_dtoh(&fresh).unwrap() == new, "{fault}: another's bytes");
+                }
+                Err(error) => {
+                    refused += 1;
+                    let handed_over = call == "cuMemcpyHtoDAsync_v2";
+                    assert!(error.buffer.is_some() || handed_over || call == "cuCtxGetCurrent", "{fault}");
+                    other.synchronize().unwrap();
+                }
+            }
+            assert!(*read.wait().unwrap() == *old, "{fault}: written before it was read");
         }
-        println!("{} calls failed: {refused} copies refused, {sent} made", d.struck());
-        assert!(sent > 0 && refused > 0);
-    });
+        assert!(d.struck() > met, "{call} is not made");
+    }
+    println!("{} calls failed: {refused} copies refused, {sent} made", d.struck());
+    assert!(sent > 0 && refused > 0);
 }
 
 /// What cudarc knows of a slice's uses stays as it was where a copy is refused: earlier uses are waited for all the
@@ -567,48 +545,46 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
 #[test]
 fn a_refused_copy_makes_cudarc_forget_nothing() {
     const LEN: usize = 5000;
-    beside("a_refused_copy_makes_cudarc_forget_nothing", || {
-        let Some(d) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
-        let context = CudaContext::new(0).unwrap();
-        let [owner, other, third] = [(); 3].map(|()| context.new_stream().unwrap());
-        let on_third = adopted(&third).unwrap();
-        let pool = pool(on_third.device(), 4 * LEN);
-        let (old, new) = (bytes(1, LEN), bytes(2, LEN));
-        let (from, mut into) = (on_device(&other, &new), on_device(&other, &new));
-        let mut refused = [0; 2];
-        for nth in 1..=6 {
-            for up in [true, false] {
-                let mut slice = on_device(&owner, &old);
-                // Used by cudarc on one stream, and not by the crate on another.
-                match up {
-                    true => other.memcpy_dtod(&from, &mut slice).unwrap(),
-                    false => other.memcpy_dtod(&slice, &mut into).unwrap(),
-                }
-                let mut buf = pool.checkout(LEN).unwrap();
-                buf.extend_from_slice(&old);
-                d.fail("cuStreamWaitEvent", nth, 999, false);
-                let flight = match up {
-                    true => on_third.upload_to(buf, &mut slice),
-                    false => on_third.download_from(&slice, buf),
-                };
-                d.calm();
-                let _ = context.check_err();
-                if let Ok(flight) = flight {
-                    drop(flight.wait().unwrap());
-                    continue;
-                }
-                refused[usize::from(up)] += 1;
-                if up {
-                    assert!(owner.clone_dtoh(&slice).unwrap() == new, "the write is not waited for, {nth}");
-                } else {
-                    owner.memcpy_htod(&new, &mut slice).unwrap();
-                    owner.synchronize().unwrap();
-                    assert!(other.clone_dtoh(&into).unwrap() == old, "the read is not waited for, {nth}");
-                }
+    beside!(a_refused_copy_makes_cudarc_forget_nothing);
+    let Some(d) = stand_in() else { return };
+    let context = CudaContext::new(0).unwrap();
+    let [owner, other, third] = [(); 3].map(|()| context.new_stream().unwrap());
+    let on_third = adopted(&third).unwrap();
+    let pool = pool(on_third.device(), 4 * LEN);
+    let (old, new) = (bytes(1, LEN), bytes(2, LEN));
+    let (from, mut into) = (on_device(&other, &new), on_device(&other, &new));
+    let mut refused = [0; 2];
+    for nth in 1..=6 {
+        for up in [true, false] {
+            let mut slice = on_device(&owner, &old);
+            // Used by cudarc on one stream, and not by the crate on another.
+            match up {
+                true => other.memcpy_dtod(&from, &mut slice).unwrap(),
+                false => other.memcpy_dtod(&slice, &mut into).unwrap(),
+            }
+            let buf = filled(&pool, &old);
+            d.fail("cuStreamWaitEvent", nth, 999, false);
+            let flight = match up {
+                true => on_third.upload_to(buf, &mut slice),
+                false => on_third.download_from(&slice, buf),
+            };
+            d.calm();
+            let _ = context.check_err();
+            if let Ok(flight) = flight {
+                drop(flight.wait().unwrap());
+                continue;
+            }
+            refused[usize::from(up)] += 1;
+            if up {
+                assert!(owner.clone_dtoh(&slice).unwrap() == new, "the write is not waited for, {nth}");
+            } else {
+                owner.memcpy_htod(&new, &mut slice).unwrap();
+                owner.synchronize().unwrap();
+                assert!(other.clone_dtoh(&into).unwrap() == old, "the read is not waited for, {nth}");
             }
         }
-        assert!(refused.iter().all(|times| *times > 1), "{refused:?}");
-    });
+    }
+    assert!(refused.iter().all(|times| *times > 1), "{refused:?}");
 }
 
 /// Captures beside uploads: of the same streams under a lock, as the contract of `adopt` has it, and of others at any
@@ -619,78 +595,77 @@ fn no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept() {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     const LEN: usize = 4096;
-    beside("no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept", || {
-        let context = CudaContext::new(0).unwrap();
-        let (copied, owner) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let neighbour = context.new_stream().unwrap();
-        let shared = adopted(&copied).unwrap();
-        let pool = pool(shared.device(), 64 * LEN);
-        // Slices of the stream that copies, and of another one.
-        let mut slices = [on_device(&copied, &[0; LEN]), on_device(&owner, &[0; LEN])];
-        let (lock, stop, sent) = (Mutex::new(()), AtomicBool::new(false), AtomicU64::new(0));
-        let rounds = rounds(200);
-        let graphs = std::thread::scope(|s| {
-            for slice in &mut slices {
-                let (lock, stop, sent, pool, shared) = (&lock, &stop, &sent, &pool, &shared);
-                s.spawn(move || {
-                    while !stop.load(Ordering::Relaxed) {
-                        let mut buf = pool.checkout(LEN).unwrap();
-                        buf.try_resize(LEN, 0xAA).unwrap();
-                        let _turn = lock.lock().unwrap();
-                        drop(shared.upload_to(buf, slice).unwrap());
-                        sent.fetch_add(1, Ordering::Relaxed);
-                    }
-                });
-            }
-            let capture = |stream: &Arc<CudaStream>, mode| {
-                stream.begin_capture(mode).unwrap();
-                std::thread::yield_now();
-                stream.end_capture(CUgraphInstantiate_flags(0)).expect("the capture was not broken")
-            };
-            let mut graphs = Vec::new();
-            for round in 0..rounds {
-                let mode = match round % 3 {
-                    0 => Mode::CU_STREAM_CAPTURE_MODE_GLOBAL,
-                    1 => Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
-                    _ => Mode::CU_STREAM_CAPTURE_MODE_RELAXED,
-                };
-                let before = sent.load(Ordering::Relaxed);
-                let stream = if round % 2 == 0 { &copied } else { &owner };
-                let turn = lock.lock().unwrap();
-                graphs.extend(capture(stream, mode));
-                drop(turn);
-                graphs.extend(capture(&neighbour, mode));
-                // No faster than the other threads, which take turns by a lock that is not fair.
-                let since = std::time::Instant::now();
-                while sent.load(Ordering::Relaxed) == before && since.elapsed() < Duration::from_secs(1) {
-                    std::thread::yield_now();
-                }
-            }
-            stop.store(true, Ordering::Relaxed);
-            graphs
-        });
-        shared.synchronize().unwrap();
-        context.check_err().unwrap();
-        println!("{} graphs beside {} uploads", graphs.len(), sent.load(Ordering::Relaxed));
-        // All has returned, and is reused. A graph that has a copy in it would show that.
-        doubles::gpu::until("everything is back", || pool.stats().in_flight_bytes == 0);
-        let mut others = Vec::new();
-        while let Ok(mut buf) = pool.try_checkout(LEN) {
-            buf.try_resize(LEN, 0x55).unwrap();
-            others.push(buf);
-        }
+    beside!(no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept);
+    let context = CudaContext::new(0).unwrap();
+    let (copied, owner) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+    let neighbour = context.new_stream().unwrap();
+    let shared = adopted(&copied).unwrap();
+    let pool = pool(shared.device(), 64 * LEN);
+    // Slices of the stream that copies, and of another one.
+    let mut slices = [on_device(&copied, &[0; LEN]), on_device(&owner, &[0; LEN])];
+    let (lock, stop, sent) = (Mutex::new(()), AtomicBool::new(false), AtomicU64::new(0));
+    let rounds = rounds(200);
+    let graphs = std::thread::scope(|s| {
         for slice in &mut slices {
-            let stream = slice.stream().clone();
-            stream.memcpy_htod(&[0; LEN], slice).unwrap();
-            stream.synchronize().unwrap();
+            let (lock, stop, sent, pool, shared) = (&lock, &stop, &sent, &pool, &shared);
+            s.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    let mut buf = pool.checkout(LEN).unwrap();
+                    buf.try_resize(LEN, 0xAA).unwrap();
+                    let _turn = lock.lock().unwrap();
+                    drop(shared.upload_to(buf, slice).unwrap());
+                    sent.fetch_add(1, Ordering::Relaxed);
+                }
+            });
         }
-        graphs.iter().for_each(|graph| graph.launch().unwrap());
-        [&copied, &owner, &neighbour].into_iter().for_each(|stream| stream.synchronize().unwrap());
-        for slice in &slices {
-            assert!(slice.stream().clone_dtoh(slice).unwrap() == [0; LEN], "a graph read the pool's memory");
+        let capture = |stream: &Arc<CudaStream>, mode| {
+            stream.begin_capture(mode).unwrap();
+            std::thread::yield_now();
+            stream.end_capture(CUgraphInstantiate_flags(0)).expect("the capture was not broken")
+        };
+        let mut graphs = Vec::new();
+        for round in 0..rounds {
+            let mode = match round % 3 {
+                0 => Mode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+                1 => Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+                _ => Mode::CU_STREAM_CAPTURE_MODE_RELAXED,
+            };
+            let before = sent.load(Ordering::Relaxed);
+            let stream = if round % 2 == 0 { &copied } else { &owner };
+            let turn = lock.lock().unwrap();
+            graphs.extend(capture(stream, mode));
+            drop(turn);
+            graphs.extend(capture(&neighbour, mode));
+            // No faster than the other threads, which take turns by a lock that is not fair.
+            let since = std::time::Instant::now();
+            while sent.load(Ordering::Relaxed) == before && since.elapsed() < Duration::from_secs(1) {
+                std::thread::yield_now();
+            }
         }
-        assert!(graphs.len() >= rounds, "the captures came to nothing");
+        stop.store(true, Ordering::Relaxed);
+        graphs
     });
+    shared.synchronize().unwrap();
+    context.check_err().unwrap();
+    println!("{} graphs beside {} uploads", graphs.len(), sent.load(Ordering::Relaxed));
+    // All has returned, and is reused. A graph that has a copy in it would show that.
+    doubles::gpu::until("everything is back", || pool.stats().in_flight_bytes == 0);
+    let mut others = Vec::new();
+    while let Ok(mut buf) = pool.try_checkout(LEN) {
+        buf.try_resize(LEN, 0x55).unwrap();
+        others.push(buf);
+    }
+    for slice in &mut slices {
+        let stream = slice.stream().clone();
+        stream.memcpy_htod(&[0; LEN], slice).unwrap();
+        stream.synchronize().unwrap();
+    }
+    graphs.iter().for_each(|graph| graph.launch().unwrap());
+    [&copied, &owner, &neighbour].into_iter().for_each(|stream| stream.synchronize().unwrap());
+    for slice in &slices {
+        assert!(slice.stream().clone_dtoh(slice).unwrap() == [0; LEN], "a graph read the pool's memory");
+    }
+    assert!(graphs.len() >= rounds, "the captures came to nothing");
 }
 
 /// Where a slice is.
@@ -706,74 +681,66 @@ fn address_of(slice: &cudarc::driver::CudaSlice<u8>, stream: &CudaStream) -> u64
 #[test]
 fn a_slice_spoils_no_capture() {
     use cudarc::driver::{result, sys};
-    beside("a_slice_spoils_no_capture", || {
-        let context = CudaContext::new(0).unwrap();
-        let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let mut slice = on_device(&other, &bytes(1, 1000));
-        let shared = adopted(&one).unwrap();
-        let pool = pool(shared.device(), 1000);
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        for round in 0..2 {
-            // Slices of the stream that copies, and of the slice's own, whose events are the capture's from then on.
-            let captured = if round == 0 { &one } else { &other };
-            captured.begin_capture(mode).unwrap();
-            let mut buf = pool.checkout(1000).unwrap();
-            buf.extend_from_slice(&bytes(2, 1000));
-            let refused = shared.upload_to(buf, &mut slice).unwrap_err();
-            assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
-            let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
-            assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
-            assert!(*refused.buffer.unwrap() == *bytes(2, 1000));
-            // SAFETY: begun above; no other code has the graph.
-            unsafe {
-                let graph = result::stream::end_capture(captured.cu_stream()).unwrap();
-                result::graph::destroy(graph).unwrap();
-            }
+    beside!(a_slice_spoils_no_capture);
+    let context = CudaContext::new(0).unwrap();
+    let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+    let mut slice = on_device(&other, &bytes(1, 1000));
+    let shared = adopted(&one).unwrap();
+    let pool = pool(shared.device(), 1000);
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    for round in 0..2 {
+        // Slices of the stream that copies, and of the slice's own, whose events are the capture's from then on.
+        let captured = if round == 0 { &one } else { &other };
+        captured.begin_capture(mode).unwrap();
+        let refused = shared.upload_to(filled(&pool, &bytes(2, 1000)), &mut slice).unwrap_err();
+        assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
+        let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
+        assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
+        assert!(*refused.buffer.unwrap() == *bytes(2, 1000));
+        // SAFETY: begun above; no other code has the graph.
+        unsafe {
+            let graph = result::stream::end_capture(captured.cu_stream()).unwrap();
+            result::graph::destroy(graph).unwrap();
         }
-        context.check_err().unwrap();
-        let landed = shared.download_from(&slice, pool.checkout(1000).unwrap()).unwrap().wait().unwrap();
-        assert!(*landed == *bytes(1, 1000));
-    });
+    }
+    context.check_err().unwrap();
+    let landed = shared.download_from(&slice, pool.checkout(1000).unwrap()).unwrap().wait().unwrap();
+    assert!(*landed == *bytes(1, 1000));
 }
 
 /// cudarc stores an error and goes on, and orders nothing while one is stored.
 #[test]
 fn an_error_that_cudarc_has_noted_breaks_no_order() {
-    beside("an_error_that_cudarc_has_noted_breaks_no_order", || {
-        let context = CudaContext::new(0).unwrap();
-        let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let shared = adopted(&one).unwrap();
-        let pool = pool(shared.device(), 1000);
-        let filled = || {
-            let mut buf = pool.checkout(1000).unwrap();
-            buf.extend_from_slice(&bytes(2, 1000));
-            buf
-        };
-        let mut slice = on_device(&other, &bytes(1, 1000));
-        let noted = cudarc::driver::DriverError(cudarc::driver::sys::CUresult::CUDA_ERROR_NOT_FOUND);
-        // Before: the stream would not wait for what was done to the slice.
-        context.record_err::<()>(Err(noted));
+    beside!(an_error_that_cudarc_has_noted_breaks_no_order);
+    let context = CudaContext::new(0).unwrap();
+    let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+    let shared = adopted(&one).unwrap();
+    let pool = pool(shared.device(), 1000);
+    let filled = || {
+        let buf = filled(&pool, &bytes(2, 1000));
+        buf
+    };
+    let mut slice = on_device(&other, &bytes(1, 1000));
+    let noted = cudarc::driver::DriverError(cudarc::driver::sys::CUresult::CUDA_ERROR_NOT_FOUND);
+    // Before: the stream would not wait for what was done to the slice.
+    context.record_err::<()>(Err(noted));
+    let refused = shared.upload_to(filled(), &mut slice).unwrap_err();
+    assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
+    context.record_err::<()>(Err(noted));
+    let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
+    assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
+    let Some(d) = stand_in() else { return };
+    // The pool's own wait for the other stream, and cudarc's for what was read and written.
+    for nth in 1..=3 {
+        d.fail("cuStreamWaitEvent", nth, 500, false);
         let refused = shared.upload_to(filled(), &mut slice).unwrap_err();
-        assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
-        context.record_err::<()>(Err(noted));
-        let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
-        assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
-        let Some(d) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
-        // The pool's own wait for the other stream, and cudarc's for what was read and written.
-        for nth in 1..=3 {
-            d.fail("cuStreamWaitEvent", nth, 500, false);
-            let refused = shared.upload_to(filled(), &mut slice).unwrap_err();
-            assert!(
-                refused.error.to_string().contains("500") && refused.buffer.is_some(),
-                "{nth}: {refused}"
-            );
-        }
-        // After: the slice would not wait for the copy. (The first events are the pool's own, on each stream.)
-        d.fail("cuEventRecord", 3, 500, false);
-        drop(shared.upload_to(filled(), &mut slice).unwrap());
-        assert_eq!(context.check_err().unwrap_err(), noted, "it is noted as ever");
-        assert!(other.clone_dtoh(&slice).unwrap() == bytes(2, 1000), "the copy was not waited for");
-    });
+        assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{nth}: {refused}");
+    }
+    // After: the slice would not wait for the copy. (The first events are the pool's own, on each stream.)
+    d.fail("cuEventRecord", 3, 500, false);
+    drop(shared.upload_to(filled(), &mut slice).unwrap());
+    assert_eq!(context.check_err().unwrap_err(), noted, "it is noted as ever");
+    assert!(other.clone_dtoh(&slice).unwrap() == bytes(2, 1000), "the copy was not waited for");
 }
 
 /// A thread that does what it is told. (Those of a test live until its end: see `docs/cuda.md` on threads that end after
@@ -810,166 +777,153 @@ impl Helper {
 #[test]
 fn slices_of_per_thread_streams_are_in_order_on_all_threads() {
     const LEN: usize = 70_000;
-    beside("cudarc::slices_of_per_thread_streams_are_in_order_on_all_threads", || {
-        let context = CudaContext::new(0).unwrap();
-        let device = shared::device(&context).unwrap();
-        let pool = pool(&device, 8 * LEN);
-        let helpers = [Helper::new(&context), Helper::new(&context)];
-        for round in 0..10 {
-            let theirs = context.per_thread_stream();
-            let (first, second, third) =
-                (bytes(round, LEN), bytes(100 + round, LEN), bytes(200 + round, LEN));
-            let mut slice = theirs.clone_htod(&first).unwrap();
-            let (there, buffers) = (context.clone(), pool.clone());
-            let sent = second.clone();
-            slice = helpers[0].run(move || {
-                let stream = if round % 2 == 0 { there.per_thread_stream() } else { there.default_stream() };
-                let stream = adopted(&stream).unwrap();
-                let back = stream.download_from(&slice, buffers.checkout(LEN).unwrap()).unwrap();
-                let mut buf = buffers.checkout(LEN).unwrap();
-                buf.extend_from_slice(&sent);
-                drop(stream.upload_to(buf, &mut slice).unwrap());
-                assert!(*back.wait().unwrap() == *first, "what the other thread has written");
-                slice
-            });
-            // On this thread's stream, behind the copy of the other thread's.
-            assert!(theirs.clone_dtoh(&slice).unwrap() == second);
-            let stream = adopted(&theirs).unwrap();
-            let mut buf = pool.checkout(LEN).unwrap();
-            buf.extend_from_slice(&third);
-            drop(stream.upload_to(buf, &mut slice).unwrap());
-            assert!(theirs.clone_dtoh(&slice).unwrap() == third);
-            // Freed on a third thread, while a copy that reads it may be under way.
-            let back = stream.download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
-            let there = context.clone();
-            helpers[1].run(move || {
-                drop(slice);
-                drop(there.per_thread_stream().clone_htod(&vec![OLD; LEN]).unwrap());
-            });
-            assert!(*back.wait().unwrap() == *third, "read before it was freed and given out again");
-        }
-        helpers.into_iter().for_each(Helper::end);
-        crate::support::doubles::gpu::all_back(&pool);
-    });
+    beside!(slices_of_per_thread_streams_are_in_order_on_all_threads);
+    let context = CudaContext::new(0).unwrap();
+    let device = shared::device(&context).unwrap();
+    let pool = pool(&device, 8 * LEN);
+    let helpers = [Helper::new(&context), Helper::new(&context)];
+    for round in 0..10 {
+        let theirs = context.per_thread_stream();
+        let (first, second, third) = (bytes(round, LEN), bytes(100 + round, LEN), bytes(200 + round, LEN));
+        let mut slice = theirs.clone_htod(&first).unwrap();
+        let (there, buffers) = (context.clone(), pool.clone());
+        let sent = second.clone();
+        slice = helpers[0].run(move || {
+            let stream = if round % 2 == 0 { there.per_thread_stream() } else { there.default_stream() };
+            let stream = adopted(&stream).unwrap();
+            let back = stream.download_from(&slice, buffers.checkout(LEN).unwrap()).unwrap();
+            drop(stream.upload_to(filled(&buffers, &sent), &mut slice).unwrap());
+            assert!(*back.wait().unwrap() == *first, "what the other thread has written");
+            slice
+        });
+        // On this thread's stream, behind the copy of the other thread's.
+        assert!(theirs.clone_dtoh(&slice).unwrap() == second);
+        let stream = adopted(&theirs).unwrap();
+        drop(stream.upload_to(filled(&pool, &third), &mut slice).unwrap());
+        assert!(theirs.clone_dtoh(&slice).unwrap() == third);
+        // Freed on a third thread, while a copy that reads it may be under way.
+        let back = stream.download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
+        let there = context.clone();
+        helpers[1].run(move || {
+            drop(slice);
+            drop(there.per_thread_stream().clone_htod(&vec![OLD; LEN]).unwrap());
+        });
+        assert!(*back.wait().unwrap() == *third, "read before it was freed and given out again");
+    }
+    helpers.into_iter().for_each(Helper::end);
+    crate::support::doubles::gpu::all_back(&pool);
 }
 
 /// Slices that copies use as device memory, of each kind of stream, one thread's own default stream among them.
 #[test]
 fn slices_are_lent_to_a_copier_and_come_back() {
     const LEN: usize = 70_000;
-    beside("cudarc::slices_are_lent_to_a_copier_and_come_back", || {
-        let context = CudaContext::new(0).unwrap();
-        let device = shared::device(&context).unwrap();
-        let pool = pool(&device, LEN);
-        let copier = pinpool::Copier::builder(&pool, &device).build().unwrap();
-        let work = |stream: Arc<CudaStream>, seed: usize| {
-            // Older work of the stream, with memory that the new slices may get.
-            drop(on_device(&stream, &vec![OLD; LEN]));
-            let take = |n: usize| {
-                let slice = stream.clone_htod(&vec![OLD; LEN + n]).unwrap();
-                (SharedSlice::new(slice).unwrap(), bytes(seed + n, LEN + n))
-            };
-            let taken: Vec<_> = (0..5).map(take).collect();
-            let pieces: Vec<_> =
-                taken.iter().map(|(slice, sent)| (&sent[..], slice.memory().clone())).collect();
-            copier.upload_slices(&pieces).unwrap();
-            drop(pieces);
-            for (slice, sent) in taken {
-                let slice = slice.into_inner().unwrap();
-                assert_eq!((slice.len(), slice.stream().cu_stream()), (sent.len(), stream.cu_stream()));
-                assert!(stream.clone_dtoh(&slice).unwrap() == sent, "the bytes that the copier has copied");
-            }
+    beside!(slices_are_lent_to_a_copier_and_come_back);
+    let context = CudaContext::new(0).unwrap();
+    let device = shared::device(&context).unwrap();
+    let pool = pool(&device, LEN);
+    let copier = pinpool::Copier::builder(&pool, &device).build().unwrap();
+    let work = |stream: Arc<CudaStream>, seed: usize| {
+        // Older work of the stream, with memory that the new slices may get.
+        drop(on_device(&stream, &vec![OLD; LEN]));
+        let take = |n: usize| {
+            let slice = stream.clone_htod(&vec![OLD; LEN + n]).unwrap();
+            (SharedSlice::new(slice).unwrap(), bytes(seed + n, LEN + n))
         };
-        work(context.default_stream(), 0);
-        let all = std::sync::Barrier::new(4);
-        std::thread::scope(|scope| {
-            for thread in 1..5 {
-                let (context, work, all) = (&context, &work, &all);
-                scope.spawn(move || {
-                    context.bind_to_thread().unwrap();
-                    all.wait();
-                    (0..5).for_each(|round| work(context.per_thread_stream(), 100 * thread + round));
-                    all.wait();
-                });
-            }
-        });
-        work(context.new_stream().unwrap(), 1000);
-        // Dropped while a copy is under way, it is freed afterwards.
-        let stream = device.stream().unwrap();
-        let slice = SharedSlice::new(on_device(&context.default_stream(), &[OLD; 64])).unwrap();
-        let mut buf = pool.checkout(64).unwrap();
-        buf.extend_from_slice(&[7; 64]);
-        let flight = stream.upload(buf, slice.memory()).unwrap();
-        drop(slice);
-        drop(flight.wait().unwrap());
-        drop((copier, stream));
-        crate::support::doubles::gpu::all_back(&pool);
+        let taken: Vec<_> = (0..5).map(take).collect();
+        let pieces: Vec<_> = taken.iter().map(|(slice, sent)| (&sent[..], slice.memory().clone())).collect();
+        copier.upload_slices(&pieces).unwrap();
+        drop(pieces);
+        for (slice, sent) in taken {
+            let slice = slice.into_inner().unwrap();
+            assert_eq!((slice.len(), slice.stream().cu_stream()), (sent.len(), stream.cu_stream()));
+            assert!(stream.clone_dtoh(&slice).unwrap() == sent, "the bytes that the copier has copied");
+        }
+    };
+    work(context.default_stream(), 0);
+    let all = std::sync::Barrier::new(4);
+    std::thread::scope(|scope| {
+        for thread in 1..5 {
+            let (context, work, all) = (&context, &work, &all);
+            scope.spawn(move || {
+                context.bind_to_thread().unwrap();
+                all.wait();
+                (0..5).for_each(|round| work(context.per_thread_stream(), 100 * thread + round));
+                all.wait();
+            });
+        }
     });
+    work(context.new_stream().unwrap(), 1000);
+    // Dropped while a copy is under way, it is freed afterwards.
+    let stream = device.stream().unwrap();
+    let slice = SharedSlice::new(on_device(&context.default_stream(), &[OLD; 64])).unwrap();
+    let buf = filled(&pool, &[7; 64]);
+    let flight = stream.upload(buf, slice.memory()).unwrap();
+    drop(slice);
+    drop(flight.wait().unwrap());
+    drop((copier, stream));
+    crate::support::doubles::gpu::all_back(&pool);
 }
 
 /// It comes back when the last copy is complete, and not before.
 #[test]
 fn a_slice_comes_back_when_its_last_copy_is_complete() {
-    beside("cudarc::a_slice_comes_back_when_its_last_copy_is_complete", || {
-        let Some(stand_in) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
-        let context = CudaContext::new(0).unwrap();
-        let device = shared::device(&context).unwrap();
-        let (pool, stream) = (pool(&device, 64), device.stream().unwrap());
-        let lend = || {
-            let slice = SharedSlice::new(on_device(&context.default_stream(), &[OLD; 64])).unwrap();
-            stand_in.hang(true);
-            let mut buf = pool.checkout(64).unwrap();
-            buf.extend_from_slice(&[7; 64]);
-            drop(stream.upload(buf, slice.memory()).unwrap());
-            std::thread::spawn(move || slice.into_inner())
-        };
-        let back = lend();
-        std::thread::sleep(Duration::from_millis(200));
-        assert!(!back.is_finished(), "the copy has not run");
-        stand_in.hang(false);
-        let slice = back.join().unwrap().unwrap();
-        context.bind_to_thread().unwrap();
-        assert!(context.default_stream().clone_dtoh(&slice).unwrap() == [7; 64]);
-        // Without bytes there is nothing to copy, and the slice comes back with the error.
-        let none = context.default_stream().alloc_zeros::<u8>(0);
-        if let Ok(none) = none {
-            let refused = SharedSlice::new(none).unwrap_err();
-            assert!(refused.error.to_string().contains("nothing to copy") && refused.buffer.is_some());
-        }
-        let handle = SharedSlice::new(slice).unwrap();
-        let other = handle.memory().slice(8..16).unwrap();
-        let back = std::thread::spawn(move || handle.into_inner());
-        std::thread::sleep(Duration::from_millis(200));
-        assert!(!back.is_finished(), "there is another handle");
-        drop(other);
-        drop(back.join().unwrap().unwrap());
-    });
+    beside!(a_slice_comes_back_when_its_last_copy_is_complete);
+    let Some(stand_in) = stand_in() else { return };
+    let context = CudaContext::new(0).unwrap();
+    let device = shared::device(&context).unwrap();
+    let (pool, stream) = (pool(&device, 64), device.stream().unwrap());
+    let lend = || {
+        let slice = SharedSlice::new(on_device(&context.default_stream(), &[OLD; 64])).unwrap();
+        stand_in.hang(true);
+        let buf = filled(&pool, &[7; 64]);
+        drop(stream.upload(buf, slice.memory()).unwrap());
+        std::thread::spawn(move || slice.into_inner())
+    };
+    let back = lend();
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(!back.is_finished(), "the copy has not run");
+    stand_in.hang(false);
+    let slice = back.join().unwrap().unwrap();
+    context.bind_to_thread().unwrap();
+    assert!(context.default_stream().clone_dtoh(&slice).unwrap() == [7; 64]);
+    // Without bytes there is nothing to copy, and the slice comes back with the error.
+    let none = context.default_stream().alloc_zeros::<u8>(0);
+    if let Ok(none) = none {
+        let refused = SharedSlice::new(none).unwrap_err();
+        assert!(refused.error.to_string().contains("nothing to copy") && refused.buffer.is_some());
+    }
+    let handle = SharedSlice::new(slice).unwrap();
+    let other = handle.memory().slice(8..16).unwrap();
+    let back = std::thread::spawn(move || handle.into_inner());
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(!back.is_finished(), "there is another handle");
+    drop(other);
+    drop(back.join().unwrap().unwrap());
 }
 
 /// It comes back from a lost device, too.
 #[test]
 fn a_slice_comes_back_from_a_lost_device() {
     // What a lost device leaves behind is checked by the tests of lost devices.
-    beside_with("cudarc::a_slice_comes_back_from_a_lost_device", false, || {
-        let Some(stand_in) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
-        let context = CudaContext::new(0).unwrap();
-        let device = shared::device(&context).unwrap();
-        let (pool, stream) = (pool(&device, 64), device.stream().unwrap());
-        let new = || on_device(&context.default_stream(), &[OLD; 64]);
-        let (lent, idle, late) = (SharedSlice::new(new()).unwrap(), SharedSlice::new(new()).unwrap(), new());
-        stand_in.hang(true);
-        let mut buf = pool.checkout(64).unwrap();
-        buf.extend_from_slice(&[7; 64]);
-        drop(stream.upload(buf, lent.memory()).unwrap());
-        let back = std::thread::spawn(move || lent.into_inner());
-        std::thread::sleep(Duration::from_millis(100));
-        stand_in.kill(0, 700);
-        stand_in.hang(false);
-        let back = back.join().unwrap().unwrap();
-        let slice = idle.into_inner().unwrap();
-        let refused = SharedSlice::new(late).unwrap_err();
-        assert!(refused.error.is_device_lost() && refused.buffer.is_some(), "{}", refused.error);
-        assert!(device.lost().is_some());
-        drop((back, slice, refused.buffer));
-    });
+    beside!(a_slice_comes_back_from_a_lost_device, unchecked);
+    let Some(stand_in) = stand_in() else { return };
+    let context = CudaContext::new(0).unwrap();
+    let device = shared::device(&context).unwrap();
+    let (pool, stream) = (pool(&device, 64), device.stream().unwrap());
+    let new = || on_device(&context.default_stream(), &[OLD; 64]);
+    let (lent, idle, late) = (SharedSlice::new(new()).unwrap(), SharedSlice::new(new()).unwrap(), new());
+    stand_in.hang(true);
+    let buf = filled(&pool, &[7; 64]);
+    drop(stream.upload(buf, lent.memory()).unwrap());
+    let back = std::thread::spawn(move || lent.into_inner());
+    std::thread::sleep(Duration::from_millis(100));
+    stand_in.kill(0, 700);
+    stand_in.hang(false);
+    let back = back.join().unwrap().unwrap();
+    let slice = idle.into_inner().unwrap();
+    let refused = SharedSlice::new(late).unwrap_err();
+    assert!(refused.error.is_device_lost() && refused.buffer.is_some(), "{}", refused.error);
+    assert!(device.lost().is_some());
+    drop((back, slice, refused.buffer));
 }

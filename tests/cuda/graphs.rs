@@ -6,31 +6,19 @@
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
-use pinpool::{Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Stream, SubmitError, cuda};
+use pinpool::{Device, Error, ErrorClass, PinnedBuf, Stream, SubmitError, cuda};
+use pinpool_sim::cuda::Driver;
 
-use crate::support::doubles::gpu::{Gpu, bytes, filled, on_gpu, on_stand_in, pool, until};
-use crate::support::doubles::{self, HANG};
-use crate::support::skip;
+use crate::rig::{self, open, round_trip};
+use crate::support::doubles::gpu::{Gpu, bytes, filled, on_driver, on_gpu, on_stand_in, pool, until};
+use crate::support::doubles::{HANG, gpu_name};
 
 const LEN: usize = 10_000;
 
-fn open() -> Device {
-    Device::open("cuda:0").unwrap()
-}
-
 fn adopt(device: &Device, stream: usize) -> Stream {
-    // SAFETY: tests keep their streams until all work on them is complete.
-    unsafe { cuda::adopt_stream(device, stream as *mut c_void, ()) }.unwrap()
-}
-
-fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usize) {
-    let sent = bytes(seed, memory.len());
-    drop(stream.upload(filled(pool, &sent), memory).unwrap());
-    let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
-    assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
+    rig::adopt(device, stream).unwrap()
 }
 
 /// A refusal that names what was refused and gives the buffer back as it was.
@@ -54,7 +42,7 @@ fn is_capturing<T>(result: Result<T, Error>) {
 
 #[test]
 fn what_cannot_be_captured_is_refused_before_the_driver_hears_of_it() {
-    on_gpu("what_cannot_be_captured_is_refused_before_the_driver_hears_of_it", |gpu| {
+    on_gpu(|gpu| {
         let device = open();
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
         let (adopted, other) = (gpu.stream(), device.stream().unwrap());
@@ -119,14 +107,15 @@ fn what_cannot_be_captured_is_refused_before_the_driver_hears_of_it() {
 
 #[test]
 fn a_global_capture_survives_the_pool() {
-    on_gpu("a_global_capture_survives_the_pool", |gpu| {
+    on_gpu(|gpu| {
         let device = open();
         let (captured, foreign) = (gpu.stream(), gpu.stream());
         let (from, to) = (gpu.memory(64), gpu.memory(64));
         gpu.begin_capture(captured, 0);
         gpu.ok("cuMemcpyDtoDAsync_v2", &[to, from, 64, captured]);
+        let name = gpu_name(0);
         let work = |seed: usize| {
-            let device = open();
+            let device = Device::open(&name).unwrap();
             let pool = pool(&device, 2 << 20);
             // Copying and reaping, on a stream of the crate, an adopted one, and a new one each.
             let (own, adopted) = (device.stream().unwrap(), adopt(&device, foreign));
@@ -143,6 +132,15 @@ fn a_global_capture_survives_the_pool() {
             assert!(back == bytes(7, LEN));
             cuda::raw_stream(&own).unwrap();
             own.synchronize().unwrap();
+            // Memory by its address, copies between host memory, and the heap's limit.
+            let (at, owner) = (memory.address(), memory.clone());
+            // SAFETY: the owner keeps it, and the stream uses it in order.
+            let raw = unsafe { device.raw_memory(at, LEN, owner) }.unwrap();
+            round_trip(&pool, &own, &raw, seed + 50);
+            let (from, to) = (filled(&pool, &bytes(seed, 500)), pool.checkout(500).unwrap());
+            let (_, to) = own.copy_host(from, to).unwrap();
+            assert!(*to.wait().unwrap() == bytes(seed, 500));
+            cuda::set_device_heap_limit(&device, cuda::device_heap_limit(&device).unwrap()).unwrap();
             // Growing, up to the capacity, and trimming.
             drop((0..14).map(|_| filled(&pool, &bytes(1, 100_000))).collect::<Vec<_>>());
             until("the reaper sees it", || pool.stats().in_flight_bytes == 0);
@@ -153,6 +151,7 @@ fn a_global_capture_survives_the_pool() {
         work(0);
         std::thread::scope(|scope| {
             for thread in 1..=2 {
+                let work = &work;
                 scope.spawn(move || work(thread * 100));
             }
         });
@@ -177,7 +176,7 @@ fn a_global_capture_survives_the_pool() {
 /// The legacy default stream comes after everything on blocking streams, so using it while one is captured spoils that.
 #[test]
 fn the_legacy_stream_is_left_alone_while_a_blocking_stream_is_captured() {
-    on_gpu("the_legacy_stream_is_left_alone_while_a_blocking_stream_is_captured", |gpu| {
+    on_gpu(|gpu| {
         let device = open();
         let blocking = gpu.made("cuStreamCreate", &[0]);
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
@@ -260,8 +259,13 @@ fn replays(gpu: &Gpu, device: &Device, raw: usize, stream: &Stream, order: usize
 
 #[test]
 fn a_graph_keeps_the_buffers_that_it_reads() {
-    const TEST: &str = "a_graph_keeps_the_buffers_that_it_reads";
-    on_gpu(TEST, |gpu| {
+    // And with a driver that has the older form of the question only.
+    on_driver(Driver::Cuda12_0, replays_in_every_order);
+    on_gpu(replays_in_every_order);
+}
+
+fn replays_in_every_order(gpu: &Gpu) {
+    {
         let device = open();
         let raw = gpu.stream();
         let own = device.stream().unwrap();
@@ -271,23 +275,12 @@ fn a_graph_keeps_the_buffers_that_it_reads() {
         }
         drop(own);
         gpu.ok("cuStreamDestroy_v2", &[raw]);
-    });
-    // And with a driver that has the older form of the question only.
-    if let Some(library) =
-        (!doubles::is_set() && !doubles::required()).then(|| doubles::older("cuda12")).flatten()
-    {
-        doubles::again(TEST, &[(doubles::PATH, library.to_str().unwrap())]);
     }
 }
 
 #[test]
 fn an_old_driver_cannot_tie_buffers_to_graphs_and_says_so() {
-    const TEST: &str = "an_old_driver_cannot_tie_buffers_to_graphs_and_says_so";
-    if !doubles::is_set() {
-        let Some(library) = doubles::older("cuda11") else { return skip!("no cargo") };
-        return doubles::again(TEST, &[(doubles::PATH, library.to_str().unwrap())]);
-    }
-    on_stand_in(TEST, |gpu, _| {
+    on_driver(Driver::Cuda11_0, |gpu| {
         let device = open();
         let raw = gpu.stream();
         let (pool, stream) = (pool(&device, 2 << 20), adopt(&device, raw));
@@ -296,12 +289,14 @@ fn an_old_driver_cannot_tie_buffers_to_graphs_and_says_so() {
         assert!(matches!(&refusal.error, Error::Unsupported(text) if text.contains("11.3")));
         assert!(refusal.buffer.is_some_and(|buf| *buf == *bytes(1, LEN)));
         gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+        drop((stream, pool, device));
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
     });
 }
 
 #[test]
 fn what_a_graph_is_not_given_comes_back() {
-    on_stand_in("what_a_graph_is_not_given_comes_back", |gpu, d| {
+    on_stand_in(|gpu, d| {
         let device = open();
         let raw = gpu.stream();
         let (pool, stream) = (pool(&device, 2 << 20), adopt(&device, raw));
@@ -339,7 +334,7 @@ fn what_a_graph_is_not_given_comes_back() {
 /// capture begins, and the event it then records becomes part of the capture.
 #[test]
 fn a_mark_that_got_into_a_capture_is_made_again() {
-    on_stand_in("a_mark_that_got_into_a_capture_is_made_again", |gpu, d| {
+    on_stand_in(|gpu, d| {
         let device = open();
         let raw = gpu.stream();
         let (pool, stream, memory) =
@@ -377,7 +372,7 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
 /// thread that would wait for it.
 #[test]
 fn waiting_on_the_legacy_stream_beside_a_capture_is_refused() {
-    on_stand_in("waiting_on_the_legacy_stream_beside_a_capture_is_refused", |gpu, d| {
+    on_stand_in(|gpu, d| {
         let device = open();
         let blocking = gpu.made("cuStreamCreate", &[0]);
         let (pool, stream, memory) = (pool(&device, 2 << 20), adopt(&device, 0), device.alloc(LEN).unwrap());

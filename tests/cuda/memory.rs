@@ -1,11 +1,9 @@
-//! Where pinned memory comes from, on GPUs through the stand-in driver: what only CUDA has, and every call failing
-//! once.
+//! Where pinned memory comes from, on GPUs through the simulated driver: what only CUDA has.
 //!
-//! What any device must do with such memory is in `contract/memory.rs`. Each test runs in a child of its own, which
-//! loads the stand-in; see `support/doubles`.
+//! What any device must do with such memory is in `contract/memory.rs`; every call fails once in `faults.rs`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
-#![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
+#![allow(unsafe_code, reason = "values whose bytes stay where they are, and memory by its address")]
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -14,13 +12,13 @@ use std::time::Duration;
 
 use memmap2::MmapMut;
 use pinpool::{
-    Backing, Device, DeviceSlice, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool, PoolBuilder,
-    Registered, Request, Result, StableDeref, Stream, SubmitError, Unpinned,
+    Backing, Device, Error, ErrorClass, HostAllocFlags, Pool, PoolBuilder, Request, StableDeref, SubmitError,
+    Unpinned,
 };
 
-use crate::support::doubles::faults::{self, Fault, Findings};
+use crate::rig::{both, broken, flag, is_clean, open};
 use crate::support::doubles::gpu::{bytes, filled, until};
-use crate::support::doubles::{HANG, Report, StandIn, on_stand_in};
+use crate::support::doubles::{HANG, Report, gpu_name, on_stand_in};
 
 const PAGE: usize = 64 << 10;
 
@@ -35,10 +33,6 @@ fn allocating(flags: HostAllocFlags) -> Backing {
 
 fn calls(report: &Report, name: &str) -> u64 {
     report.calls.iter().find(|c| c.0 == name).map_or(0, |c| c.1)
-}
-
-fn ids(report: &Report) -> Vec<&str> {
-    report.violations.iter().filter_map(|v| v.split(' ').next()).collect()
 }
 
 /// Bytes, and whether they were dropped.
@@ -75,8 +69,8 @@ unsafe impl StableDeref for Watched {}
 
 #[test]
 fn the_driver_allocates_an_extent_a_call_and_frees_all_of_them() {
-    on_stand_in("the_driver_allocates_an_extent_a_call_and_frees_all_of_them", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         for bits in 0..8 {
             let flags =
                 HostAllocFlags { portable: bits & 1 > 0, mapped: bits & 2 > 0, write_combined: bits & 4 > 0 };
@@ -106,8 +100,8 @@ fn the_driver_allocates_an_extent_a_call_and_frees_all_of_them() {
 
 #[test]
 fn managed_memory_only_where_the_host_may_use_it() {
-    on_stand_in("managed_memory_only_where_the_host_may_use_it", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         let pool = small(&device).backing(Backing::Managed).build().unwrap();
         pool.wait_pinned(Some(HANG)).unwrap();
         let stats = pool.stats();
@@ -121,19 +115,18 @@ fn managed_memory_only_where_the_host_may_use_it() {
         d.attribute(89, 0);
         let error = small(&device).backing(Backing::Managed).build().unwrap_err();
         assert!(matches!(error, Error::Unsupported(_)), "{error}");
-        for part in ["cuda:0", "CONCURRENT_MANAGED_ACCESS", "Backing::HostAlloc"] {
+        for part in [&*gpu_name(0), "CONCURRENT_MANAGED_ACCESS", "Backing::HostAlloc"] {
             assert!(error.to_string().contains(part), "{error}");
         }
         drop(device);
-        let report = d.final_report();
-        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+        is_clean(d);
     });
 }
 
 #[test]
 fn what_cannot_be_mapped_has_no_address_on_the_device() {
-    on_stand_in("what_cannot_be_mapped_has_no_address_on_the_device", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         let pool = small(&device).build().unwrap();
         pool.wait_pinned(Some(HANG)).unwrap();
         let buf = filled(&pool, b"mapped");
@@ -151,15 +144,15 @@ fn what_cannot_be_mapped_has_no_address_on_the_device() {
         assert!(!buf.is_pinned());
         let error = buf.device_address(&device).unwrap_err();
         assert!(error.to_string().contains("not pinned"), "{error}");
-        assert_eq!(ids(&d.report()), ["HST-4"]);
+        assert_eq!(broken(d), ["HST-4"]);
         assert_eq!(device.lost(), None);
     });
 }
 
 #[test]
 fn no_pinned_memory_is_an_error_or_plain_memory_that_says_so() {
-    on_stand_in("no_pinned_memory_is_an_error_or_plain_memory_that_says_so", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         let builder = || small(&device).initial(2 * PAGE).backing(allocating(HostAllocFlags::default()));
         d.fail("cuMemHostAlloc", 1, 2, false);
         let error = builder().build().unwrap_err();
@@ -170,37 +163,26 @@ fn no_pinned_memory_is_an_error_or_plain_memory_that_says_so() {
         let buf = filled(&pool, b"plain");
         assert!(!buf.is_pinned());
         drop((buf, pool));
+        // Every other allocation of the simulation's starts within a page, and is made again with a page more.
+        d.fail("cuMemHostAlloc", 3, 2, false);
+        let pool = builder().initial(4 * PAGE).unpinned(Unpinned::Allow).build().unwrap();
+        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+        assert_eq!((pinning.ready, pinning.error, d.struck()), (4 * PAGE, None, 3));
+        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
+        drop(pool);
         // Managed memory was asked for by name: nothing takes its place.
         d.fail("cuMemAllocManaged", 1, 2, false);
         let managed = small(&device).backing(Backing::Managed).unpinned(Unpinned::Allow).build();
         assert_eq!(managed.unwrap_err().class(), ErrorClass::Transient);
         drop(device);
-        let report = d.final_report();
-        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
-    });
-}
-
-/// Every other allocation of the stand-in's starts within a page, and is made again with a page more.
-#[test]
-fn plain_memory_takes_the_place_of_what_cannot_be_allocated_again() {
-    on_stand_in("plain_memory_takes_the_place_of_what_cannot_be_allocated_again", |d| {
-        let device = Device::open("cuda:0").unwrap();
-        let builder = small(&device).backing(allocating(HostAllocFlags::default()));
-        d.fail("cuMemHostAlloc", 3, 2, false);
-        let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
-        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
-        assert_eq!((pinning.ready, pinning.error, d.struck()), (4 * PAGE, None, 1));
-        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
-        drop((pool, device));
-        let report = d.final_report();
-        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+        is_clean(d);
     });
 }
 
 #[test]
 fn calls_that_adopt_and_allocate_count_as_calls_that_pin() {
-    on_stand_in("calls_that_adopt_and_allocate_count_as_calls_that_pin", |_| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|_| {
+        let device = open();
         let pool = small(&device).initial(0).build().unwrap();
         pool.adopt(MmapMut::map_anon(8 * PAGE).unwrap()).unwrap();
         let pinning = pool.pinning();
@@ -212,9 +194,9 @@ fn calls_that_adopt_and_allocate_count_as_calls_that_pin() {
 }
 
 #[test]
-fn a_driver_that_has_ended_is_not_called_for_host_memory() {
-    on_stand_in("a_driver_that_has_ended_is_not_called_for_host_memory", |d| {
-        let device = Device::open("cuda:0").unwrap();
+fn a_driver_that_has_ended_is_not_called_for_memory() {
+    on_stand_in(|d| {
+        let device = open();
         let registered = small(&device).build().unwrap();
         let allocated = small(&device).backing(allocating(HostAllocFlags::default())).build().unwrap();
         let managed = small(&device).backing(Backing::Managed).build().unwrap();
@@ -225,10 +207,13 @@ fn a_driver_that_has_ended_is_not_called_for_host_memory() {
         registered.adopt(adopted).unwrap();
         let ((one, one_gone), (two, two_gone)) = (Watched::new(bytes(2, 100)), Watched::new(bytes(3, 100)));
         let (one, two) = (device.register(one).unwrap(), device.register(two).unwrap());
+        let (plain, (owner, owner_gone)) = (device.alloc(64).unwrap(), flag());
+        // SAFETY: `plain` outlives every use, of which there is none.
+        let raw = unsafe { device.raw_memory(plain.address(), 64, owner) }.unwrap();
         d.fail("cuMemAlloc_v2", 1, 4, false);
         assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::DriverShutdown);
         let before = d.report();
-        drop((one, registered, allocated, managed));
+        drop((one, registered, allocated, managed, plain, raw));
         // The worker comes to this last.
         assert!(two.into_inner().is_err_and(|e| e.class() == ErrorClass::DriverShutdown));
         let after = d.report();
@@ -239,13 +224,15 @@ fn a_driver_that_has_ended_is_not_called_for_host_memory() {
         // The driver may still reach it: it is leaked.
         let gone = [&adopted_gone, &one_gone, &two_gone].map(|gone| gone.load(Ordering::SeqCst));
         assert_eq!(gone, [0; 3]);
+        until("the owner goes", owner_gone);
+        assert_eq!(calls(&d.report(), "cuMemFree_v2"), calls(&before, "cuMemFree_v2"));
     });
 }
 
 #[test]
 fn a_refused_registration_says_why_and_gives_the_value_back() {
-    on_stand_in("a_refused_registration_says_why_and_gives_the_value_back", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         let refusal = |refused: SubmitError<Arc<[u8]>>, code: &str, remedy: &str| {
             let said = refused.error.to_string();
             assert!(said.contains(code) && said.contains(remedy), "{said}");
@@ -258,7 +245,7 @@ fn a_refused_registration_says_why_and_gives_the_value_back() {
         let value = refusal(device.register(value).unwrap_err(), "712", "register it once");
         assert_eq!(device.registered_bytes(), 10_000);
         // Not even for another GPU: it is registered for that already.
-        let other = Device::open("cuda:1").unwrap();
+        let other = both().1;
         let value = refusal(other.register(value).unwrap_err(), "712", "register it once");
         assert_eq!(other.registered_bytes(), 0);
         let (stream, memory) = (other.stream().unwrap(), other.alloc(10_000).unwrap());
@@ -266,7 +253,7 @@ fn a_refused_registration_says_why_and_gives_the_value_back() {
         drop(first.into_inner().unwrap());
         let again = device.register(value).unwrap();
         assert!(*again == *bytes(1, 10_000));
-        assert_eq!(ids(&d.report()), ["MEM-1", "MEM-1"]);
+        assert_eq!(broken(d), ["MEM-1", "MEM-1"]);
         // Cannot be written to.
         let map = MmapMut::map_anon(PAGE).unwrap().make_read_only().unwrap();
         let refused = device.register(map).unwrap_err();
@@ -274,14 +261,14 @@ fn a_refused_registration_says_why_and_gives_the_value_back() {
         let map = refused.buffer.unwrap();
         let registered = device.register_read_only(map).unwrap();
         let map = registered.into_inner().unwrap();
-        assert_eq!(ids(&d.report())[2..], ["HST-5"]);
+        assert_eq!(broken(d)[2..], ["HST-5"]);
         // Where the device has no such thing, what can be written to is registered like anything else.
         d.attribute(113, 0);
         let fallback = device.register_read_only(bytes(2, 100)).unwrap();
         assert!(fallback.is_read_only());
         let refused = device.register_read_only(map).unwrap_err();
         assert!(refused.error.to_string().contains("not mapped") && refused.buffer.is_some());
-        assert_eq!(ids(&d.report())[3..], ["HST-5"], "the flag is not passed");
+        assert_eq!(broken(d)[3..], ["HST-5"], "the flag is not passed");
         // Not supported at all.
         d.fail("cuMemHostRegister_v2", 1, 801, false);
         let refused = device.register(bytes(3, 100)).unwrap_err();
@@ -295,8 +282,8 @@ fn a_refused_registration_says_why_and_gives_the_value_back() {
 /// Registered memory serves the devices of its family.
 #[test]
 fn a_value_that_is_registered_with_a_device_of_another_family_is_refused() {
-    on_stand_in("a_value_that_is_registered_with_a_device_of_another_family_is_refused", |_| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|_| {
+        let device = open();
         let (stream, memory) = (device.stream().unwrap(), device.alloc(4096).unwrap());
         let host = Device::open("host").unwrap();
         let value = host.register(vec![1_u8; 4096]).unwrap();
@@ -311,36 +298,9 @@ fn a_value_that_is_registered_with_a_device_of_another_family_is_refused() {
 }
 
 #[test]
-fn a_value_stays_until_the_last_copy_and_dropping_waits_for_nobody() {
-    on_stand_in("a_value_stays_until_the_last_copy_and_dropping_waits_for_nobody", |d| {
-        let device = Device::open("cuda:0").unwrap();
-        let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
-        let (watched, dropped) = Watched::new(bytes(1, PAGE));
-        let value = device.register(watched).unwrap();
-        d.hang(true);
-        let flight = stream.upload(value, &memory).unwrap();
-        assert!(!flight.is_done().unwrap());
-        drop(flight);
-        // The handle is dropped, and the copy has not even begun.
-        for _ in 0..20 {
-            std::thread::sleep(Duration::from_millis(1));
-            assert_eq!(calls(&d.report(), "cuMemHostUnregister"), 0);
-        }
-        assert_eq!((dropped.load(Ordering::SeqCst), device.registered_bytes()), (0, PAGE));
-        d.hang(false);
-        until("it is unregistered", || device.registered_bytes() == 0);
-        until("it is dropped", || dropped.load(Ordering::SeqCst) == 1);
-        let mut back = vec![0; PAGE];
-        stream.download_blocking(&memory, &mut back).unwrap();
-        assert!(back == bytes(1, PAGE));
-        assert_eq!(d.report().violations, Vec::<String>::new());
-    });
-}
-
-#[test]
 fn what_cannot_be_unregistered_is_leaked_and_not_dropped() {
-    on_stand_in("what_cannot_be_unregistered_is_leaked_and_not_dropped", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         let (watched, dropped) = Watched::new(bytes(1, PAGE));
         let value = device.register(watched).unwrap();
         d.fail("cuMemHostUnregister", 1, 999, false);
@@ -362,8 +322,8 @@ fn what_cannot_be_unregistered_is_leaked_and_not_dropped() {
 
 #[test]
 fn a_value_in_flight_on_a_lost_device_is_never_dropped() {
-    on_stand_in("a_value_in_flight_on_a_lost_device_is_never_dropped", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
         let [(owned, a), (shared, b), (idle, c)] = [1, 2, 3].map(|i| Watched::new(bytes(i, PAGE)));
         let [owned, shared, idle] = [owned, shared, idle].map(|w| device.register(w).unwrap());
@@ -390,8 +350,8 @@ fn a_value_in_flight_on_a_lost_device_is_never_dropped() {
 
 #[test]
 fn adopting_is_rolled_back_when_a_part_fails() {
-    on_stand_in("adopting_is_rolled_back_when_a_part_fails", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         let pool = small(&device).initial(0).build().unwrap();
         for (nth, code) in [(1, 1), (2, 2), (3, 999)] {
             let mut map = MmapMut::map_anon(6 * PAGE).unwrap();
@@ -433,8 +393,8 @@ fn adopting_is_rolled_back_when_a_part_fails() {
 
 #[test]
 fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
-    on_stand_in("an_adopted_region_that_cannot_be_unpinned_is_leaked", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         let pool = small(&device).initial(0).build().unwrap();
         let (watched, dropped) = Watched::new(bytes(1, 6 * PAGE));
         let info = pool.adopt(watched).unwrap();
@@ -456,222 +416,11 @@ fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
     });
 }
 
-// --- every call fails once
-// -----------------------------------------------------------------------------------------------
-
-/// A careful user of all of it, which tries each thing twice.
-type User = Findings;
-
-const LEN: usize = 30_000;
-
-impl User {
-    /// The same for a call whose error gives the memory back, as it was.
-    fn again_with<T: Deref<Target = [u8]>, R>(
-        &mut self,
-        what: &str,
-        memory: T,
-        mut call: impl FnMut(T) -> Result<R, SubmitError<T>>,
-    ) -> Option<R> {
-        let (at, content) = (memory.as_ptr(), memory.to_vec());
-        let mut memory = Some(memory);
-        for _ in 0..2 {
-            match call(memory.take()?) {
-                Ok(value) => return Some(value),
-                Err(refused) => {
-                    self.dead |= refused.error.is_device_lost();
-                    // After an error from rolling back it would be leaked; but here one call fails at a time.
-                    let Some(back) = refused.buffer else {
-                        if !self.dead {
-                            self.wrong(format!("{what}: the memory was kept: {}", refused.error));
-                        }
-                        return None;
-                    };
-                    if back.as_ptr() != at || *back != *content {
-                        self.wrong(format!("{what}: the memory came back changed"));
-                    }
-                    memory = Some(back);
-                }
-            }
-        }
-        if !self.dead {
-            self.wrong(format!("{what} failed twice"));
-        }
-        None
-    }
-
-    /// A buffer without waiting for other buffers, since this test has them all: it is only there to make the pool
-    /// grow.
-    fn grown_to_the_end(&mut self, pool: &Pool) -> Option<PinnedBuf> {
-        for _ in 0..4 {
-            match pool.try_checkout(2 * PAGE - 4096) {
-                Ok(buf) => return Some(buf),
-                Err(Error::Exhausted(_)) => {}
-                Err(error) => self.wrong(format!("growing: {error}")),
-            }
-            let pinning = self.again("wait_pinned", || pool.wait_pinned(Some(HANG)))?;
-            if pinning.error.is_some_and(|e| e.is_device_lost()) {
-                self.dead = true;
-                return None;
-            }
-        }
-        self.wrong("the pool does not grow");
-        None
-    }
-
-    /// There and back by way of registered values.
-    fn copies(&mut self, device: &Device, stream: &Stream, memory: &DeviceSlice) -> Option<()> {
-        for round in 0..2 {
-            let content = bytes(round, LEN);
-            let value = self.again_with("register", content.clone(), |v| device.register(v))?;
-            let value = self.outcome(stream.upload(value, memory))?;
-            let sent = value.is_some();
-            let mut target = self.again_with("register", vec![0_u8; LEN], |v| device.register(v))?;
-            if round == 1 {
-                drop(value);
-            } else if let Some(Ok(vec)) = value.map(Registered::into_inner) {
-                if vec != content {
-                    self.wrong("a value came back changed");
-                }
-            }
-            target[0] = 1;
-            if let Some(back) = self.outcome(stream.download(memory, target))? {
-                if sent && *back != *content {
-                    self.wrong("wrong bytes, reported as done");
-                }
-                self.again("device_address", || back.device_address(device))?;
-            }
-        }
-        let read = self.again_with("register_read_only", bytes(9, LEN), |v| device.register_read_only(v))?;
-        self.outcome(stream.hold(read))?;
-        Some(())
-    }
-
-    /// The result of a submission: the value, or nothing where it failed.
-    fn outcome<B: pinpool::Lend, L>(
-        &mut self,
-        submitted: Result<pinpool::InFlight<B>, SubmitError<L>>,
-    ) -> Option<Option<B>> {
-        let outcome = match submitted {
-            Ok(flight) => flight.wait_timeout(HANG).map_err(|e| e.error),
-            Err(refused) => Err(refused.error),
-        };
-        match outcome {
-            Ok(value) => Some(Some(value)),
-            Err(Error::Timeout(_)) => {
-                self.wrong("a wait hangs");
-                None
-            }
-            Err(error) => {
-                self.dead |= error.is_device_lost();
-                (!self.dead).then_some(None)
-            }
-        }
-    }
-
-    /// Everything that makes one of the calls that this file is about. `None`: the device is lost.
-    fn use_all(&mut self) -> Option<()> {
-        let device = self.again("open", || Device::open("cuda:0"))?;
-        let stream = self.again("stream", || device.stream())?;
-        let memory = self.again("alloc", || device.alloc(LEN))?;
-        let flags = HostAllocFlags { portable: true, mapped: true, write_combined: true };
-        for backing in [Backing::HostAlloc(flags), Backing::Managed, Backing::Registered] {
-            let pool = self.again("build", || small(&device).backing(backing).build())?;
-            // A checkout asks again for memory that failed to be pinned.
-            let mut bufs = Vec::new();
-            for i in 0..2 {
-                let mut buf = self.grown_to_the_end(&pool)?;
-                buf.extend_from_slice(&bytes(i, LEN));
-                bufs.push(buf);
-            }
-            for buf in &bufs {
-                self.again("device_address", || buf.device_address(&device))?;
-            }
-            for buf in bufs {
-                self.outcome(stream.upload(buf, &memory))?;
-            }
-            pool.trim(0);
-            let mut map = MmapMut::map_anon(4 * PAGE).ok()?;
-            map.fill(5);
-            if pool.stats().pinned_bytes + pool.stats().unpinned_bytes == 0 {
-                self.again_with("adopt", map, |m| pool.adopt(m))?;
-            }
-            drop(self.again("checkout", || pool.checkout_timeout(LEN, HANG))?);
-            if let Err(error) = pool.check() {
-                self.wrong(error);
-            }
-            pool.trim(0);
-        }
-        self.copies(&device, &stream, &memory)
-    }
-}
-
-/// A run with one call failing. Returns what is wrong with it.
-fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
-    let used = faults::on_a_thread(stand_in, fault, || {
-        let mut user = User::default();
-        user.use_all();
-        user
-    });
-    let Some(mut user) = used else { return (vec!["it panicked".into()], stand_in.report()) };
-    let lost = faults::is_final(fault);
-    let report = if lost { stand_in.report() } else { stand_in.final_report() };
-    if !report.over && !lost {
-        user.wrong("the device is never closed");
-    }
-    // The failing call was to give memory back itself, or to set the thread up for that.
-    let may_leak = match fault.map_or("", |f| f.0) {
-        name if name.starts_with("cuCtx") => "streams events allocations hosts registrations",
-        "cuMemFree_v2" => "allocations hosts",
-        "cuMemFreeHost" => "hosts",
-        "cuMemHostUnregister" => "registrations",
-        "cuStreamDestroy_v2" => "streams",
-        "cuEventDestroy_v2" => "events",
-        "cuDevicePrimaryCtxRelease_v2" => "contexts",
-        _ => "",
-    };
-    (user.judged(&report, fault, may_leak), report)
-}
-
-#[test]
-fn every_call_fails_once() {
-    const TEST: &str = "every_call_fails_once";
-    on_stand_in(TEST, |stand_in| {
-        const OURS: [&str; 8] = [
-            "cuDeviceGetAttribute",
-            "cuMemAllocManaged",
-            "cuMemFreeHost",
-            "cuMemFree_v2",
-            "cuMemHostAlloc",
-            "cuMemHostGetDevicePointer_v2",
-            "cuMemHostRegister_v2",
-            "cuMemHostUnregister",
-        ];
-        let sweep = faults::Sweep {
-            test: TEST,
-            // Each call of the crate's own kind; of the others the first, one amid them and the last.
-            turns: &|name, count| match OURS.contains(&name) {
-                true => (1..=count).collect(),
-                false => vec![1, count / 2, count],
-            },
-            codes: &|name| {
-                let codes: &[u32] = if OURS.contains(&name) { &[1, 2, 801, 900, 999] } else { &[1, 2] };
-                codes.iter().map(|&code| (code, false)).collect()
-            },
-            apart: &|name, nth, count| match OURS.contains(&name) && [1, count / 2, count].contains(&nth) {
-                true => vec![700, 4],
-                false => vec![],
-            },
-            run: &mut |fault| run(stand_in, fault),
-        };
-        sweep.all(stand_in, &OURS);
-    });
-}
-
 /// The driver knows what it has allocated itself as well as what was registered.
 #[test]
 fn a_pools_own_memory_is_told_from_ordinary_memory() {
-    on_stand_in("a_pools_own_memory_is_told_from_ordinary_memory", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         for backing in [Backing::Registered, allocating(HostAllocFlags::default())] {
             let pool = small(&device).backing(backing).build().unwrap();
             let buf = filled(&pool, b"host memory");
@@ -685,17 +434,16 @@ fn a_pools_own_memory_is_told_from_ordinary_memory() {
         // SAFETY: the buffer outlives it, and nothing is copied.
         drop(unsafe { device.raw_memory(buf.as_ptr() as u64, buf.len(), ()) }.unwrap());
         drop((buf, pool, device));
-        let report = d.final_report();
-        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+        is_clean(d);
     });
 }
 
 /// What no extent is sure to have room for is refused at once, instead of pinning all of the capacity in search of it.
 #[test]
 fn what_the_driver_allocates_starts_on_a_page_only() {
-    on_stand_in("what_the_driver_allocates_starts_on_a_page_only", |d| {
+    on_stand_in(|d| {
         const MIB: usize = 1 << 20;
-        let device = Device::open("cuda:0").unwrap();
+        let device = open();
         let largest = 2 * MIB + 4096 - 32;
         for backing in [Backing::Registered, allocating(HostAllocFlags::default()), Backing::Managed] {
             for (len, fits) in [(MIB, true), (largest, true), (largest + 1, false), (7 * MIB / 2, false)] {
@@ -714,7 +462,6 @@ fn what_the_driver_allocates_starts_on_a_page_only() {
             }
         }
         drop(device);
-        let report = d.final_report();
-        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+        is_clean(d);
     });
 }

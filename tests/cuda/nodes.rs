@@ -5,25 +5,21 @@
 
 use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, SubmitError};
 
+use crate::rig::{both, is_clean};
 use crate::support::doubles::gpu::until;
 use crate::support::doubles::{self, HANG, StandIn};
 
 const MIB: usize = 1 << 20;
 
-/// Runs the body in a child, on a stand-in whose two GPUs are on these nodes.
-fn on_nodes(test: &str, nodes: &str, body: impl FnOnce(&StandIn)) {
-    if !doubles::is_set() {
-        return doubles::again(test, &[("PINPOOL_STANDIN_NUMA", nodes)]);
-    }
-    if let Some(stand_in) = StandIn::of_this_process() {
-        body(&stand_in);
-        let report = stand_in.final_report();
-        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
-    }
-}
-
-fn both() -> (Device, Device) {
-    (Device::open("cuda:0").unwrap(), Device::open("cuda:1").unwrap())
+/// Runs the body on two simulated GPUs that are on these nodes.
+fn on_nodes(nodes: [i32; 2], body: impl FnOnce(&StandIn)) {
+    doubles::on_stand_in(|stand_in| {
+        for (device, node) in nodes.into_iter().enumerate() {
+            stand_in.command(&format!("setup node {device} {node}"));
+        }
+        body(stand_in);
+        is_clean(stand_in);
+    });
 }
 
 fn builder(first: &Device, second: &Device) -> PoolBuilder {
@@ -40,7 +36,7 @@ fn node_of(pool: &Pool, address: *const u8) -> Option<u32> {
 
 #[test]
 fn a_pool_for_each_node_lies_there_and_serves_all_devices() {
-    on_nodes("a_pool_for_each_node_lies_there_and_serves_all_devices", "0,1", |_| {
+    on_nodes([0, 1], |_| {
         let (first, second) = both();
         for (own, other, node) in [(&first, &second, 0), (&second, &first, 1)] {
             let pool = builder(own, other).build().unwrap();
@@ -74,11 +70,10 @@ fn a_pool_for_each_node_lies_there_and_serves_all_devices() {
 
 #[test]
 fn a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device() {
-    const NODES: [&str; 5] = ["0,0", "-1,-1", "0,-1", "1,0", "-1,1"];
+    const NODES: [[i32; 2]; 5] = [[0, 0], [-1, -1], [0, -1], [1, 0], [-1, 1]];
     for nodes in NODES {
-        on_nodes("a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device", nodes, |_| {
-            let nodes = std::env::var("PINPOOL_STANDIN_NUMA").unwrap();
-            let expected = nodes.split(',').next().unwrap().parse().ok();
+        on_nodes(nodes, |_| {
+            let expected = u32::try_from(nodes[0]).ok();
             let (first, second) = both();
             for (named, expected) in [(None, expected), (Some(0), Some(0)), (Some(1), Some(1))] {
                 let builder = builder(&first, &second);
@@ -87,7 +82,7 @@ fn a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device() {
                 assert_eq!(
                     node_of(&pool, pool.checkout(100).unwrap().as_ptr()),
                     expected,
-                    "{nodes} {named:?}"
+                    "{nodes:?} {named:?}"
                 );
                 assert_eq!(pool.regions().len(), 1);
                 // Where an adopted region lies is the program's choice.
@@ -103,7 +98,7 @@ fn a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device() {
 /// Pages come from elsewhere, and the pool works.
 #[test]
 fn a_node_that_there_is_not_is_no_error() {
-    on_nodes("a_node_that_there_is_not_is_no_error", "0,0", |_| {
+    on_nodes([0, 0], |_| {
         let (first, second) = both();
         for node in [999, u32::MAX] {
             let pool = builder(&first, &second).numa_node(node).build().unwrap();
@@ -116,8 +111,8 @@ fn a_node_that_there_is_not_is_no_error() {
 
 #[test]
 fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
-    for nodes in ["0,0", "0,1"] {
-        on_nodes("a_pool_grows_for_the_living_when_the_first_device_is_dead", nodes, |d| {
+    for nodes in [[0, 0], [0, 1]] {
+        on_nodes(nodes, |d| {
             for (backing, known) in [
                 (Backing::Registered, true),
                 (Backing::Registered, false),
@@ -161,7 +156,7 @@ fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
 /// same time.
 #[test]
 fn pools_of_two_nodes_are_used_from_many_threads() {
-    on_nodes("pools_of_two_nodes_are_used_from_many_threads", "0,1", |_| {
+    on_nodes([0, 1], |_| {
         let (first, second) = both();
         let pools = [builder(&first, &second), builder(&second, &first)];
         let pools = pools.map(|builder| builder.capacity(2 * MIB).initial(0).build().unwrap());
@@ -216,7 +211,7 @@ fn pools_of_two_nodes_are_used_from_many_threads() {
 
 #[test]
 fn what_a_pool_starts_with_is_not_rounded_away() {
-    on_nodes("what_a_pool_starts_with_is_not_rounded_away", "0,1", |_| {
+    on_nodes([0, 1], |_| {
         let (first, second) = both();
         for (capacity, initial, expected) in [
             (8 * MIB, 0, 0),
@@ -238,7 +233,7 @@ fn what_a_pool_starts_with_is_not_rounded_away() {
 
 #[test]
 fn memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead() {
-    on_nodes("memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead", "0,0", |d| {
+    on_nodes([0, 0], |d| {
         let (first, second) = both();
         let pool = builder(&first, &second).initial(0).build().unwrap();
         d.kill(0, 700);
@@ -258,7 +253,7 @@ fn memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead() {
 /// The device that pins dies while many requests wait for what it was to pin.
 #[test]
 fn nobody_who_waits_notices_that_another_device_pins() {
-    on_nodes("nobody_who_waits_notices_that_another_device_pins", "0,0", |d| {
+    on_nodes([0, 0], |d| {
         for backing in [Backing::Registered, Backing::HostAlloc(HostAllocFlags::default())] {
             for round in 0..10 {
                 let (first, second) = both();

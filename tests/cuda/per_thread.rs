@@ -3,12 +3,10 @@
 //! A stream of it is the thread's that adopted it. Other threads may wait for what is in flight on it, and no more.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
-#![allow(unsafe_code, reason = "raw handles")]
 
-use std::ffi::c_void;
+use pinpool::{Copier, Device, Error, ErrorClass, InFlight, Stream, cuda};
 
-use pinpool::{Copier, Device, DeviceSlice, Error, ErrorClass, InFlight, Pool, Stream, cuda};
-
+use crate::rig::{adopt, open, round_trip};
 use crate::support::doubles::HANG;
 use crate::support::doubles::gpu::{all_back, bytes, calls, filled, on_gpu, on_stand_in, pool, until};
 
@@ -18,30 +16,18 @@ const RAW: usize = 2;
 /// CUDA_ERROR_UNKNOWN.
 const UNKNOWN: u32 = 999;
 
-fn open() -> Device {
-    Device::open("cuda:0").unwrap()
-}
-
 /// The calling thread's.
 fn own(device: &Device) -> Stream {
-    // SAFETY: it lives as long as its thread, and what is in flight then is completed by the driver.
-    unsafe { cuda::adopt_stream(device, RAW as *mut c_void, ()) }.unwrap()
+    adopt(device, RAW).unwrap()
 }
 
 fn elsewhere<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     std::thread::scope(|scope| scope.spawn(work).join().unwrap())
 }
 
-fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usize) {
-    let sent = bytes(seed, memory.len());
-    drop(stream.upload(filled(pool, &sent), memory).unwrap());
-    let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
-    assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
-}
-
 fn is_of_another_thread<T>(said: Result<T, Error>) -> bool {
     said.is_err_and(|error| {
-        matches!(&error, Error::Mismatch { of, with, .. } if of == "another thread" && with == "cuda:0")
+        matches!(&error, Error::Mismatch { of, with, .. } if of == "another thread" && with.starts_with("cuda:"))
             && error.class() == ErrorClass::Argument
             && error.to_string().contains("adopt this thread's own")
     })
@@ -49,7 +35,7 @@ fn is_of_another_thread<T>(said: Result<T, Error>) -> bool {
 
 #[test]
 fn each_thread_has_its_own() {
-    on_gpu("each_thread_has_its_own", |gpu| {
+    on_gpu(|gpu| {
         let device = open();
         let (pool, stream) = (pool(&device, 2 << 20), own(&device));
         let all = std::sync::Barrier::new(4);
@@ -86,7 +72,7 @@ fn each_thread_has_its_own() {
 
 #[test]
 fn another_thread_is_refused_and_loses_nothing() {
-    on_gpu("another_thread_is_refused_and_loses_nothing", |gpu| {
+    on_gpu(|gpu| {
         let device = open();
         let (pool, stream, memory) = (pool(&device, 2 << 20), own(&device), device.alloc(LEN).unwrap());
         let copier = Copier::builder(&pool, &device).build().unwrap();
@@ -127,7 +113,7 @@ fn another_thread_is_refused_and_loses_nothing() {
 
 #[test]
 fn a_thread_ends_with_copies_in_flight() {
-    on_gpu("a_thread_ends_with_copies_in_flight", |gpu| {
+    on_gpu(|gpu| {
         let device = open();
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
         for seed in 0..20 {
@@ -152,7 +138,7 @@ fn a_thread_ends_with_copies_in_flight() {
 /// buffer does not return before the copy has read it.
 #[test]
 fn the_reaper_records_on_the_stream_that_covers_it() {
-    on_stand_in("the_reaper_records_on_the_stream_that_covers_it", |gpu, d| {
+    on_stand_in(|gpu, d| {
         let device = open();
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
         for seed in 0..10 {
@@ -185,7 +171,7 @@ fn the_reaper_records_on_the_stream_that_covers_it() {
 /// A capture of one thread's stream is no other thread's.
 #[test]
 fn a_capture_on_one_thread() {
-    on_gpu("a_capture_on_one_thread", |gpu| {
+    on_gpu(|gpu| {
         let device = open();
         let (pool, stream, memory) = (pool(&device, 2 << 20), own(&device), device.alloc(LEN).unwrap());
         gpu.begin_capture(RAW, 1);

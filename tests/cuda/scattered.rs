@@ -4,26 +4,24 @@
 //! its two forms, streams of the server's, and a driver that fails, hangs and dies, which only a double can be made to do.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
-#![allow(unsafe_code, reason = "raw handles")]
 
-use std::ffi::c_void;
 use std::time::Duration;
 
 use pinpool::copier::Transfer;
-use pinpool::{Copier, Device, DeviceSlice, Error, ErrorClass, Pool, Unpinned, cuda};
+use pinpool::{Copier, Device, DeviceSlice, Error, ErrorClass, Pool, Unpinned};
+use pinpool_sim::cuda::Driver;
 
-use crate::support::doubles::gpu::{all_back, bytes, calls, on_gpu, on_stand_in, until};
+use crate::rig::{adopt, first_wrong, in_a_fork, open};
+use crate::support::doubles::gpu::{
+    Gpu, all_back, bytes, calls, filled, on_driver, on_gpu, on_stand_in, until,
+};
 use crate::support::doubles::{self, StandIn};
-use crate::support::{in_use, skip};
+use crate::support::in_use;
 
 const PIECE: usize = 512;
 /// Of different lengths, so that the rows of a table differ.
 fn len(i: usize) -> usize {
     500 - i % 7
-}
-
-fn open() -> Device {
-    Device::open("cuda:0").unwrap()
 }
 
 /// With room for whole chunks.
@@ -61,12 +59,8 @@ fn arrived(device: &Device, memory: &DeviceSlice, count: usize) {
 }
 
 /// The pieces of a call go together: by the kernel, or in batches, with one event each.
-fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, ring: usize) {
-    if let (Some(library), false) = (library, doubles::is_set() || doubles::required()) {
-        let Some(library) = doubles::older(library) else { return skip!("no cargo") };
-        return doubles::again(test, &[(doubles::PATH, library.to_str().unwrap())]);
-    }
-    on_gpu(test, |gpu| {
+fn go_together(driver: Option<Driver>, batch: Option<&str>, ring: usize) {
+    let test = |gpu: &Gpu| {
         const COUNT: usize = 2000;
         let device = open();
         let pool = pool(&device, 16 << 20);
@@ -100,33 +94,25 @@ fn go_together(test: &'static str, library: Option<&str>, batch: Option<&str>, r
         }
         drop(copier);
         all_back(&pool);
-    });
+    };
+    match driver {
+        Some(driver) => on_driver(driver, test),
+        None => on_gpu(test),
+    }
 }
 
 #[test]
-fn pieces_go_by_the_kernel() {
-    go_together("pieces_go_by_the_kernel", None, Some("cuMemcpyBatchAsync"), 16 << 20);
-}
-
-#[test]
-fn pieces_go_in_batches() {
-    go_together("pieces_go_in_batches", None, Some("cuMemcpyBatchAsync"), 0);
-}
-
-#[test]
-fn pieces_go_in_batches_of_the_newer_form() {
-    go_together("pieces_go_in_batches_of_the_newer_form", Some("cuda13"), Some("cuMemcpyBatchAsync_v2"), 0);
-}
-
-#[test]
-fn pieces_arrive_where_there_are_no_batches() {
-    go_together("pieces_arrive_where_there_are_no_batches", Some("cuda12"), None, 0);
+fn pieces_go_by_the_kernel_or_in_batches_or_one_by_one() {
+    go_together(None, Some("cuMemcpyBatchAsync"), 16 << 20);
+    go_together(None, Some("cuMemcpyBatchAsync"), 0);
+    go_together(Some(Driver::Cuda13_0), Some("cuMemcpyBatchAsync_v2"), 0);
+    go_together(Some(Driver::Cuda12_0), None, 0);
 }
 
 /// Threads that have another context current, or none, and one in the middle of a capture: transfers are not in its way.
 #[test]
 fn transfers_leave_captures_and_contexts_alone() {
-    on_gpu("transfers_leave_captures_and_contexts_alone", |gpu| {
+    on_gpu(|gpu| {
         let device = open();
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 8 << 20);
@@ -153,15 +139,14 @@ fn transfers_leave_captures_and_contexts_alone() {
 /// A stream of the server's comes after a transfer, and transfers after the stream's work.
 #[test]
 fn streams_of_the_server_depend_on_transfers() {
-    on_gpu("streams_of_the_server_depend_on_transfers", |gpu| {
+    on_gpu(|gpu| {
         const LARGE: usize = 300_000;
         let device = open();
         let pool = pool(&device, 16 << 20);
         let copier = copier(&pool, &device, 8 << 20);
         let (memory, copy) = (device.alloc(LARGE).unwrap(), device.alloc(LARGE).unwrap());
         let raw = gpu.stream();
-        // SAFETY: destroyed when all is done.
-        let stream = unsafe { cuda::adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
+        let stream = adopt(&device, raw).unwrap();
         for seed in 0..20 {
             let sent = bytes(seed, 100_000);
             copier.upload(sent.clone(), memory.slice(..100_000)).unwrap().order(&stream).unwrap();
@@ -186,12 +171,78 @@ fn streams_of_the_server_depend_on_transfers() {
     });
 }
 
+/// Pieces of one call at random places, some of which overlap: what overlaps is in no batch together, and where
+/// batches, or some of their copies, are refused, the handle says so and every buffer returns. Borrowed pieces, which are
+/// packed, and pinned blocks from where they are.
+#[test]
+fn pieces_of_one_call_go_in_batches() {
+    on_gpu(|gpu| {
+        const COUNT: usize = 900;
+        const ROW: usize = 4096;
+        const LEN: usize = 500;
+        let device = open();
+        let (from, memory) = (pool(&device, 8 << 20), device.alloc(COUNT * ROW).unwrap());
+        for (overlap, fails, packed) in (0..8).map(|case| (case & 1 > 0, case & 2 > 0, case & 4 > 0)) {
+            let pool = pool(&device, 4 << 20);
+            let copier = Copier::builder(&pool, &device).ring(0).build().unwrap();
+            let place = |i: usize| if overlap && i % 5 == 0 { i / 10 * 513 } else { i * 7919 % COUNT * ROW };
+            let place = |i: usize| memory.slice(place(i)..place(i) + LEN).unwrap();
+            let upload = || -> pinpool::Result<()> {
+                if packed {
+                    let all: Vec<_> = (0..COUNT).map(|i| bytes(i, LEN)).collect();
+                    let pieces: Vec<_> = (0..COUNT).map(|i| (&all[i][..], place(i))).collect();
+                    return copier.upload_slices(&pieces);
+                }
+                let blocks = (0..COUNT).map(|i| (filled(&from, &bytes(i, LEN)), place(i)));
+                drop(copier.upload_pages(blocks.collect()).unwrap().wait()?);
+                Ok(())
+            };
+            let batches = || gpu.stand_in.as_ref().map(|d| calls(d, "cuMemcpyBatchAsync"));
+            let before = batches();
+            if let (true, Some(d)) = (fails, &gpu.stand_in) {
+                (1..=40).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, false));
+                d.fail("cuMemcpyHtoDAsync_v2", 77, 1, false);
+            }
+            let said = upload();
+            assert_eq!(said.is_err(), fails && gpu.stand_in.is_some(), "{:?}", said.err());
+            if let Some(d) = &gpu.stand_in {
+                d.calm();
+                assert!(batches() > before);
+                assert_eq!(d.report().violations, Vec::<String>::new());
+            }
+            all_back(&from);
+            if !overlap {
+                if fails {
+                    upload().unwrap();
+                }
+                let mut came = vec![vec![0; LEN]; COUNT];
+                if packed {
+                    let mut targets: Vec<_> =
+                        came.iter_mut().enumerate().map(|(i, to)| (place(i), &mut to[..])).collect();
+                    copier.download_slices(&mut targets).unwrap();
+                } else {
+                    let landings = (0..COUNT).map(|i| (place(i), from.checkout(LEN).unwrap()));
+                    let bufs = copier.download_pages(landings.collect()).unwrap().wait().unwrap();
+                    came = bufs.iter().map(|buf| buf.to_vec()).collect();
+                }
+                let wrong = came.iter().enumerate().filter(|(i, piece)| **piece != bytes(*i, LEN)).count();
+                assert_eq!(wrong, 0, "overlap {overlap}, fails {fails}, packed {packed}");
+            }
+            let stats = copier.stats();
+            assert_eq!((stats.batch_bytes > 0, stats.in_place_bytes > 0), (packed, !packed), "{stats:?}");
+            drop(copier);
+            all_back(&from);
+            all_back(&pool);
+        }
+    });
+}
+
 // --- trouble ---------------------------------------------------------------------------------------------------------
 
 /// A batch that the driver refuses goes one by one: only if one is refused then has the chunk failed.
 #[test]
 fn a_refused_batch_of_pieces_goes_one_by_one() {
-    on_stand_in("a_refused_batch_of_pieces_goes_one_by_one", |_, d| {
+    on_stand_in(|_, d| {
         let device = open();
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 0);
@@ -222,7 +273,7 @@ fn a_refused_batch_of_pieces_goes_one_by_one() {
 /// as done that is not.
 #[test]
 fn every_call_of_pieces_fails_once() {
-    on_stand_in("every_call_of_pieces_fails_once", |_, d| {
+    on_stand_in(|_, d| {
         const COUNT: usize = 150;
         for call in [
             "cuMemcpyBatchAsync",
@@ -271,7 +322,7 @@ fn every_call_of_pieces_fails_once() {
 /// The device dies with transfers that wait, that are in flight, and that are waited for.
 #[test]
 fn a_device_dies_under_transfers() {
-    on_stand_in("a_device_dies_under_transfers", |_, d| {
+    on_stand_in(|_, d| {
         let device = open();
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 8 << 20);
@@ -302,7 +353,10 @@ fn a_device_dies_under_transfers() {
 /// In the child of a fork transfers are refused, and their handles may be dropped.
 #[test]
 fn a_child_leaves_transfers_alone() {
-    on_stand_in("a_child_leaves_transfers_alone", |_, d| {
+    if !doubles::is_set() {
+        return doubles::again("a_child_leaves_transfers_alone", &[]);
+    }
+    on_stand_in(|_, d| {
         let device = open();
         let pool = pool(&device, 8 << 20);
         let copier = copier(&pool, &device, 8 << 20);
@@ -315,37 +369,16 @@ fn a_child_leaves_transfers_alone() {
         std::thread::sleep(Duration::from_millis(300));
         let made = || d.report().calls.iter().map(|call| call.1).sum::<u64>();
         let before = made();
-        // SAFETY: the child calls what is under test, and `_exit`.
-        let pid = unsafe { libc::fork() };
-        assert!(pid >= 0);
-        if pid == 0 {
-            let child = std::panic::AssertUnwindSafe(|| {
-                let refused = [
-                    copier.upload_slice(b"more", &memory).is_err_and(|error| error == Error::Forked),
-                    copier
-                        .upload(b"more".to_vec(), &memory)
-                        .is_err_and(|refused| refused.error == Error::Forked),
-                    sent.pop()
-                        .is_some_and(|sent| sent.wait().is_err_and(|refused| refused.error == Error::Forked)),
-                ];
-                drop((sent, copier, memory, pool, device));
-                if made() != before {
-                    50
-                } else {
-                    refused.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1)
-                }
-            });
-            let code = std::panic::catch_unwind(child).unwrap_or(99);
-            // SAFETY: ends the child without running anything of the parent's.
-            unsafe { libc::_exit(code) };
-        }
-        let mut status = 0;
-        until("the child ends", || {
-            // SAFETY: our child, and a place for its status.
-            let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
-            ended == pid
+        in_a_fork(|| {
+            let forked = |error: &Error| *error == Error::Forked;
+            let wrong = first_wrong(&[
+                copier.upload_slice(b"more", &memory).is_err_and(|error| forked(&error)),
+                copier.upload(b"more".to_vec(), &memory).is_err_and(|refused| forked(&refused.error)),
+                sent.pop().is_some_and(|sent| sent.wait().is_err_and(|refused| forked(&refused.error))),
+            ]);
+            drop((sent, copier, memory, pool, device));
+            // A call of the driver.
+            if made() != before { 50 } else { wrong }
         });
-        assert!(libc::WIFEXITED(status));
-        assert_eq!(libc::WEXITSTATUS(status), 0, "which check failed, counted from 1; 50: a call");
     });
 }

@@ -13,10 +13,12 @@ use pinpool::{Device, Error, ErrorClass};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-use crate::support::doubles::gpu::{Gpu, calls, on_gpu, on_stand_in, until};
-use crate::support::doubles::{self, HANG};
+use crate::rig::open;
+use crate::support::doubles::gpu::{Gpu, calls, on_driver, on_gpu, on_stand_in};
+use crate::support::doubles::{self, HANG, gpu_name};
 use crate::support::kernels::{Kernels, Raw};
 use crate::support::{bytes, skip};
+use pinpool_sim::cuda::Driver;
 
 /// Where a row is among the places, where among the packed bytes, and how long it is.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +85,7 @@ struct Spreader<'a> {
 
 impl<'a> Spreader<'a> {
     fn new(gpu: &'a Gpu) -> Self {
-        let device = Device::open("cuda:0").unwrap();
+        let device = open();
         spread::load(&device).unwrap();
         let stream = spread::urgent_stream(&device).unwrap() as usize;
         Self { gpu, device, stream }
@@ -149,7 +151,7 @@ impl<'a> Spreader<'a> {
 
 #[test]
 fn rows_of_all_alignments_and_short_lengths() {
-    on_gpu("rows_of_all_alignments_and_short_lengths", |gpu| {
+    on_gpu(|gpu| {
         let spreader = Spreader::new(gpu);
         // In parts, so that the blocks of memory stay small.
         for place in 0..32 {
@@ -163,7 +165,7 @@ fn rows_of_all_alignments_and_short_lengths() {
 
 #[test]
 fn rows_of_all_alignments_and_long_lengths() {
-    on_gpu("rows_of_all_alignments_and_long_lengths", |gpu| {
+    on_gpu(|gpu| {
         let spreader = Spreader::new(gpu);
         // Around what the lanes of a warp copy at once, in bytes, words of 4 and of 16 bytes.
         let around = [127, 128, 256, 384, 512, 1536, 2047, 2048, 2080, 4096]
@@ -183,7 +185,7 @@ fn rows_of_all_alignments_and_long_lengths() {
 
 #[test]
 fn thousands_of_rows_in_several_runs() {
-    on_gpu("thousands_of_rows_in_several_runs", |gpu| {
+    on_gpu(|gpu| {
         let spreader = Spreader::new(gpu);
         let rows = |count, len| (0..count).map(|i| (len + i % 7, i % 3 * 16, i % 5 * 4)).collect::<Vec<_>>();
         // One run, as many runs as there may be, and numbers of rows around that of the warps and their lanes.
@@ -199,7 +201,7 @@ fn thousands_of_rows_in_several_runs() {
 
 #[test]
 fn any_rows_in_any_runs() {
-    on_gpu("any_rows_in_any_runs", |gpu| {
+    on_gpu(|gpu| {
         let spreader = Spreader::new(gpu);
         let len = prop_oneof![4 => 0..40_usize, 3 => 0..700_usize, 1 => 0..9000_usize];
         let rows = prop::collection::vec((len, 0..64_usize, 0..64_usize), 1..400);
@@ -218,7 +220,7 @@ fn any_rows_in_any_runs() {
 /// Numbers of more than 31 bits: an offset, and a length. On a real GPU, which has room for them.
 #[test]
 fn rows_beyond_two_gib() {
-    on_gpu("rows_beyond_two_gib", |gpu| {
+    on_gpu(|gpu| {
         if gpu.stand_in.is_some() {
             return skip!("the stand-in has no room for gigabytes");
         }
@@ -266,7 +268,7 @@ fn rows_beyond_two_gib() {
 
 #[test]
 fn a_launch_takes_no_more_runs_than_there_may_be() {
-    on_gpu("a_launch_takes_no_more_runs_than_there_may_be", |gpu| {
+    on_gpu(|gpu| {
         let spreader = Spreader::new(gpu);
         // Nothing to do: no memory is looked at.
         spreader.launch(false, &[]).unwrap();
@@ -284,7 +286,7 @@ fn a_launch_takes_no_more_runs_than_there_may_be() {
 
 #[test]
 fn an_urgent_stream_has_the_greatest_priority() {
-    on_gpu("an_urgent_stream_has_the_greatest_priority", |gpu| {
+    on_gpu(|gpu| {
         let spreader = Spreader::new(gpu);
         let (mut least, mut greatest, mut priority) = (0_i32, 0_i32, 0_i32);
         let range = [(&raw mut least) as usize, (&raw mut greatest) as usize];
@@ -299,7 +301,7 @@ fn an_urgent_stream_has_the_greatest_priority() {
 /// The functions are loaded before their first launch: a driver that loads one then waits for whatever runs.
 #[test]
 fn a_first_launch_waits_for_no_other_kernel() {
-    on_gpu("a_first_launch_waits_for_no_other_kernel", |gpu| {
+    on_gpu(|gpu| {
         if gpu.stand_in.is_some() {
             return skip!("the stand-in has no kernels that run for long");
         }
@@ -330,7 +332,7 @@ fn a_first_launch_waits_for_no_other_kernel() {
 
 #[test]
 fn a_capture_elsewhere_survives_loading_and_launching() {
-    on_gpu("a_capture_elsewhere_survives_loading_and_launching", |gpu| {
+    on_gpu(|gpu| {
         let captured = gpu.stream();
         // In global mode: unsafe calls of any thread would spoil it, this thread's among them.
         gpu.begin_capture(captured, 0);
@@ -355,12 +357,12 @@ fn a_capture_elsewhere_survives_loading_and_launching() {
 /// end.
 #[test]
 fn kernels_in_an_adopted_context_are_unloaded_at_its_end() {
-    const TEST: &str = "kernels_in_an_adopted_context_are_unloaded_at_its_end";
-    if !doubles::is_set() && !doubles::required() {
-        let Some(library) = doubles::older("cuda11") else { return skip!("no cargo") };
-        doubles::again(TEST, &[(doubles::PATH, library.to_str().unwrap())]);
-    }
-    on_gpu(TEST, |gpu| {
+    on_driver(Driver::Cuda11_0, unloaded_at_the_end);
+    on_gpu(unloaded_at_the_end);
+}
+
+fn unloaded_at_the_end(gpu: &Gpu) {
+    {
         let context = gpu.other_context();
         for round in 0..3 {
             let (tell, ended) = std::sync::mpsc::channel::<()>();
@@ -381,14 +383,14 @@ fn kernels_in_an_adopted_context_are_unloaded_at_its_end() {
         }
         gpu.current(gpu.context);
         gpu.ok("cuCtxDestroy_v2", &[context]);
-    });
+    }
 }
 
 // --- trouble ---------------------------------------------------------------------------------------------------------
 
 #[test]
 fn a_driver_that_refuses_the_kernels_is_asked_once() {
-    on_stand_in("a_driver_that_refuses_the_kernels_is_asked_once", |gpu, d| {
+    on_stand_in(|gpu, d| {
         let faults = [
             ("cuModuleLoadData", 1, 218),
             ("cuModuleLoadData", 1, 2),
@@ -398,7 +400,7 @@ fn a_driver_that_refuses_the_kernels_is_asked_once() {
             ("cuFuncLoad", 2, 2),
         ];
         for (name, nth, code) in faults {
-            let device = Device::open("cuda:0").unwrap();
+            let device = open();
             // SAFETY: nothing is launched.
             let unloaded =
                 unsafe { spread::launch(&device, gpu.stream() as *mut c_void, false, &[(1, 16, 1)]) };
@@ -408,7 +410,7 @@ fn a_driver_that_refuses_the_kernels_is_asked_once() {
             for _ in 0..2 {
                 let refused = spread::load(&device).unwrap_err();
                 let Error::Unsupported(text) = &refused else { panic!("{refused}") };
-                assert!(text.contains(name) && text.contains("cuda:0"), "{text}");
+                assert!(text.contains(name) && text.contains(&*gpu_name(0)), "{text}");
             }
             assert_eq!(calls(d, "cuModuleLoadData"), before + 1, "{name}");
             assert!(device.lost().is_none());
@@ -416,12 +418,12 @@ fn a_driver_that_refuses_the_kernels_is_asked_once() {
             assert!(!leaks.iter().any(|leak| leak.starts_with("modules")), "{name}: {leaks:?}");
             device.close(HANG).unwrap();
             // Opened anew it may have them.
-            let again = Device::open("cuda:0").unwrap();
+            let again = open();
             spread::load(&again).unwrap();
             again.close(HANG).unwrap();
         }
         // A failure after the call has done its work: the handle is unknown, and nothing else is wrong.
-        let device = Device::open("cuda:0").unwrap();
+        let device = open();
         d.fail("cuModuleGetFunction", 1, 999, true);
         assert!(matches!(spread::load(&device), Err(Error::Unsupported(_))));
         assert_eq!(d.report().violations, Vec::<String>::new());
@@ -430,8 +432,8 @@ fn a_driver_that_refuses_the_kernels_is_asked_once() {
 
 #[test]
 fn a_device_that_is_lost_while_loading_says_so() {
-    on_stand_in("a_device_that_is_lost_while_loading_says_so", |_, d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|_, d| {
+        let device = open();
         d.fail("cuModuleLoadData", 1, 700, true);
         for _ in 0..2 {
             assert_eq!(spread::load(&device).unwrap_err().class(), ErrorClass::DeviceLost);
@@ -442,8 +444,8 @@ fn a_device_that_is_lost_while_loading_says_so() {
 
 #[test]
 fn streams_with_a_priority_may_be_refused() {
-    on_stand_in("streams_with_a_priority_may_be_refused", |_, d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|_, d| {
+        let device = open();
         for name in ["cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority"] {
             d.fail(name, 1, 2, false);
             let refused = spread::urgent_stream(&device).unwrap_err();
@@ -459,7 +461,7 @@ fn streams_with_a_priority_may_be_refused() {
 /// A failed launch decides nothing: the kernel may run all the same.
 #[test]
 fn a_launch_fails_before_it_is_accepted_or_after() {
-    on_stand_in("a_launch_fails_before_it_is_accepted_or_after", |gpu, d| {
+    on_stand_in(|gpu, d| {
         let spreader = Spreader::new(gpu);
         for after in [false, true] {
             let memory = spreader.memory(&bytes(1, 4096));
@@ -487,7 +489,7 @@ fn a_launch_fails_before_it_is_accepted_or_after() {
 
 #[test]
 fn a_device_is_lost_by_a_launch_or_behind_it() {
-    on_stand_in("a_device_is_lost_by_a_launch_or_behind_it", |gpu, d| {
+    on_stand_in(|gpu, d| {
         // By the launch itself; by something else, between the launch and its end; by the kernel.
         for how in 0..3 {
             d.reset();
@@ -516,42 +518,5 @@ fn a_device_is_lost_by_a_launch_or_behind_it() {
             let closed = spreader.device.close(HANG).unwrap_err();
             assert!(closed.is_closed(), "{closed}");
         }
-    });
-}
-
-/// The stand-in's kernels can be made to wait, as they do beside kernels that fill a GPU.
-#[test]
-fn a_slow_kernel_is_complete_when_its_time_has_come() {
-    on_stand_in("a_slow_kernel_is_complete_when_its_time_has_come", |gpu, d| {
-        const DELAY: Duration = Duration::from_millis(60);
-        let spreader = Spreader::new(gpu);
-        let memory = spreader.memory(&bytes(1, 4096));
-        let table = spreader.memory(&spread::row(memory as u64 + 2048, 0, 1000));
-        let runs = [(memory as u64, table as u64, 1)];
-        let event = gpu.made("cuEventCreate", &[2]);
-        d.kernel_delay(DELAY);
-        let since = Instant::now();
-        spreader.launch(false, &runs).unwrap();
-        gpu.ok("cuEventRecord", &[event, spreader.stream]);
-        // And so is what waits for it.
-        let (other, behind) = (gpu.stream(), gpu.made("cuEventCreate", &[2]));
-        gpu.ok("cuStreamWaitEvent", &[other, event, 0]);
-        gpu.ok("cuEventRecord", &[behind, other]);
-        for event in [behind, event] {
-            until("the kernel is complete", || gpu.call("cuEventQuery", &[event]) == 0);
-            assert!(since.elapsed() >= DELAY, "after {:?}", since.elapsed());
-        }
-        let since = Instant::now();
-        spreader.launch(true, &runs).unwrap();
-        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
-        assert!(since.elapsed() >= DELAY, "after {:?}", since.elapsed());
-        // What was launched waits no more either.
-        d.kernel_delay(Duration::from_secs(3600));
-        spreader.launch(false, &runs).unwrap();
-        d.kernel_delay(Duration::ZERO);
-        gpu.ok("cuStreamSynchronize", &[spreader.stream]);
-        spreader.free(&[memory, table]);
-        spreader.end();
-        assert_eq!(d.report().violations, Vec::<String>::new());
     });
 }

@@ -1,14 +1,13 @@
 //! Systems where registering host memory is not what it is elsewhere: those that refuse it for a moment or for good,
 //! and those where the device has registered memory at another address (WSL2).
 
-use std::sync::{Arc, Mutex};
-
 use pinpool::{
     Backing, Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, PoolBuilder, Unpinned,
 };
 
+use crate::rig::{self, Log, is_clean, open};
 use crate::support::bytes;
-use crate::support::doubles::gpu::filled;
+use crate::support::doubles::gpu::{calls, filled};
 use crate::support::doubles::{HANG, StandIn, on_stand_in};
 
 /// `CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` and `HOST_REGISTER_SUPPORTED`, as the stand-in knows them.
@@ -17,27 +16,20 @@ const REGISTERS: i32 = 99;
 
 const PAGE: usize = 64 << 10;
 
-fn calls(d: &StandIn, name: &str) -> u64 {
-    d.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
-}
-
 fn small(device: &Device) -> PoolBuilder {
     Pool::builder(device).capacity(8 * PAGE).region(4 * PAGE).extent(2 * PAGE)
 }
 
 fn round_trip(pool: &Pool, device: &Device) {
-    let (stream, memory, sent) = (device.stream().unwrap(), device.alloc(5000).unwrap(), bytes(3, 5000));
-    drop(stream.upload(filled(pool, &sent), &memory).unwrap());
-    let landing = pool.checkout_timeout(5000, HANG).unwrap();
-    assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
+    rig::round_trip(pool, &device.stream().unwrap(), &device.alloc(5000).unwrap(), 3);
 }
 
 /// What the drivers say of pages that they cannot pin now: 2, and also 1, which of a program's memory means another
 /// thing.
 #[test]
 fn a_passing_refusal_to_pin_is_no_wrong_argument() {
-    on_stand_in("a_passing_refusal_to_pin_is_no_wrong_argument", |d| {
-        let device = Device::open("cuda:0").unwrap();
+    on_stand_in(|d| {
+        let device = open();
         for code in [1, 2] {
             let refuse = || d.fail("cuMemHostRegister_v2", 1, code, false);
             refuse();
@@ -55,6 +47,7 @@ fn a_passing_refusal_to_pin_is_no_wrong_argument() {
             let pool = small(&device).initial(2 * PAGE).unpinned(Unpinned::Allow).build().unwrap();
             assert_eq!(pool.stats().unpinned_bytes, 2 * PAGE);
             round_trip(&pool, &device);
+            assert!(d.report().notes.iter().any(|note| note.starts_with("PAGEABLE")), "copied all the same");
             drop(pool);
             // The next attempt may come through.
             round_trip(&small(&device).build().unwrap(), &device);
@@ -111,10 +104,10 @@ fn every_way(d: &StandIn, device: &Device, same: bool) {
 /// As under WSL2. A batch names memory by addresses alone, so none may have the host's.
 #[test]
 fn batches_never_have_addresses_that_the_device_does_not_know() {
-    on_stand_in("batches_never_have_addresses_that_the_device_does_not_know", |d| {
+    on_stand_in(|d| {
         for same in [true, false] {
             d.attribute(SAME_ADDRESS, same.into());
-            let device = Device::open("cuda:0").unwrap();
+            let device = open();
             every_way(d, &device, same);
             assert_eq!(device.lost(), None);
             device.close(HANG).unwrap();
@@ -123,42 +116,14 @@ fn batches_never_have_addresses_that_the_device_does_not_know() {
     });
 }
 
-/// The warnings of one target, counted.
-#[derive(Clone, Default)]
-struct Warnings(Arc<Mutex<Vec<String>>>);
-
-impl tracing::Subscriber for Warnings {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target() == "pinpool::region" && *metadata.level() == tracing::Level::WARN
-    }
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Line(String);
-        impl tracing::field::Visit for Line {
-            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0 += &format!("{field}={value:?} ");
-            }
-        }
-        let mut line = Line(String::new());
-        event.record(&mut line);
-        self.0.lock().unwrap().push(line.0);
-    }
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-    fn enter(&self, _: &tracing::span::Id) {}
-    fn exit(&self, _: &tracing::span::Id) {}
-}
-
 /// As on machines in confidential-computing mode.
 #[test]
 fn where_memory_cannot_be_registered_the_driver_allocates_it() {
-    on_stand_in("where_memory_cannot_be_registered_the_driver_allocates_it", |d| {
+    on_stand_in(|d| {
         d.attribute(REGISTERS, 0);
-        let warnings = Warnings::default();
+        let warnings = Log::new("pinpool::region", tracing::Level::WARN);
         tracing::subscriber::set_global_default(warnings.clone()).unwrap();
-        let device = Device::open("cuda:0").unwrap();
+        let device = open();
         // What grows later falls back as what is there at the start does.
         for initial in [0, 2 * PAGE, 7 * PAGE] {
             let pool = small(&device).initial(initial).build().unwrap();
@@ -175,7 +140,7 @@ fn where_memory_cannot_be_registered_the_driver_allocates_it() {
         }
         // The driver was asked once, and the program told once.
         assert_eq!(calls(d, "cuMemHostRegister_v2"), 1);
-        let said = warnings.0.lock().unwrap().clone();
+        let said = warnings.lines();
         assert!(said.len() == 1 && said[0].contains("Backing::HostAlloc"), "{said:?}");
         // A backing that was chosen is not changed, and the error says what to choose.
         for policy in [Unpinned::Refuse, Unpinned::Allow] {
@@ -189,7 +154,6 @@ fn where_memory_cannot_be_registered_the_driver_allocates_it() {
         assert!(refused.error.to_string().contains("Backing::HostAlloc"), "{}", refused.error);
         assert!(refused.buffer.is_some());
         drop(device);
-        let report = d.final_report();
-        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+        is_clean(d);
     });
 }

@@ -1,13 +1,17 @@
 //! After a run: everything is driven to its end, and nothing is left, neither in the pool nor on the device.
 
+use pinpool::host::HostUsage;
+
 use super::*;
+use crate::support::doubles;
 
 /// Drives everything to its end and looks for bytes that are not where they belong.
-pub fn audit(pool: &Pool, device: &Device, node: &HostNode, threaded: bool, report: &mut Report) {
+pub fn audit(pool: &Pool, device: &Device, site: &Site, report: &mut Report) {
+    let threaded = site.has_threads();
     let (since, mut quiet) = (Instant::now(), 0);
     loop {
-        node.resume(0);
-        let moved = node.step() | device.reap();
+        site.resume();
+        let moved = site.step() | device.reap();
         quiet = if moved { 0 } else { quiet + 1 };
         let stats = pool.stats();
         let idle = stats.in_flight_bytes == 0 && stats.checked_out_bytes == 0;
@@ -49,15 +53,16 @@ pub fn audit(pool: &Pool, device: &Device, node: &HostNode, threaded: bool, repo
 }
 
 /// What is wrong with what a run left on the device.
-pub fn leftovers(
-    node: &HostNode,
-    threaded: bool,
-    failed: Option<(Call, Failure)>,
-    report: &Report,
-) -> Option<String> {
+pub fn leftovers(site: &Site, failed: Option<Failed>, report: &Report) -> Option<String> {
+    match site {
+        Site::Host(node) => left_on_host(node, failed, report),
+        Site::Hand(machine) => left_on_gpu(&doubles::Report::parse(&machine.report()), failed),
+    }
+}
+
+fn left_on_host(node: &HostNode, failed: Option<Failed>, report: &Report) -> Option<String> {
     let allowed = |left: HostUsage| {
-        let (call, failure) = failed.unzip();
-        let own = |which: Call| call == Some(which) && failure != Some(Failure::Stall);
+        let own = |which: Call| failed.is_some_and(|f| f.0 == which.name() && f.1 != Failure::Stall);
         // Quarantined memory stays pinned for good, and its device stays open for it.
         let quarantined = report.quarantined > 0;
         (left.streams == 0 || own(Call::DestroyStream) && left.streams == 1)
@@ -69,10 +74,32 @@ pub fn leftovers(
     let since = Instant::now();
     // With threads the last things are given back a little later.
     while !allowed(node.live(0)) {
-        if !threaded || since.elapsed() > HANG {
+        if since.elapsed() > HANG {
             return Some(format!("left on the device: {:?}", node.live(0)));
         }
         std::thread::sleep(Duration::from_millis(1));
     }
     None
+}
+
+/// A lost device may keep all that it had, since nothing of it may be touched any more.
+fn left_on_gpu(left: &doubles::Report, failed: Option<Failed>) -> Option<String> {
+    let lost = failed.is_some_and(|f| f.1 == Failure::DeviceLost);
+    let own = match failed.map_or("", |f| f.0) {
+        // Without a context nothing is given back.
+        name if name.starts_with("cuCtx") => {
+            &["streams 1", "events 1", "allocations 1", "registrations 1"][..]
+        }
+        "cuStreamDestroy_v2" => &["streams 1"],
+        "cuEventDestroy_v2" => &["events 1"],
+        "cuMemFree_v2" => &["allocations 1"],
+        "cuMemHostUnregister" => &["registrations 1"],
+        "cuDevicePrimaryCtxRelease_v2" => &["contexts 1"],
+        _ => &[],
+    };
+    let is_kept = |what: &String| !lost && !own.contains(&what.as_str());
+    let kept: Vec<_> = left.leaks.iter().filter(|what| is_kept(what)).collect();
+    let closed = left.over || lost;
+    (!closed || !kept.is_empty() || !left.violations.is_empty())
+        .then(|| format!("closed: {closed}, left on the device: {kept:?}, broken: {:?}", left.violations))
 }

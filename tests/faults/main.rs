@@ -9,8 +9,8 @@
 //! quarantined only if the device was lost, what was reported as complete holds the right bytes, and when pool, streams
 //! and device are dropped the device has everything back (but for what the failing call itself was to give back).
 //!
-//! On the stepped device the replay is exact: the same calls in the same order up to the one that fails. On the
-//! threaded device calls interleave, so there the first few calls of each kind are made to fail.
+//! On a simulated GPU that is moved by hand the replay is exact: the same calls in the same order up to the one that
+//! fails. On the host device's threads calls interleave, so there the first few calls of each kind are made to fail.
 
 #![allow(unsafe_code, reason = "memory by its address")]
 
@@ -19,6 +19,7 @@ mod foreign;
 mod memory;
 mod scenario;
 mod server;
+mod site;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -30,7 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
+use pinpool::host::{Call, HostConfig, HostNode};
 use pinpool::{
     Device, DeviceSlice, Error, InFlight, Lend, PinnedBuf, Pool, Request, Result, Stream, SubmitError,
 };
@@ -38,6 +39,8 @@ use pinpool::{
 use audit::leftovers;
 use scenario::scenario;
 use server::{Report, Server};
+use site::Site;
+use support::hand::{self, Failure, Machine};
 use support::{bytes, panicking};
 
 /// Bytes of the pieces of device memory that copies go to.
@@ -53,15 +56,6 @@ fn fill(buf: &mut PinnedBuf, seed: u64, len: usize) {
     buf.clear();
     buf.extend_from_slice(&bytes(seed as usize, len));
 }
-
-const KINDS: [Failure; 6] = [
-    Failure::Argument,
-    Failure::Transient,
-    Failure::DeviceLost,
-    Failure::RunsAnyway,
-    Failure::Capture,
-    Failure::Stall,
-];
 
 /// What a clean run must have done, so that each of it can fail.
 const EVERYTHING: [&str; 19] = [
@@ -92,19 +86,18 @@ fn expected_calls() -> impl Iterator<Item = Call> {
     Call::ALL.into_iter().filter(move |call| !elsewhere.contains(call))
 }
 
-fn stepped() -> HostNode {
-    HostNode::new(HostConfig::new().memory(4 << 20).stepped(11)).unwrap()
-}
+/// A call by its name, and how it fails.
+type Failed = (&'static str, Failure);
 
 /// One run with one failing call. Returns what went wrong, if anything did.
-fn run(node: &HostNode, threaded: bool, failed: Option<(Call, Failure)>) -> (Report, Vec<String>) {
-    let done = catch_unwind(AssertUnwindSafe(|| scenario(node, threaded)));
-    let struck = node.clear_faults() == 0;
+fn run(site: &Site, device: Device, failed: Option<Failed>) -> (Report, Vec<String>) {
+    let done = catch_unwind(AssertUnwindSafe(|| scenario(site, device)));
+    let struck = !site.calm();
     let Ok(mut report) = done else { return (Report::default(), vec!["a panic".into()]) };
     report.struck = struck;
     let mut wrong = std::mem::take(&mut report.wrong);
     let failed = failed.filter(|_| struck);
-    wrong.extend(leftovers(node, threaded, failed, &report));
+    wrong.extend(leftovers(site, failed, &report));
     let device_lost = failed.is_some_and(|f| f.1 == Failure::DeviceLost);
     if report.quarantined > 0 && !device_lost {
         wrong.push(format!("{} bytes are quarantined without a reason", report.quarantined));
@@ -116,49 +109,75 @@ fn run(node: &HostNode, threaded: bool, failed: Option<(Call, Failure)>) -> (Rep
 }
 
 /// Fails with the findings; the same finding of several calls is printed once.
-fn assert_none(mut findings: Vec<(Failure, Call, u64, String)>) {
+fn assert_none(mut findings: Vec<(Failure, &str, u64, String)>) {
     let all = findings.len();
     findings.sort_by_key(|(failure, call, _, text)| (format!("{failure:?}"), *call, text.clone()));
     findings.dedup_by(|a, b| (a.0, a.1, &a.3) == (b.0, b.1, &b.3));
     let lines: Vec<String> = findings
         .iter()
-        .map(|(failure, call, nth, text)| format!("{failure:?} of {call:?} {nth}: {text}"))
+        .map(|(failure, call, nth, text)| format!("{failure:?} of {call} {nth}: {text}"))
         .collect();
     assert!(all == 0, "{all} findings:\n{}", lines.join("\n"));
+}
+
+/// The names of the calls in a trace, each with its number among those of its name.
+fn numbered(trace: &str) -> Vec<(&str, u64)> {
+    let mut counts = std::collections::BTreeMap::new();
+    let number = |name| {
+        let count: &mut u64 = counts.entry(name).or_default();
+        *count += 1;
+        (name, *count)
+    };
+    trace.split(' ').map(number).collect()
 }
 
 #[test]
 fn each_call_fails_once() {
     panicking::install_if_asked();
-    let node = stepped();
-    node.start_trace();
-    let (report, wrong) = run(&node, false, None);
-    let trace = node.stop_trace();
+    let machine = Machine::new(1, 4 << 20, 11);
+    let site = Site::Hand(machine.clone());
+    let run = |failed: Option<(&'static str, u64, Failure)>| {
+        machine.renew(11);
+        let device = machine.device(0);
+        machine.command("trace");
+        if let Some((call, nth, failure)) = failed {
+            machine.fault(call, nth, failure);
+        }
+        let (report, wrong) = run(&site, device, failed.map(|(call, _, failure)| (call, failure)));
+        (report, wrong, machine.command("traced"))
+    };
+    let (report, wrong, trace) = run(None);
     assert_eq!(wrong, Vec::<String>::new(), "without a fault");
     for what in EVERYTHING.into_iter().chain(["await several", "await", "several"]) {
         assert!(report.done.contains(&what), "a clean run does not do this: {what}");
     }
-    for call in expected_calls() {
-        assert!(trace.contains(&call), "a clean run does not call {call:?}");
+    let trace: &'static str = trace.leak();
+    let calls = numbered(trace);
+    for call in hand::CALLS.into_iter().chain(["cuPointerGetAttributes"]) {
+        assert!(calls.contains(&(call, 1)), "a clean run does not call {call}");
     }
     let mut failures = Vec::new();
-    for failure in KINDS {
-        let mut failed = 0;
-        for (nth, &call) in trace.iter().enumerate() {
-            let node = stepped();
-            node.start_trace();
-            node.fail_any(nth as u64, failure);
-            let (_, mut wrong) = run(&node, false, Some((call, failure)));
-            let replayed = node.stop_trace();
-            if replayed.get(..=nth) == Some(&trace[..=nth]) {
+    for failure in Failure::ALL {
+        let (mut failed, mut all) = (0, 0);
+        for (at, &(call, nth)) in calls.iter().enumerate() {
+            let queueing = [Failure::RunsAnyway, Failure::Stall].contains(&failure);
+            // Calls around every other one, for its context and its thread's mode.
+            let around = call.starts_with("cuCtx") || call.starts_with("cuThread");
+            if queueing && !hand::queues(call) || around && nth > 6 {
+                continue;
+            }
+            all += 1;
+            let (_, mut wrong, replayed) = run(Some((call, nth, failure)));
+            let before: Vec<_> = replayed.split(' ').take(at + 1).collect();
+            if before == trace.split(' ').take(at + 1).collect::<Vec<_>>() {
                 failed += 1;
             } else {
                 wrong.push("the replay took another way before the fault".into());
             }
-            failures.extend(wrong.into_iter().map(|text| (failure, call, nth as u64, text)));
+            failures.extend(wrong.into_iter().map(|text| (failure, call, nth, text)));
         }
-        println!("{failure:?}: {failed} of {} calls failed once", trace.len());
-        assert_eq!(failed, trace.len());
+        println!("{failure:?}: {failed} of {all} calls failed once");
+        assert_eq!(failed, all);
     }
     assert_none(failures);
 }
@@ -167,14 +186,15 @@ fn each_call_fails_once() {
 fn calls_fail_on_threads() {
     panicking::install_if_asked();
     let mut failures = Vec::new();
-    for failure in KINDS {
+    for failure in Failure::ALL {
         let (mut failed, mut all) = (0, 0);
         for call in expected_calls() {
             for nth in [0, 1, 4, 11] {
                 all += 1;
                 let config = HostConfig::new().memory(4 << 20).late(Duration::from_micros(20), nth);
                 let node = HostNode::new(config).unwrap();
-                node.fail(Fault { device: 0, call, nth, failure });
+                site::fail(&node, call, nth, failure);
+                let (device, call) = (Device::on(&node, 0).unwrap(), call.name());
                 let over = AtomicBool::new(false);
                 let (report, wrong) = std::thread::scope(|scope| {
                     if failure == Failure::Stall {
@@ -186,7 +206,7 @@ fn calls_fail_on_threads() {
                             }
                         });
                     }
-                    let done = run(&node, true, Some((call, failure)));
+                    let done = run(&Site::Host(node.clone()), device, Some((call, failure)));
                     over.store(true, Ordering::Relaxed);
                     done
                 });
@@ -214,8 +234,8 @@ fn each_call_fails_once_under_a_subscriber_that_panics() {
 
 #[test]
 fn a_lost_stream_does_not_take_the_device_along() {
-    let node = stepped();
-    let device = Device::on(&node, 0).unwrap();
+    let machine = Machine::new(1, 4 << 20, 11);
+    let device = machine.device(0);
     let pool = Pool::builder(&device).capacity(256 << 10).build().unwrap();
     let (lost, other) = (device.stream().unwrap(), device.stream().unwrap());
     let mut buf = pool.checkout(SLOT).unwrap();
@@ -223,20 +243,18 @@ fn a_lost_stream_does_not_take_the_device_along() {
     // The only handle to the target is dropped with the copy's.
     drop(lost.upload(buf, device.alloc(SLOT).unwrap()).unwrap());
     // No event can ever be recorded: recording fails until the pool gives up.
-    for _ in 0..1200 {
-        node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Transient });
-    }
+    (1..=1200).for_each(|nth| machine.fault("cuEventRecord", nth, Failure::Transient));
     for _ in 0..1200 {
         device.reap();
     }
     let error = lost.synchronize().unwrap_err();
     assert!(matches!(error, Error::Device(_)) && !error.is_device_lost(), "{error}");
-    node.clear_faults();
+    machine.calm();
     let stats = pool.stats();
     assert_eq!((stats.in_flight_bytes, stats.quarantined_bytes), (0, 2112), "{stats:?}");
     assert!(lost.hold(pool.checkout(1).unwrap()).is_err_and(|e| e.buffer.is_some()), "it fails at once");
     // The copy was submitted all the same, and runs now. Its target must still be there.
-    while node.step() {}
+    while machine.step() {}
     assert_eq!(device.lost(), None);
     let target = device.alloc(SLOT).unwrap();
     let mut buf = pool.checkout(SLOT).unwrap();

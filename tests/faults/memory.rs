@@ -228,9 +228,8 @@ impl User {
 }
 
 /// A node whose limits are not the system's: with too low a memlock limit the scenario cannot run.
-fn node(stepped: bool) -> HostNode {
-    let config = HostConfig::new().memory(4 << 20);
-    HostNode::new(if stepped { config.stepped(5) } else { config }).unwrap()
+fn node() -> HostNode {
+    HostNode::new(HostConfig::new().memory(4 << 20)).unwrap()
 }
 
 /// A run with one call failing. Returns what is wrong with it.
@@ -285,16 +284,17 @@ const KINDS: [Failure; 6] = [
     Failure::Stall,
 ];
 
-fn every_call_fails_once(stepped: bool) {
+#[test]
+fn every_call_fails_once() {
     panicking::install_if_asked();
     // The system decides how much may be locked.
-    let probe = Device::on(&node(stepped), 0).unwrap().register(vec![0; 1 << 20]);
+    let probe = Device::on(&node(), 0).unwrap().register(vec![0; 1 << 20]);
     if let Err(SubmitError { error: Error::MemLock { .. }, .. }) = probe {
         skip!("the memlock limit is used up");
         return;
     }
     drop(probe);
-    let clean = node(stepped);
+    let clean = node();
     clean.start_trace();
     assert_eq!(run(&clean, None), Vec::<String>::new(), "without any fault");
     let trace = clean.stop_trace();
@@ -304,14 +304,14 @@ fn every_call_fails_once(stepped: bool) {
         // These calls have nothing to do with host memory; `faults` and `core` have them.
         let others = [Call::CopyBlocking, Call::WaitEvent, Call::Examine, Call::Launch];
         assert!(count > 0 || others.contains(&call), "{call:?} is never made");
-        // With threads, calls interleave, and which of them fails varies.
-        counts.push((call, if stepped { count } else { count.min(3) }));
+        // Calls interleave, so which of them fails varies.
+        counts.push((call, count));
     }
     let (mut runs, mut findings) = (0, Vec::new());
     for (call, count) in counts {
         for nth in 0..count {
             for failure in KINDS {
-                let node = node(stepped);
+                let node = node();
                 node.fail(Fault { device: 0, call, nth, failure });
                 runs += 1;
                 let wrong = run(&node, Some((call, failure)));
@@ -325,18 +325,8 @@ fn every_call_fails_once(stepped: bool) {
 }
 
 #[test]
-fn every_call_fails_once_on_the_stepped_device() {
-    every_call_fails_once(true);
-}
-
-#[test]
-fn every_call_fails_once_on_the_threaded_device() {
-    every_call_fails_once(false);
-}
-
-#[test]
 fn what_overlaps_is_refused_and_comes_back() {
-    let node = node(false);
+    let node = node();
     let (device, other) = (Device::on(&node, 0).unwrap(), Device::open("host").unwrap());
     let value: Arc<[u8]> = bytes(1, 10_000).into();
     let Ok(first) = device.register(value.clone()) else { return skip!("the memlock limit") };
@@ -361,7 +351,7 @@ fn what_overlaps_is_refused_and_comes_back() {
 
 #[test]
 fn plain_memory_takes_its_place_only_where_that_is_allowed() {
-    let node = node(true);
+    let node = node();
     let device = Device::on(&node, 0).unwrap();
     let fault = |call| node.fail(Fault { device: 0, call, nth: 0, failure: Failure::Transient });
     let builder = || {
@@ -384,7 +374,7 @@ fn plain_memory_takes_its_place_only_where_that_is_allowed() {
 /// Of two extents that went unpinned the driver then refuses the first for good.
 #[test]
 fn memory_that_can_never_be_pinned_keeps_no_other_memory_unpinned() {
-    let node = node(false);
+    let node = node();
     let device = Device::on(&node, 0).unwrap();
     let pool = Pool::builder(&device).capacity(4 * PAGE).initial(0).extent(2 * PAGE);
     let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
@@ -413,7 +403,7 @@ fn memory_that_can_never_be_pinned_keeps_no_other_memory_unpinned() {
 
 #[test]
 fn adopting_and_trimming_go_on_while_others_check_out() {
-    let node = node(false);
+    let node = node();
     let device = Device::on(&node, 0).unwrap();
     let pool = Pool::builder(&device).capacity(24 * PAGE).initial(0).region(2 * PAGE).extent(2 * PAGE);
     let pool = pool.unpinned(Unpinned::Allow).build().unwrap();

@@ -4,9 +4,8 @@ use super::audit::audit;
 use super::*;
 
 /// All topics. The report says what went wrong.
-pub fn scenario(node: &HostNode, threaded: bool) -> Report {
+pub fn scenario(site: &Site, device: Device) -> Report {
     let mut report = Report::default();
-    let device = Device::on(node, 0).expect("opening makes no device call");
     let gone = Arc::new(AtomicU64::new(0));
     let build = || {
         let gone = gone.clone();
@@ -49,12 +48,11 @@ pub fn scenario(node: &HostNode, threaded: bool) -> Report {
     }
     let (3, Ok(memory)) = (streams.len(), memory) else {
         report.lost = true;
-        audit(&pool, &device, node, threaded, &mut report);
+        audit(&pool, &device, site, &mut report);
         return report;
     };
     let mut server = Server {
-        node,
-        threaded,
+        site,
         device,
         pool,
         streams,
@@ -70,7 +68,7 @@ pub fn scenario(node: &HostNode, threaded: bool) -> Report {
     shortage(&mut server);
     rest(&mut server);
     let Server { device, pool, streams, memory, mut report, .. } = server;
-    audit(&pool, &device, node, threaded, &mut report);
+    audit(&pool, &device, site, &mut report);
     drop((pool, streams, memory, device));
     report
 }
@@ -229,7 +227,7 @@ fn shortage(s: &mut Server<'_>) {
         s.did("growth");
     }
     // All of them are sent and dropped.
-    s.node.hang(0);
+    s.site.hang();
     let kept = hogs.len() / 2;
     for (at, buf) in hogs.into_iter().enumerate() {
         s.expected[20] = None;
@@ -254,7 +252,7 @@ fn shortage(s: &mut Server<'_>) {
                 },
                 _ => match s.streams[0].download(s.slot(0), buf) {
                     Ok(flight) => {
-                        s.node.resume(0);
+                        s.site.resume();
                         if let Some(buf) = s.settle(flight) {
                             s.compare(0, &buf, "download into a claimed buffer");
                         }
@@ -272,13 +270,13 @@ fn shortage(s: &mut Server<'_>) {
     if claimed > 0 {
         s.did("claim");
     }
-    s.node.resume(0);
+    s.site.resume();
     if let Ok(buf) = s.pool.try_checkout_on(&s.streams[1], BIG) {
         // Host-ready after waiting.
         match buf.wait() {
             Ok(buf) => drop(buf),
             Err(e) if e.is_device_lost() => {}
-            Err(Error::Timeout(_)) => s.node.resume(0),
+            Err(Error::Timeout(_)) => s.site.resume(),
             Err(e) => s.wrong(format!("waiting for a claimed buffer: {e}")),
         }
     }

@@ -15,8 +15,7 @@ pub struct Report {
 }
 
 pub struct Server<'a> {
-    pub node: &'a HostNode,
-    pub threaded: bool,
+    pub site: &'a Site,
     pub device: Device,
     pub pool: Pool,
     pub streams: Vec<Stream>,
@@ -57,7 +56,7 @@ impl Server<'_> {
                 Err(error) => last = Some(error),
             }
             // Resumes what is stalled, as an operator would.
-            self.node.resume(0);
+            self.site.resume();
         }
         if !self.dead() {
             self.wrong(format!("{what} failed twice: {last:?}"));
@@ -88,7 +87,7 @@ impl Server<'_> {
             match flight.wait_timeout(HANG) {
                 Ok(value) => return Some(value),
                 Err(SubmitError { buffer: Some(same), .. }) => {
-                    self.node.resume(0);
+                    self.site.resume();
                     flight = same;
                 }
                 Err(SubmitError { error, buffer: None }) => {
@@ -235,8 +234,8 @@ impl Server<'_> {
 
     /// Moves a device that does not move by itself, or waits a little for one that does.
     pub fn nudge(&self) -> bool {
-        let moved = self.node.step() | self.device.reap();
-        if self.threaded {
+        let moved = self.site.step() | self.device.reap();
+        if self.site.has_threads() {
             std::thread::sleep(Duration::from_micros(200));
         }
         moved
@@ -256,9 +255,9 @@ impl Server<'_> {
             }
             quiet = if self.nudge() { 0 } else { quiet + 1 };
             if quiet % 8 == 7 {
-                self.node.resume(0);
+                self.site.resume();
             }
-            let hangs = if self.threaded { since.elapsed() > HANG } else { quiet > 64 };
+            let hangs = if self.site.has_threads() { since.elapsed() > HANG } else { quiet > 64 };
             if hangs {
                 if !self.dead() {
                     self.wrong(format!("{what} hangs"));

@@ -4,19 +4,19 @@ use pinpool::{Backing, HostAllocFlags, Pool, acl};
 
 use crate::support::bytes;
 use crate::support::doubles::HANG;
-use crate::{filled, on_each_npu, round_trip, until};
+use crate::{On, filled, on_each_npu, round_trip, until};
 
-/// Whether this process runs on the device itself.
-fn is_rc() -> bool {
-    std::env::var("PINPOOL_STANDIN_RC").is_ok_and(|value| value == "1")
+/// Whether the program runs on the device itself.
+fn is_rc(on: &On) -> bool {
+    on.stand_in().is_some_and(|stand_in| stand_in.is("rc true"))
 }
 
 #[test]
 fn aclrt_malloc_host_is_the_backing_in_both_modes() {
-    on_each_npu("aclrt_malloc_host_is_the_backing_in_both_modes", |on| {
-        assert_eq!(acl::about(&on.device).unwrap().on_device, is_rc());
+    on_each_npu(|on| {
+        assert_eq!(acl::about(&on.device).unwrap().on_device, is_rc(on));
         let stream = on.stream();
-        let asked = || on.calls("aclrtMallocHost") + on.calls("aclrtMallocHostWithCfg");
+        let asked = || on.calls("aclrtMallocHost");
         for explicit in [false, true] {
             let (before, freed) = (asked(), on.calls("aclrtFreeHost"));
             let sizes = Pool::builder(&on.device).capacity(256 << 10).region(256 << 10).extent(128 << 10);
@@ -40,14 +40,14 @@ fn aclrt_malloc_host_is_the_backing_in_both_modes() {
 
 #[test]
 fn zeros_are_written_by_aclrt_memset_on_the_device() {
-    on_each_npu("zeros_are_written_by_aclrt_memset_on_the_device", |on| {
+    on_each_npu(|on| {
         let pool = on.pool(256 << 10);
         for len in [1, 31, 4096, 100_001] {
             drop(filled(&pool, &vec![0xEE; len]));
             let before = on.calls("aclrtMemset");
             assert!(*pool.checkout_zeroed(len).unwrap() == *vec![0; len]);
             // On a host the CPU writes them.
-            assert_eq!(on.calls("aclrtMemset") - before, u64::from(is_rc()));
+            assert_eq!(on.calls("aclrtMemset") - before, u64::from(is_rc(on)));
         }
     });
 }

@@ -1,5 +1,6 @@
 //! What only CUDA has.
 
+use crate::support::doubles::gpu_name;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::{calls, filled, flags, on_each_gpu, on_every_device, round_trip, unti
 const PAGE: usize = 64 << 10;
 
 fn open() -> Device {
-    Device::open("cuda:0").unwrap()
+    Device::open(&gpu_name(0)).unwrap()
 }
 
 /// A pool of two extents.
@@ -30,7 +31,7 @@ fn nothing_left(stand_in: &StandIn) {
 /// `cudaHostAllocPortable`, `cudaHostAllocMapped` and `cudaHostAllocWriteCombined` (1, 2 and 4) in any mix.
 #[test]
 fn every_mix_of_flags_reaches_cuda_host_alloc() {
-    on_stand_in("every_mix_of_flags_reaches_cuda_host_alloc", |stand_in| {
+    on_stand_in(|stand_in| {
         let device = open();
         let stream = device.stream().unwrap();
         for bits in 0..8 {
@@ -54,7 +55,7 @@ fn every_mix_of_flags_reaches_cuda_host_alloc() {
 
 #[test]
 fn no_flag_at_all_is_cuda_malloc_host() {
-    on_stand_in("no_flag_at_all_is_cuda_malloc_host", |stand_in| {
+    on_stand_in(|stand_in| {
         let device = open();
         let pool = allocated(&device, HostAllocFlags::default()).build().unwrap();
         pool.wait_pinned(Some(HANG)).unwrap();
@@ -73,7 +74,7 @@ fn no_flag_at_all_is_cuda_malloc_host() {
 /// for the address, since other contexts may map the memory.
 #[test]
 fn memory_that_cannot_be_mapped_fails_when_its_address_is_asked_for() {
-    on_stand_in("memory_that_cannot_be_mapped_fails_when_its_address_is_asked_for", |stand_in| {
+    on_stand_in(|stand_in| {
         const CAN_MAP_HOST_MEMORY: i32 = 19;
         let device = open();
         stand_in.attribute(CAN_MAP_HOST_MEMORY, 0);
@@ -101,7 +102,7 @@ fn memory_that_cannot_be_mapped_fails_when_its_address_is_asked_for() {
 
 #[test]
 fn managed_memory_is_a_backing() {
-    on_every_device("managed_memory_is_a_backing", |on| {
+    on_every_device(|on| {
         let managed = || Pool::builder(&on.device).capacity(4 * PAGE).backing(Backing::Managed).build();
         if on.is_npu() {
             assert!(managed().is_err_and(|error| on.lacks(&error)));
@@ -128,14 +129,16 @@ fn managed_memory_is_a_backing() {
 
 #[test]
 fn the_device_heap_has_a_limit_and_its_pointers_are_refused() {
-    on_stand_in("the_device_heap_has_a_limit_and_its_pointers_are_refused", |stand_in| {
+    on_stand_in(|stand_in| {
         let device = open();
         let pool = Pool::builder(&device).capacity(1 << 20).build().unwrap();
         assert_eq!(device_heap_limit(&device), Ok(8 << 20));
         set_device_heap_limit(&device, 64 << 20).unwrap();
         assert_eq!(device_heap_limit(&device), Ok(64 << 20));
         // What `malloc` in a kernel gives. SAFETY: `pointers.rs` of the stand-in has the signature.
-        let malloc = unsafe { stand_in.get::<extern "C" fn(usize, usize) -> u64>("standin_device_malloc") };
+        let malloc = |device: usize, len: usize| {
+            stand_in.command(&format!("malloc {device} {len}")).parse::<u64>().unwrap()
+        };
         let at = malloc(0, 4096);
         // SAFETY: refused.
         let refused = unsafe { device.raw_memory(at, 64, "owner") }.unwrap_err();
@@ -156,7 +159,7 @@ fn the_device_heap_has_a_limit_and_its_pointers_are_refused() {
 /// The runtime API works in the primary context, which the driver API names.
 #[test]
 fn users_of_the_driver_and_of_the_runtime_api_share_one_primary_context() {
-    on_each_gpu("users_of_the_driver_and_of_the_runtime_api_share_one_primary_context", |gpu| {
+    on_each_gpu(|gpu| {
         // The runtime's user was first: its context is current here.
         let device = open();
         assert_eq!(raw_context(&device).unwrap() as usize, gpu.context);
@@ -203,7 +206,7 @@ fn users_of_the_driver_and_of_the_runtime_api_share_one_primary_context() {
 
 #[test]
 fn each_thread_has_its_own_default_stream() {
-    on_each_gpu("each_thread_has_its_own_default_stream", |gpu| {
+    on_each_gpu(|gpu| {
         const PER_THREAD: usize = 2;
         let device = open();
         // SAFETY: the driver completes what is in flight when a thread ends.
@@ -237,7 +240,7 @@ fn each_thread_has_its_own_default_stream() {
 /// Kernels and copies of the server's own on a stream of its own, which the crate does not know of.
 #[test]
 fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
-    on_each_gpu("a_hold_keeps_a_buffer_for_the_servers_own_work", |gpu| {
+    on_each_gpu(|gpu| {
         const LEN: usize = 50_000;
         let device = open();
         // Room for one buffer.
@@ -270,7 +273,7 @@ fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
 
 #[test]
 fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
-    on_each_gpu("patient_holds_share_an_event_and_end_no_earlier_than_others", |gpu| {
+    on_each_gpu(|gpu| {
         const LEN: usize = 50_000;
         let device = open();
         // Room for one buffer.
@@ -320,7 +323,7 @@ fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
 
 #[test]
 fn a_graph_keeps_what_is_held_for_it() {
-    on_each_gpu("a_graph_keeps_what_is_held_for_it", |gpu| {
+    on_each_gpu(|gpu| {
         const LEN: usize = 50_000;
         let device = open();
         // Room for one buffer.

@@ -10,8 +10,8 @@
 //! | `trouble` | errors of earlier launches, forks, the end of the process |
 //! | `package` | dependencies, commands, the fields of a snapshot |
 //!
-//! Most tests run on each kind of device ([`on_every_device`]): the host's, the stand-in libcuda and the stand-in
-//! libascendcl in their versions. Each run has a process of its own.
+//! Most tests run on each kind of device ([`on_every_device`]): the host's, simulated GPUs and simulated Ascend devices, with
+//! drivers of several versions.
 
 #![cfg(all(feature = "acl", feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles, and memory by its address")]
@@ -25,26 +25,23 @@ mod support;
 mod trouble;
 mod waiting;
 
-use std::ffi::OsStr;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Device, Error, PinnedBuf, Pool, Stream, Unpinned};
-use support::doubles::gpu::{Gpu, on_gpu};
-use support::doubles::npu::{self, WAYS, Way};
-use support::doubles::{self, HANG, StandIn};
-use support::{process, skip};
+use pinpool_sim::cuda::Driver;
+use support::doubles::gpu::{Gpu, on_driver, on_gpu};
+use support::doubles::npu::{self, WAYS};
+use support::doubles::{self, HANG, StandIn, gpu_name, npu_name};
+use support::{own_process, skip};
 
-/// Set in the child that runs a test on the host device.
-const ON_HOST: &str = "PINPOOL_TEST_ON_HOST";
-/// Devices of each node and of each stand-in.
+/// Devices of each machine, each with so many bytes of memory.
 const DEVICES: u32 = 6;
-/// Far longer than a test takes: a process that runs for longer hangs.
-const LIMIT: Duration = Duration::from_secs(120);
-/// The stand-in libcuda as it is today, and as drivers of other versions.
-const CUDA_VERSIONS: [&str; 4] = ["", "cuda13", "cuda12", "cuda11"];
+const MEMORY: usize = 64 << 20;
+/// Drivers of several versions; the first is what machines have today.
+const DRIVERS: [Driver; 4] = [Driver::Cuda12_8, Driver::Cuda13_0, Driver::Cuda12_0, Driver::Cuda11_0];
 
-/// What a test has in its process.
+/// What a test has.
 struct On {
     /// The first device.
     device: Device,
@@ -58,26 +55,28 @@ enum What {
 }
 
 impl On {
-    /// `None` in the process that starts the others.
-    fn of_this_process() -> Option<Self> {
-        if doubles::is_set() {
-            let stand_in = StandIn::of_this_process().expect("the stand-in libcuda");
-            return Some(Self { device: Device::open("cuda:0").unwrap(), what: What::Gpu(stand_in) });
-        }
-        if npu::is_set() {
-            let stand_in = npu::stand_in().expect("the stand-in libascendcl");
-            return Some(Self { device: Device::open("acl:0").unwrap(), what: What::Npu(stand_in) });
-        }
-        std::env::var_os(ON_HOST)?;
-        let node = HostNode::new(HostConfig::new().devices(DEVICES).memory(64 << 20)).unwrap();
-        Some(Self { device: Device::on(&node, 0).unwrap(), what: What::Host(node) })
+    fn host() -> Self {
+        let node = HostNode::new(HostConfig::new().devices(DEVICES).memory(MEMORY)).unwrap();
+        Self { device: Device::on(&node, 0).unwrap(), what: What::Host(node) }
+    }
+
+    fn gpus(driver: Driver) -> Self {
+        let stand_in = with_devices(StandIn::gpus(driver));
+        Self { device: Device::open(&gpu_name(0)).unwrap(), what: What::Gpu(stand_in) }
+    }
+
+    fn npus(way: npu::Way) -> Self {
+        let stand_in = with_devices(way.machine());
+        // All copies here are of whole segments, so the distance between these can be checked.
+        stand_in.command("segments true");
+        Self { device: Device::open(&npu_name(0)).unwrap(), what: What::Npu(stand_in) }
     }
 
     fn other(&self, ordinal: u32) -> Device {
         match &self.what {
             What::Host(node) => Device::on(node, ordinal).unwrap(),
-            What::Gpu(_) => Device::open(&format!("cuda:{ordinal}")).unwrap(),
-            What::Npu(_) => Device::open(&format!("acl:{ordinal}")).unwrap(),
+            What::Gpu(_) => Device::open(&gpu_name(ordinal as usize)).unwrap(),
+            What::Npu(_) => Device::open(&npu_name(ordinal as usize)).unwrap(),
         }
     }
 
@@ -151,73 +150,52 @@ impl On {
     }
 }
 
-/// Runs the body of a test on each kind of device, each in a process of its own; afterwards nothing is left there.
-fn on_every_device(test: &str, body: impl FnOnce(&On)) {
-    on_every_device_leaving(test, |on| {
+fn with_devices(stand_in: StandIn) -> StandIn {
+    stand_in.command(&format!("devices {DEVICES} {MEMORY}"));
+    stand_in
+}
+
+/// Runs the body of a test on each kind of device; afterwards nothing is left there.
+fn on_every_device(body: impl Fn(&On)) {
+    on_every_device_leaving(|on| {
         body(&on);
         on.ends();
     });
 }
 
 /// The same for a test that leaves things behind.
-fn on_every_device_leaving(test: &str, body: impl FnOnce(On)) {
-    if let Some(on) = On::of_this_process() {
-        return body(on);
+fn on_every_device_leaving(body: impl Fn(On)) {
+    println!("on the host device");
+    body(On::host());
+    for driver in DRIVERS {
+        println!("on {driver:?}");
+        body(On::gpus(driver));
     }
-    again(test, "on the host device", &[(ON_HOST, OsStr::new("1"))]);
-    on_each_libcuda(test);
-    WAYS.iter().for_each(|way| on_libascendcl(test, *way));
-}
-
-/// Runs the body of a test on each version of the stand-in libcuda, or on the GPU that `PINPOOL_REQUIRE` names.
-fn on_each_gpu(test: &str, body: impl FnOnce(&Gpu)) {
-    match doubles::is_set() || doubles::required() {
-        true => on_gpu(test, body),
-        false => on_each_libcuda(test),
+    for way in WAYS {
+        println!("on {}", way.name);
+        body(On::npus(way));
     }
 }
 
-/// Runs the body of a test on each Ascend library and machine.
-fn on_each_npu(test: &str, body: impl FnOnce(&On)) {
-    if !npu::is_set() {
-        return WAYS.iter().for_each(|way| on_libascendcl(test, *way));
+/// Runs the body of a test with each version of the driver, or on the GPU that `PINPOOL_REQUIRE` names.
+fn on_each_gpu(body: impl Fn(&Gpu)) {
+    if doubles::required() {
+        return on_gpu(body);
     }
-    let on = On::of_this_process().expect("this is the child");
-    body(&on);
-    on.ends();
-}
-
-fn on_each_libcuda(test: &str) {
-    for version in CUDA_VERSIONS {
-        let library = if version.is_empty() { doubles::named_or_built() } else { doubles::older(version) };
-        match library {
-            Some(library) => {
-                again(test, &format!("on libcuda {version}"), &[(doubles::PATH, library.as_os_str())])
-            }
-            None => return skip!("there is no cargo to build the stand-in libcuda with"),
-        }
+    for driver in DRIVERS {
+        println!("on {driver:?}");
+        on_driver(driver, &body);
     }
 }
 
-fn on_libascendcl(test: &str, way: Way) {
-    let Some(library) = way.library() else {
-        return skip!("there is no cargo to build the stand-in libascendcl with");
-    };
-    let mut environment = vec![(doubles::ascendcl::PATH, library.as_os_str())];
-    environment.extend(way.environment.iter().map(|(name, value)| (*name, OsStr::new(value))));
-    again(test, way.name, &environment);
-}
-
-/// Runs this very test again in a process of its own, with more in its environment.
-fn again(test: &str, how: &str, environment: &[(&str, &OsStr)]) {
-    let devices = DEVICES.to_string();
-    let mut command = process::command(test);
-    // All copies here are of whole segments, so the stand-in libascendcl can check the distance between these.
-    command.env("PINPOOL_STANDIN_DEVICES", &devices).env("PINPOOL_STANDIN_SEGMENTS", "1");
-    let child = doubles::ended(command.envs(environment.iter().copied()), LIMIT);
-    process::forward(&child.stdout, &child.stderr);
-    let passed = child.status.is_some_and(|status| status.success()) && child.stdout.contains("1 passed");
-    assert!(passed, "{test} {how}: the child {}: {}", child.how(), child.last_words());
+/// Runs the body of a test with each Ascend library and machine.
+fn on_each_npu(body: impl Fn(&On)) {
+    for way in WAYS {
+        println!("on {}", way.name);
+        let on = On::npus(way);
+        body(&on);
+        on.ends();
+    }
 }
 
 fn calls(stand_in: &StandIn, name: &str) -> u64 {

@@ -20,7 +20,7 @@ const PAGE: usize = 64 << 10;
 /// `cudaMalloc`'s.
 #[test]
 fn all_kinds_of_copies_carry_every_byte() {
-    on_every_device("all_kinds_of_copies_carry_every_byte", |on| {
+    on_every_device(|on| {
         let (pool, stream) = (on.pool(2 << 20), on.stream());
         for len in [1, 777, 65_537, 300_000] {
             let sent = bytes(len, len);
@@ -81,8 +81,8 @@ unsafe impl StableDeref for Watched {}
 
 /// Whether this device can have memory of the program's pinned: newer libraries of Ascend, and there on a host only.
 fn registers(on: &On) -> bool {
-    let rc = std::env::var_os("PINPOOL_STANDIN_RC").is_some();
-    on.stand_in().is_none_or(|stand_in| !on.is_npu() || (stand_in.has("aclrtHostRegister") && !rc))
+    let can = |npu: &crate::StandIn| npu.has("aclrtHostRegister") && !npu.is("rc true");
+    !on.is_npu() || on.stand_in().is_some_and(can)
 }
 
 /// Whether the process may lock too little memory to go on; then the test says so.
@@ -96,7 +96,7 @@ fn is_limited(error: &Error) -> bool {
 
 #[test]
 fn a_registered_value_is_copied_from_where_it_is_and_comes_back() {
-    on_every_device("a_registered_value_is_copied_from_where_it_is_and_comes_back", |on| {
+    on_every_device(|on| {
         let (stream, memory) = (on.stream(), on.device.alloc(100_000).unwrap());
         let (value, dropped) = Watched::new(bytes(1, 100_000));
         let at = value.as_ptr();
@@ -143,7 +143,7 @@ fn file(content: &[u8]) -> File {
 /// `cudaHostRegisterReadOnly`: memory that the process itself cannot write to.
 #[test]
 fn what_is_registered_read_only_is_uploaded_and_never_written() {
-    on_every_device("what_is_registered_read_only_is_uploaded_and_never_written", |on| {
+    on_every_device(|on| {
         const LEN: usize = 65_536;
         let (stream, memory) = (on.stream(), on.device.alloc(LEN).unwrap());
         let content = bytes(1, LEN);
@@ -176,7 +176,7 @@ fn what_is_registered_read_only_is_uploaded_and_never_written() {
 
 #[test]
 fn buffers_have_addresses_on_the_device() {
-    on_every_device("buffers_have_addresses_on_the_device", |on| {
+    on_every_device(|on| {
         let map = |backing| {
             let pool = Pool::builder(&on.device).capacity(8 * PAGE).backing(backing);
             pool.unpinned(Unpinned::Allow).build()
@@ -212,7 +212,7 @@ fn buffers_have_addresses_on_the_device() {
 
 #[test]
 fn memory_of_the_program_becomes_a_region_of_the_pool() {
-    on_every_device("memory_of_the_program_becomes_a_region_of_the_pool", |on| {
+    on_every_device(|on| {
         let pool = Pool::builder(&on.device).capacity(16 * PAGE).initial(0).region(2 * PAGE).extent(2 * PAGE);
         let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
         let (value, dropped) = Watched::new(bytes(1, 5 * PAGE));
@@ -247,20 +247,17 @@ fn memory_of_the_program_becomes_a_region_of_the_pool() {
 /// For a program that has registered the regions elsewhere, too.
 #[test]
 fn a_region_is_announced_before_it_is_unpinned() {
-    on_every_device("a_region_is_announced_before_it_is_unpinned", |on| {
+    on_every_device(|on| {
         type Told = Arc<Mutex<Vec<(RegionId, usize, u64)>>>;
         let told = Told::default();
         // The calls that take pinned memory back, as the stand-in has counted them.
         const UNPINS: [&str; 4] =
             ["cuMemHostUnregister", "aclrtFreeHost", "aclrtHostUnregister", "aclrtFreeHostWithDevSync"];
         let unpinned = {
-            let library = on
-                .stand_in()
-                .map(|_| std::env::var("PINPOOL_LIBCUDA").or(std::env::var("PINPOOL_LIBASCENDCL")));
+            let stand_in = on.stand_in().cloned();
             move || {
-                let Some(Ok(path)) = &library else { return 0 };
-                let stand_in = crate::StandIn::load(path.as_ref()).unwrap();
-                UNPINS.map(|call| crate::calls(&stand_in, call)).iter().sum::<u64>()
+                let count = |stand_in| UNPINS.map(|call| crate::calls(stand_in, call)).iter().sum::<u64>();
+                stand_in.as_ref().map_or(0, count)
             }
         };
         let (list, count) = (told.clone(), unpinned.clone());
@@ -286,7 +283,7 @@ fn a_region_is_announced_before_it_is_unpinned() {
 
 #[test]
 fn trimming_gives_idle_regions_back_and_the_pool_grows_anew() {
-    on_every_device("trimming_gives_idle_regions_back_and_the_pool_grows_anew", |on| {
+    on_every_device(|on| {
         let sizes =
             Pool::builder(&on.device).capacity(8 * PAGE).initial(2 * PAGE).region(2 * PAGE).extent(2 * PAGE);
         let pool = sizes.unpinned(Unpinned::Allow).build().unwrap();
@@ -326,7 +323,7 @@ fn asked_for_huge_pages(at: usize) -> Result<bool, &'static str> {
 
 #[test]
 fn huge_pages_are_asked_for_as_the_program_says() {
-    on_every_device("huge_pages_are_asked_for_as_the_program_says", |on| {
+    on_every_device(|on| {
         for huge in [HugePages::Auto, HugePages::Always, HugePages::Never] {
             let pool = Pool::builder(&on.device).capacity(4 << 20).region(4 << 20).huge_pages(huge);
             let pool = match pool.backing(Backing::Registered).unpinned(Unpinned::Allow).build() {
@@ -350,7 +347,7 @@ fn huge_pages_are_asked_for_as_the_program_says() {
 /// Ascend's library, which the pool keeps on all devices. The stand-in checks it, too, at each copy.
 #[test]
 fn segments_keep_their_distance() {
-    on_every_device("segments_keep_their_distance", |on| {
+    on_every_device(|on| {
         let span = |len: usize| len.next_multiple_of(32) + 32;
         let (pool, stream, memory) = (on.pool(2 << 20), on.stream(), on.device.alloc(200_000).unwrap());
         let lens = (1..130).chain([4000, 4032, 4064, 4065, 4096, 32_768, 65_504, 65_536, 100_001, 200_000]);
@@ -388,7 +385,7 @@ fn segments_keep_their_distance() {
 
 #[test]
 fn size_0_is_refused_by_every_call() {
-    on_every_device("size_0_is_refused_by_every_call", |on| {
+    on_every_device(|on| {
         let (pool, stream, memory) = (on.pool(4 * PAGE), on.stream(), on.device.alloc(100).unwrap());
         let none = [100.into(), 0.into()];
         for error in [

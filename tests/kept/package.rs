@@ -51,7 +51,7 @@ fn crates_of_others_do_real_work() {
 /// Each field that dashboards and servers read, with a value that this test knows.
 #[test]
 fn a_snapshot_has_its_fields() {
-    on_every_device("a_snapshot_has_its_fields", |on| {
+    on_every_device(|on| {
         const CAPACITY: usize = 1 << 20;
         let (pool, stream, memory) = (on.pool(CAPACITY), on.stream(), on.device.alloc(1000).unwrap());
         pool.wait_pinned(None).unwrap();

@@ -8,12 +8,12 @@ use pinpool::{Device, Error, ErrorClass, Pool, Request, Unpinned};
 use crate::support::bytes;
 use crate::support::doubles::{self, ascendcl, npu};
 use crate::support::exits::{self, Way};
-use crate::{DEVICES, filled, on_every_device, on_every_device_leaving, round_trip, until};
+use crate::{DEVICES, filled, on_every_device, on_every_device_leaving, own_process, round_trip, until};
 
 /// "May also return error codes from previous, asynchronous launches": whichever call hears of it first.
 #[test]
 fn errors_of_earlier_launches_surface_in_the_next_call() {
-    on_every_device_leaving("errors_of_earlier_launches_surface_in_the_next_call", |on| {
+    on_every_device_leaving(|on| {
         let lost = |device: &Device, error: &Error| {
             assert!(error.is_device_lost() && error.class() == ErrorClass::DeviceLost, "{error}");
             assert!(device.lost().is_some_and(|error| error.is_device_lost()));
@@ -91,7 +91,8 @@ fn forked(child: impl FnOnce() -> i32) -> Option<i32> {
 
 #[test]
 fn a_child_of_a_fork_can_use_nothing_and_harms_nothing() {
-    on_every_device("a_child_of_a_fork_can_use_nothing_and_harms_nothing", |on| {
+    own_process!();
+    on_every_device(|on| {
         let (pool, stream, memory) = (on.pool(1 << 20), on.stream(), on.device.alloc(1000).unwrap());
         on.hang(true);
         let flight = stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
@@ -134,7 +135,7 @@ fn ends(test: &str, device: &str, stand_in: Option<(&str, Option<PathBuf>)>) {
         Some((name, Some(library))) => {
             exits::all(test, device, &WAYS, &[(name, library.to_str().expect("a path in UTF-8"))]);
         }
-        Some((_, None)) => crate::skip!("there is no cargo to build a stand-in with"),
+        Some((_, None)) => crate::skip!("the simulation is not beside the executable"),
     }
 }
 
@@ -151,6 +152,6 @@ fn a_process_ends_while_a_gpu_works() {
 
 #[test]
 fn a_process_ends_while_an_npu_works() {
-    let built = (!npu::is_set()).then(|| (ascendcl::PATH, npu::TODAY.library()));
+    let built = (!npu::is_set()).then(|| (ascendcl::PATH, ascendcl::named_or_built()));
     ends("a_process_ends_while_an_npu_works", "acl:0", built);
 }

@@ -18,7 +18,7 @@ const ONE: usize = 64 << 10;
 /// Callers that hold one buffer and wait for another can wait for each other for ever; here each asks for both at once.
 #[test]
 fn all_who_check_out_several_together_are_served() {
-    on_every_device("all_who_check_out_several_together_are_served", |on| {
+    on_every_device(|on| {
         // Three buffers, and five threads that need two each.
         let pool = on.pool(3 * ONE);
         let both = [Request::new(LEN), Request::new(LEN)];
@@ -57,7 +57,7 @@ fn all_who_check_out_several_together_are_served() {
 
 #[test]
 fn waiting_ends_at_its_deadline_and_leaves_no_trace() {
-    on_every_device("waiting_ends_at_its_deadline_and_leaves_no_trace", |on| {
+    on_every_device(|on| {
         let (pool, stream, memory) = (on.pool(ONE), on.stream(), on.device.alloc(LEN).unwrap());
         let soon = Duration::from_millis(5);
         let since = Instant::now();
@@ -91,7 +91,7 @@ fn waiting_ends_at_its_deadline_and_leaves_no_trace() {
 
 #[test]
 fn tasks_wait_for_buffers_and_for_copies() {
-    on_every_device("tasks_wait_for_buffers_and_for_copies", |on| {
+    on_every_device(|on| {
         let (pool, stream, memory) = (on.pool(ONE), on.stream(), on.device.alloc(LEN).unwrap());
         for round in 0..5 {
             let mut buf = block_on(pool.checkout_async(LEN)).unwrap();
@@ -120,7 +120,7 @@ fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
 
 #[test]
 fn a_future_may_be_dropped_at_any_time() {
-    on_every_device("a_future_may_be_dropped_at_any_time", |on| {
+    on_every_device(|on| {
         let (pool, stream, memory) = (on.pool(ONE), on.stream(), on.device.alloc(LEN).unwrap());
         let idle = |on: &On| {
             until("all is back", || {
@@ -162,7 +162,7 @@ fn a_future_may_be_dropped_at_any_time() {
 /// Memory that a stream still reads is given to later work of the same stream, and to nobody else.
 #[test]
 fn a_stream_gets_the_memory_that_it_still_reads() {
-    on_every_device("a_stream_gets_the_memory_that_it_still_reads", |on| {
+    on_every_device(|on| {
         let (pool, stream, other) = (on.pool(ONE), on.stream(), on.stream());
         let (first, second) = (on.device.alloc(LEN).unwrap(), on.device.alloc(LEN).unwrap());
         stream.upload_blocking(&bytes(2, LEN), &second).unwrap();

@@ -1,9 +1,9 @@
-//! The pool against a plain model of it, on the stepped host device.
+//! The pool against a plain model of it, on simulated GPUs that move by hand.
 //!
 //! Random sequences of operations (`ops`), with faults, hung streams and dying devices, run against the pool and the
-//! model (`world`); after every step everything that must hold is asserted. The run is deterministic: a stepped device
-//! has no threads, and the sequences follow from a seed. Transitions that random sequences take only by luck are
-//! scripted (`scripted`): every call of the device failing in every way, among others. At the end the run prints how
+//! model (`world`); after every step everything that must hold is asserted. The run is deterministic: such a device has no
+//! threads, and the sequences follow from a seed. Transitions that random sequences take only by luck are scripted
+//! (`scripted`): every call of the driver failing in every way, among others. At the end the run prints how
 //! often each transition was taken, and fails if one never was.
 //!
 //! Beside it, with threads and a clock, requests of all forms that wait (`liveness`).
@@ -28,15 +28,16 @@ use std::cell::RefCell;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use ops::{Op, Setup};
+use support::hand::Machine;
 use support::panicking;
 use tally::Tally;
-use world::World;
+use world::{World, machine};
 
 /// Cases in an ordinary run.
 const CASES: u32 = 224;
 
-fn run(setup: &Setup, ops: &[Op], tally: &mut Tally) {
-    let mut world = World::new(setup, tally);
+fn run(setup: &Setup, ops: &[Op], tally: &mut Tally, machine: &Machine) {
+    let mut world = World::new(setup, tally, machine);
     for op in ops {
         world.apply(op);
         world.check();
@@ -65,17 +66,17 @@ fn the_pool_behaves_like_its_model() {
 }
 
 fn scripted_cases() -> Tally {
-    let mut tally = Tally::default();
+    let (mut tally, machine) = (Tally::default(), machine());
     for (name, setup, ops) in scripted::all() {
         println!("scripted: {name}");
-        run(&setup, &ops, &mut tally);
+        run(&setup, &ops, &mut tally, &machine);
     }
     tally
 }
 
 /// Half of the random cases.
 fn random_cases(half: u8) -> Tally {
-    let tally = RefCell::new(Tally::default());
+    let (tally, machine) = (RefCell::new(Tally::default()), machine());
     let cases = CASES / 2 * variable("PINPOOL_CASES", 1) as u32;
     let shrink = variable("PINPOOL_SHRINK", 400) as u32;
     let config = Config { cases, failure_persistence: None, max_shrink_iters: shrink, ..Config::default() };
@@ -84,7 +85,7 @@ fn random_cases(half: u8) -> Tally {
     seed[8] = half;
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
     let result = TestRunner::new_with_rng(config, rng).run(&ops::case(), |(setup, ops)| {
-        run(&setup, &ops, &mut tally.borrow_mut());
+        run(&setup, &ops, &mut tally.borrow_mut(), &machine);
         Ok(())
     });
     if let Err(error) = result {

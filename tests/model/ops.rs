@@ -4,10 +4,11 @@
 //! Operations that name a buffer, a stream or a copy in flight carry an index that is taken modulo what there is, so
 //! every sequence of operations makes sense and removing some of them still gives a case.
 
-use pinpool::host::{Call, Failure};
 use proptest::prelude::*;
 
-/// Devices of the node.
+use crate::support::hand::{CALLS, Failure};
+
+/// Devices of the machine.
 pub const DEVICES: usize = 2;
 
 /// How a case begins and ends.
@@ -80,22 +81,6 @@ pub enum Use {
     Wait,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Misuse {
-    /// Sent without anything written.
-    Empty,
-    /// A part that leaves the buffer.
-    Range,
-    /// A target that is too small.
-    Small,
-    /// Memory of the other device.
-    Memory,
-    /// A buffer of a pool that does not serve the device.
-    Pool,
-    /// A stream-ready buffer asked for on a stream that the pool does not serve.
-    Claim,
-}
-
 #[derive(Clone, Debug)]
 pub enum Op {
     Checkout(Size, Patience, Who),
@@ -134,10 +119,9 @@ pub enum Op {
     Blocking(usize),
     NewStream(usize),
     DropRegion(usize),
-    Misuse(Misuse, usize),
     Kill(usize),
-    /// The `nth` such call of that device fails while these are done. They do not step the device.
-    Fault(usize, Call, u64, Failure, Vec<Op>),
+    /// The `nth` such call fails while these are done. They do not step the devices.
+    Fault(&'static str, u64, Failure, Vec<Op>),
 }
 
 fn size() -> impl Strategy<Value = Size> {
@@ -175,14 +159,6 @@ fn plain() -> impl Strategy<Value = Op> {
     let usage = prop_oneof![
         5 => keep().prop_map(Use::Land), 1 => Just(Use::OtherStream), 2 => Just(Use::Drop), 2 => Just(Use::Wait)
     ];
-    let misuse = prop::sample::select(vec![
-        Misuse::Empty,
-        Misuse::Range,
-        Misuse::Small,
-        Misuse::Memory,
-        Misuse::Pool,
-        Misuse::Claim,
-    ]);
     prop_oneof![
         40 => (size(), patience(), who()).prop_map(|(s, p, w)| Op::Checkout(s, p, w)),
         3 => (prop::collection::vec(size(), 0..4), patience()).prop_map(|(s, p)| Op::Many(s, p)),
@@ -218,7 +194,6 @@ fn plain() -> impl Strategy<Value = Op> {
         2 => at().prop_map(Op::Blocking),
         1 => (0..DEVICES).prop_map(Op::NewStream),
         1 => at().prop_map(Op::DropRegion),
-        2 => (misuse, at()).prop_map(|(m, b)| Op::Misuse(m, b)),
     ]
 }
 
@@ -228,23 +203,27 @@ fn op(calm: bool) -> BoxedStrategy<Op> {
         return plain().boxed();
     }
     // Calls that are made all the time, so that most faults strike.
-    let call =
-        prop::sample::select(vec![Call::Copy, Call::Record, Call::CreateEvent, Call::Query, Call::Pin]);
+    let call = prop::sample::select(vec![
+        "cuMemcpyHtoDAsync_v2",
+        "cuEventRecord",
+        "cuEventCreate",
+        "cuEventQuery",
+        "cuMemHostRegister_v2",
+    ]);
     let failure = prop_oneof![
         4 => Just(Failure::Transient), 2 => Just(Failure::RunsAnyway), 2 => Just(Failure::Stall),
         2 => Just(Failure::Capture), 1 => Just(Failure::Argument), 1 => Just(Failure::DeviceLost),
     ];
     let under = plain().prop_filter("does not step the device", Op::stays_put);
-    let strikes = (0..DEVICES, call, 0u64..2, failure.clone(), 0usize..6, keep(), size()).prop_map(
+    let strikes = (0..DEVICES, call, 1u64..3, failure.clone(), 0usize..6, keep(), size()).prop_map(
         |(d, c, n, f, lane, keep, size)| {
             let up = Op::Upload(0, lane, None, keep, false);
             let out = Op::Checkout(size, Patience::Try, Who::Main);
-            Op::Fault(d, c, n, f, vec![out, up.clone(), up, Op::Reap(d), Op::Reap(d)])
+            Op::Fault(c, n, f, vec![out, up.clone(), up, Op::Reap(d), Op::Reap(d)])
         },
     );
-    let call = prop::sample::select(crate::scripted::calls());
-    let any = (0..DEVICES, call, 0u64..2, failure, prop::collection::vec(under, 1..4))
-        .prop_map(|(d, c, n, f, ops)| Op::Fault(d, c, n, f, ops));
+    let any = (prop::sample::select(&CALLS[..]), 1u64..3, failure, prop::collection::vec(under, 1..4))
+        .prop_map(|(c, n, f, ops)| Op::Fault(c, n, f, ops));
     let fault = prop_oneof![4 => strikes, 1 => any];
     prop_oneof![150 => plain(), 10 => fault, 1 => (0..DEVICES).prop_map(Op::Kill)].boxed()
 }

@@ -1,27 +1,12 @@
 //! Cases written by hand, for transitions that random ones take only by luck.
 
-use pinpool::host::{Call, Failure};
+use crate::ops::{End, Keep, Op, Patience, Setup, Size, Use, Who};
+use crate::support::hand::{CALLS, Failure, queues};
 
-use crate::ops::{End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
-
-const FAILURES: [Failure; 6] = [
-    Failure::Argument,
-    Failure::Transient,
-    Failure::DeviceLost,
-    Failure::RunsAnyway,
-    Failure::Capture,
-    Failure::Stall,
-];
-
-/// Every call that the model's operations make, with every failure.
-pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
-    calls().into_iter().flat_map(|call| FAILURES.map(|failure| (call, failure)))
-}
-
-/// The calls that the model's pool makes. (The others are in `tests/faults/memory.rs` and `faults`.)
-pub fn calls() -> Vec<Call> {
-    let elsewhere = [Call::AllocateHost, Call::FreeHost, Call::DeviceAddress, Call::Examine, Call::Launch];
-    Call::ALL.into_iter().filter(|call| !elsewhere.contains(call)).collect()
+/// Every call that the model's operations make, with every failure that it can have.
+pub fn faults() -> impl Iterator<Item = (&'static str, Failure)> {
+    let all = CALLS.into_iter().flat_map(|call| Failure::ALL.map(|failure| (call, failure)));
+    all.filter(|(call, failure)| queues(call) || !matches!(failure, Failure::RunsAnyway | Failure::Stall))
 }
 
 fn setup(end: End) -> Setup {
@@ -51,38 +36,35 @@ fn up(lane: usize, keep: Keep) -> Op {
 }
 
 /// One call fails in one way, while there is work in flight before and after it.
-fn failing(call: Call, failure: Failure) -> Vec<Op> {
+fn failing(call: &'static str, failure: Failure) -> Vec<Op> {
     let target = match call {
-        Call::Pin => vec![out(50 << 10), out(50 << 10)],
-        Call::Unpin => vec![Op::Trim(0)],
-        Call::Allocate | Call::CopyBlocking => vec![Op::Blocking(0)],
-        Call::Free => vec![Op::DropRegion(0)],
-        Call::CreateStream | Call::DestroyStream => vec![Op::NewStream(0)],
-        Call::Copy => vec![up(0, Keep::Keep)],
-        Call::CreateEvent | Call::Record | Call::Query => vec![up(0, Keep::Keep), Op::Reap(0)],
-        Call::WaitEvent => vec![Op::WaitFor(1, 0), Op::WaitFor(0, 1)],
-        // The last ones are not made.
-        Call::DestroyEvent
-        | Call::AllocateHost
-        | Call::FreeHost
-        | Call::DeviceAddress
-        | Call::Examine
-        | Call::Launch => vec![],
+        "cuMemHostRegister_v2" => vec![out(50 << 10), out(50 << 10)],
+        "cuMemHostUnregister" => vec![Op::Trim(0)],
+        "cuMemAlloc_v2" | "cuStreamSynchronize" => vec![Op::Blocking(0)],
+        "cuMemFree_v2" => vec![Op::DropRegion(0)],
+        "cuStreamCreate" | "cuStreamDestroy_v2" => vec![Op::NewStream(0)],
+        "cuMemcpyHtoDAsync_v2" => vec![up(0, Keep::Keep)],
+        "cuMemcpyDtoHAsync_v2" => vec![Op::Download(0, 0, 0, Keep::Keep)],
+        "cuMemcpyDtoDAsync_v2" => vec![Op::OnDevice(0, 0)],
+        "cuStreamWaitEvent" => vec![Op::WaitFor(1, 0), Op::WaitFor(0, 1)],
+        // Events are destroyed when a device is closed.
+        "cuEventDestroy_v2" => vec![],
+        _ => vec![up(0, Keep::Keep), Op::Reap(0)],
     };
     let mut ops: Vec<Op> = Vec::new();
-    if call == Call::CreateEvent {
+    if call == "cuEventCreate" {
         // So that no event is left to use again.
         ops.extend([out(600), up(1, Keep::Drop), Op::Reap(0)]);
     }
-    if call == Call::Free {
+    if call == "cuMemFree_v2" {
         ops.extend([out(600), up(0, Keep::Drop), Op::Drain, out(600), up(1, Keep::Drop)]);
     }
     ops.extend([out(1000), out(2000), out(3000), up(0, Keep::Keep), up(2, Keep::Drop)]);
-    if call == Call::Unpin {
+    if call == "cuMemHostUnregister" {
         // A region of its own, idle again.
         ops.extend([out(50 << 10), Op::Drop(1, Who::Main)]);
     }
-    ops.push(Op::Fault(0, call, 0, failure, target));
+    ops.push(Op::Fault(call, 1, failure, target));
     ops.extend([
         out(700),
         up(0, Keep::Keep),
@@ -100,10 +82,9 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     let mut cases: Vec<(String, Setup, Vec<Op>)> = Vec::new();
     for (call, failure) in faults() {
         for end in [End::Quiet, End::DropPool, End::Shutdown] {
-            // Events are given back when the device is closed.
-            let closing = (call == Call::DestroyEvent).then_some(failure);
+            let closing = (call == "cuEventDestroy_v2").then_some(failure);
             let setup = Setup { closing, ..setup(end) };
-            cases.push((format!("{} fails: {failure:?}", call.name()), setup, failing(call, failure)));
+            cases.push((format!("{call} fails: {failure:?}"), setup, failing(call, failure)));
         }
     }
     let mut case = |name: &str, end, ops| cases.push((name.into(), setup(end), ops));
@@ -144,13 +125,8 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     }
     case("claims", End::Quiet, ops);
 
-    let starved = Op::Fault(
-        0,
-        Call::Pin,
-        0,
-        Failure::Argument,
-        vec![Op::Checkout(size(9), Patience::Forever, Who::Main)],
-    );
+    let ops = vec![Op::Checkout(size(9), Patience::Forever, Who::Main)];
+    let starved = Op::Fault("cuMemHostRegister_v2", 1, Failure::Argument, ops);
     cases.push(("growing fails".into(), Setup { initial: 0, ..setup(End::Quiet) }, vec![starved, out(9)]));
     let mut case = |name: &str, end, ops| cases.push((name.into(), setup(end), ops));
 
@@ -169,13 +145,6 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     }
     case("streams wait for each other", End::Quiet, ops);
 
-    let misuse = |misuse| Op::Misuse(misuse, 0);
-    let mut ops = vec![out(1000), out(1000)];
-    ops.extend(
-        [Misuse::Range, Misuse::Small, Misuse::Memory, Misuse::Pool, Misuse::Claim, Misuse::Empty]
-            .map(misuse),
-    );
-    case("misuse", End::Quiet, ops);
     case("shut down and drained", End::Shutdown, vec![out(1000), up(0, Keep::Drop)]);
     cases
 }

@@ -5,6 +5,9 @@
 pub mod cold;
 pub mod doubles;
 pub mod exits;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code, reason = "handing functions to pinpool")]
+pub mod hand;
 pub mod kernels;
 pub mod panicking;
 pub mod process;

@@ -16,16 +16,14 @@ use std::cmp::Ordering::{Equal, Greater, Less};
 use std::fmt;
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
-use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use ::safetensors::Dtype;
 
-use super::json::{FIELDS, FieldValues, LONGEST, brackets, entries, inside, named, numbers, objects, text};
-use super::{NAME, blamed, malformed, reserved, shown, stand_in, unread};
+use super::json::{LONGEST, brackets, entries, inside, is_object, named, numbers, text};
+use super::{NAME, blamed, malformed, read_at, reserved, shown, stand_in};
 use pinpool::{Error, Result};
 
 /// Bytes before the header: its length, as a little-endian number.
@@ -43,6 +41,8 @@ const SHORTEST_ENTRY: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0
 const ENTRY_BRACKETS: usize = 3;
 /// The header's entry that is no tensor.
 const METADATA: &str = "__metadata__";
+/// What a tensor's entry must have.
+const FIELDS: [&str; 3] = ["dtype", "shape", "data_offsets"];
 
 /// What a file's header says: a table of its tensors, in the file's order.
 pub(super) struct Table {
@@ -270,11 +270,8 @@ impl Header {
         let mut bytes = Vec::new();
         reserved(bytes.try_reserve_exact(len), name, len)?;
         bytes.extend_from_slice(header);
-        let tables = [Table::read(name, Path::new(name), bytes, file_len)?];
-        if let Some((_, (_, tensor))) = Names::of(name, &tables)?.twice(&tables, true) {
-            return Err(twice(name, tables[0].name(tensor)));
-        }
-        let [mut table] = tables;
+        let mut table = Table::read(name, Path::new(name), bytes, file_len)?;
+        Names::of(|_| name, std::slice::from_ref(&table))?;
         table.read_axes(name)?;
         Ok(Self(Arc::new(table)))
     }
@@ -299,17 +296,10 @@ impl fmt::Debug for Header {
 
 /// Reads the header of a file that has `len` bytes.
 pub(super) fn of_file(file: &File, what: &str, path: &Path, len: u64) -> Result<Table> {
-    let unread = |error: io::Error| unread(what, 0, &error);
-    let mut start = [0; START];
-    let start = &mut start[..len.min(START as u64) as usize];
-    file.read_exact_at(start, 0).map_err(unread)?;
+    let start = read_at(file, what, 0, len.min(START as u64) as usize)?;
     // Checked before memory is asked for.
-    let header = header_len(what, start, len)?;
-    let mut bytes = Vec::new();
-    reserved(bytes.try_reserve_exact(header), what, header)?;
-    bytes.resize(header, 0);
-    file.read_exact_at(&mut bytes, FRONT as u64).map_err(unread)?;
-    Table::read(what, path, bytes, len)
+    let header = header_len(what, &start, len)?;
+    Table::read(what, path, read_at(file, what, FRONT as u64, header)?, len)
 }
 
 /// The header's length, from the file's first bytes, checked against the file's length and the format.
@@ -357,6 +347,8 @@ struct Notes<'a> {
     text: &'a str,
     entries: Vec<Entry>,
     metadata: Option<Range<usize>>,
+    /// The values of [`FIELDS`] of the tensor that is being read.
+    fields: [Option<&'a str>; FIELDS.len()],
     /// The type of the tensor before, which most tensors have too.
     dtype: Option<(&'a str, Dtype)>,
 }
@@ -365,7 +357,7 @@ impl<'a> Notes<'a> {
     fn read(what: &str, text: &'a str) -> Result<Self> {
         let brackets = brackets(text).map_err(|said| no_object(what, &said))?;
         let most = (text.len() / SHORTEST_ENTRY + 1).min(brackets / ENTRY_BRACKETS);
-        let mut notes = Self { text, entries: Vec::new(), metadata: None, dtype: None };
+        let mut notes = Self { text, entries: Vec::new(), metadata: None, fields: [None; 3], dtype: None };
         reserved(notes.entries.try_reserve_exact(most), what, most * size_of::<Entry>())?;
         let metadata = |said: &dyn fmt::Display| {
             malformed(what, format!("its metadata is not an object of texts ({said})"))
@@ -375,15 +367,12 @@ impl<'a> Notes<'a> {
             Some(key) if !said.is_eof() => blamed(what, &named(key), undescribed(&said)),
             _ => no_object(what, &said),
         };
-        objects(
-            text,
-            |key| key != METADATA,
-            told,
-            |key, value, fields| match key {
-                METADATA => notes.metadata(value).map_err(|why| metadata(&why)),
-                _ => notes.tensor(key, value, fields).map_err(|why| blamed(what, &named(key), why)),
-            },
-        )?;
+        entries(text, told, |outer, key, value| match outer {
+            Some(METADATA) => is_pair(key, value).map_err(|why| metadata(&why)),
+            None if key == METADATA => notes.metadata(value).map_err(|why| metadata(&why)),
+            Some(tensor) => notes.field(key, value).map_err(|why| blamed(what, &named(tensor), why)),
+            None => notes.tensor(key, value).map_err(|why| blamed(what, &named(key), why)),
+        })?;
         Ok(notes)
     }
 
@@ -399,28 +388,27 @@ impl<'a> Notes<'a> {
         if self.metadata.replace(place).is_some() {
             return Err("it is there twice".into());
         }
-        if is_null {
-            return Ok(());
-        }
-        entries(
-            value,
-            |said, _| said.to_string(),
-            |key, value| {
-                let value = inside(value).ok_or("a text is expected")?;
-                // Long ones are not read.
-                let mut short = [key, value].into_iter().filter(|raw| raw.len() <= LONGEST);
-                short.try_for_each(|raw| text(raw).map(drop))
-            },
-        )
+        if is_null || is_object(value) { Ok(()) } else { Err("an object is expected".into()) }
     }
 
-    /// Notes a tensor, or says why not.
-    fn tensor(&mut self, key: &'a str, value: &str, fields: Option<FieldValues<'a>>) -> Result<(), String> {
+    /// Notes a field of the tensor that is being read, or says why not.
+    fn field(&mut self, key: &str, value: &'a str) -> Result<(), String> {
+        let name = text(key).map_err(undescribed)?;
+        let field = FIELDS.iter().position(|field| *field == name);
+        match field.and_then(|field| self.fields[field].replace(value)) {
+            Some(_) => Err(undescribed(format_args!("its {name} is said twice"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Notes a tensor, whose fields were noted, or says why not.
+    fn tensor(&mut self, key: &'a str, value: &str) -> Result<(), String> {
         text(key).map_err(undescribed)?;
         let told = |value| shown(value, NEAR);
-        let Some(fields) = fields else {
+        if !is_object(value) {
             return Err(undescribed(format_args!("an object is expected: {}", told(value))));
-        };
+        }
+        let fields = std::mem::take(&mut self.fields);
         let [Some(dtype), Some(shape), Some(offsets)] = fields else {
             let missing = FIELDS.iter().zip(fields).find(|(_, value)| value.is_none());
             return Err(undescribed(format_args!("it has no {}", missing.map_or("", |(field, _)| field))));
@@ -484,6 +472,14 @@ impl<'a> Notes<'a> {
     }
 }
 
+/// Whether an entry of the metadata is a text, or why not.
+fn is_pair(key: &str, value: &str) -> Result<(), String> {
+    let value = inside(value).ok_or("a text is expected")?;
+    // Long ones are not read.
+    let mut short = [key, value].into_iter().filter(|raw| raw.len() <= LONGEST);
+    short.try_for_each(|raw| text(raw).map(drop))
+}
+
 /// The error for two tensors of one file with the same name.
 pub(super) fn twice(what: &str, tensor: &str) -> Error {
     let why = "is there twice, and it is unknown which of the two is meant; get the file from where it can be trusted";
@@ -501,30 +497,30 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// `what` has the tensors, for errors. (A file has no 2^32 tensors.)
-    pub(super) fn of(what: &str, tables: &[Table]) -> Result<Self> {
+    /// Each name is in a file once, or it is an error. `what`: the name of a table's file, for errors. (A file has no
+    /// 2^32 tensors.)
+    pub(super) fn of<'w>(what: impl Fn(u32) -> &'w str, tables: &[Table]) -> Result<Self> {
         let (keys, mut list) = (RandomState::new(), Vec::new());
         let count = tables.iter().map(|table| table.entries.len()).sum::<usize>();
-        reserved(list.try_reserve_exact(count), what, count.saturating_mul(size_of::<(u64, Place)>()))?;
+        reserved(list.try_reserve_exact(count), what(0), count.saturating_mul(size_of::<(u64, Place)>()))?;
         for (shard, table) in (0..).zip(tables) {
             let tensors = 0..table.entries.len() as u32;
             list.extend(tensors.map(|tensor| (keys.hash_one(table.name(tensor)), (shard, tensor))));
         }
         list.sort_unstable();
-        Ok(Self { keys, list })
+        let names = Self { keys, list };
+        let again = names.twice(tables).find(|(first, second)| first.0 == second.0);
+        match again {
+            Some((_, (shard, tensor))) => Err(twice(what(shard), tables[shard as usize].name(tensor))),
+            None => Ok(names),
+        }
     }
 
-    /// Two tensors of one name. `of_a_file`: both of the same file.
-    pub(super) fn twice(&self, tables: &[Table], of_a_file: bool) -> Option<(Place, Place)> {
+    /// Tensors of one name, in pairs. Those of one file come together: two names have one hash of 64 bits hardly ever.
+    pub(super) fn twice(&self, tables: &[Table]) -> impl Iterator<Item = (Place, Place)> {
         let name = |(shard, tensor): Place| tables[shard as usize].name(tensor);
-        // Of one hash are one name's, in the order of the files, with hardly an exception.
-        self.list.chunk_by(|a, b| a.0 == b.0).find_map(|same| {
-            same.iter().enumerate().find_map(|(count, (_, second))| {
-                let before = same[..count].iter().rev().map(|(_, first)| *first);
-                let mut before = before.take_while(|first| !of_a_file || first.0 == second.0);
-                before.find(|first| name(*first) == name(*second)).map(|first| (first, *second))
-            })
-        })
+        let pairs = self.list.windows(2).filter(|pair| pair[0].0 == pair[1].0);
+        pairs.map(|pair| (pair[0].1, pair[1].1)).filter(move |(first, second)| name(*first) == name(*second))
     }
 
     /// The tensors of a name. `name`: that of a tensor.

@@ -8,12 +8,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::path::{Component, Path, PathBuf};
 
 use super::header::{LONGEST_HEADER, Names, Table, twice};
 use super::json::{brackets, entries, inside, is_object, named, text};
-use super::{NAME, Shard, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
+use super::{NAME, Shard, blamed, malformed, open_regular, read_at, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
 const SUFFIX: &str = "safetensors";
@@ -67,17 +67,11 @@ impl Index {
     fn read(path: &Path) -> Result<Found> {
         let what = path.display().to_string();
         let (file, metadata) = open_regular(path, &what)?;
-        let (mut text, len) = (Vec::new(), metadata.len());
-        if len > LONGEST_HEADER {
+        if metadata.len() > LONGEST_HEADER {
             let why = format!("more than {LONGEST_HEADER} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
-        let most = len as usize + 1;
-        reserved(text.try_reserve_exact(most), &what, most)?;
-        file.take(len + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
-        if text.len() == most {
-            return Err(malformed(&what, "it has grown while it was read; open it again when it is written"));
-        }
+        let mut text = read_at(&file, &what, 0, metadata.len() as usize)?;
         // What some editors put before a text: a byte order mark.
         if text.starts_with("\u{feff}".as_bytes()) {
             text.drain(.."\u{feff}".len());
@@ -136,18 +130,18 @@ fn each_pair<'a>(
     text: &'a str,
     mut take: impl FnMut(&'a str, &'a str) -> Result<()>,
 ) -> Result<()> {
-    if !is_object(text) {
+    if !is_object(text.trim_ascii_start()) {
         return Err(no_map(what));
     }
     let mut is_there = false;
     let told = |said: serde_json::Error, _: Option<&str>| no_json(what, &said);
-    entries(text, told, |key, value| match key {
-        MAP if std::mem::replace(&mut is_there, true) => {
+    entries(text, told, |outer, key, value| match (outer, key) {
+        (Some(MAP), tensor) => take(tensor, value),
+        (None, MAP) if std::mem::replace(&mut is_there, true) => {
             let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
             Err(malformed(what, format!("its {MAP:?} {twice}")))
         }
-        MAP if is_object(value) => entries(value, told, &mut take),
-        MAP => Err(no_map(what)),
+        (None, MAP) if !is_object(value) => Err(no_map(what)),
         _ => Ok(()),
     })?;
     if is_there { Ok(()) } else { Err(no_map(what)) }

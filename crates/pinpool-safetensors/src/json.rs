@@ -26,58 +26,78 @@ pub(super) fn brackets(text: &str) -> Result<usize, &'static str> {
 
 /// Whether the value that a text starts with is an object.
 pub(super) fn is_object(text: &str) -> bool {
-    text.trim_ascii_start().starts_with('{')
+    text.starts_with('{')
 }
 
-/// The fields of a tensor's entry.
-pub(super) const FIELDS: [&str; 3] = ["dtype", "shape", "data_offsets"];
-
-/// Their values, as they stand in the text.
-pub(super) type FieldValues<'a> = [Option<&'a str>; FIELDS.len()];
-
-/// Reads a text that is one object. `each` takes each key, without its quotes, and its value, as they stand in the text.
-/// `told` makes an error of what is no JSON, with the key of the value in which that was found.
+/// Reads a text that is one object, and the objects that are its values, each byte once. `each` takes every entry when it
+/// was read, as it stands in the text: for one of an inner object that object's key, its own key and its value. Keys have
+/// no quotes. `told` makes an error of what is no JSON, with the key of the object's value in which that was found.
 pub(super) fn entries<'a, E>(
     text: &'a str,
     told: impl FnOnce(serde_json::Error, Option<&'a str>) -> E,
-    mut each: impl FnMut(&'a str, &'a str) -> Result<(), E>,
-) -> Result<(), E> {
-    objects(text, |_| false, told, |key, value, _| each(key, value))
-}
-
-/// The same for an object of objects, each byte of which is read once: where a key `opens` an object, `each` takes that
-/// object's fields, and the text from it on.
-pub(super) fn objects<'a, E>(
-    text: &'a str,
-    opens: impl Fn(&str) -> bool,
-    told: impl FnOnce(serde_json::Error, Option<&'a str>) -> E,
-    each: impl FnMut(&'a str, &'a str, Option<FieldValues<'a>>) -> Result<(), E>,
+    each: impl FnMut(Option<&'a str>, &'a str, &'a str) -> Result<(), E>,
 ) -> Result<(), E> {
     // Of a string in its place serde_json's error has all.
-    if !is_object(text) {
+    if !is_object(text.trim_ascii_start()) {
         return Err(told(serde_json::Error::custom("an object is expected"), None));
     }
-    let mut object = Object { text, is_plain: !text.contains('\\'), opens, each, at: None, refused: None };
+    let is_plain = !text.contains('\\');
+    let mut reading = Reading { text, is_plain, end: 0, each, at: None, refused: None };
     let mut json = serde_json::Deserializer::from_str(text);
-    let read = json.deserialize_map(&mut object).and_then(|()| json.end());
-    read.map_err(|error| object.refused.unwrap_or_else(|| told(error, object.at)))
+    let object = Object { reading: &mut reading, outer: None };
+    let read = object.deserialize(&mut json).and_then(|()| json.end());
+    read.map_err(|error| reading.refused.unwrap_or_else(|| told(error, reading.at)))
 }
 
-struct Object<'a, O, F, E> {
+struct Reading<'a, F, E> {
     text: &'a str,
     /// Whether the text has no escapes.
     is_plain: bool,
-    opens: O,
+    /// The place in the text behind what was read last.
+    end: usize,
     each: F,
-    /// The key of the entry that is being read.
+    /// The key of the outer entry that is being read.
     at: Option<&'a str>,
     refused: Option<E>,
 }
 
-impl<'a, E, O, F> Visitor<'a> for &mut Object<'a, O, F, E>
+impl<'a, F, E> Reading<'a, F, E> {
+    /// The next key of an object, without its quotes.
+    fn next_key<A: MapAccess<'a>>(&mut self, map: &mut A) -> Result<Option<&'a str>, A::Error> {
+        let key = match self.is_plain {
+            // serde_json copies only a string that has escapes.
+            true => map.next_key::<&str>()?,
+            false => map.next_key::<&RawValue>()?.and_then(|key| inside(key.get())),
+        };
+        self.end = key.map_or(self.end, |key| self.behind(key) + 1);
+        Ok(key)
+    }
+
+    fn behind(&self, part: &str) -> usize {
+        part.as_ptr() as usize - self.text.as_ptr() as usize + part.len()
+    }
+}
+
+/// An object that is being read: the text's, or that which the outer one has by this key.
+struct Object<'r, 'a, F, E> {
+    reading: &'r mut Reading<'a, F, E>,
+    outer: Option<&'a str>,
+}
+
+impl<'a, F, E> DeserializeSeed<'a> for Object<'_, 'a, F, E>
 where
-    O: Fn(&str) -> bool,
-    F: FnMut(&'a str, &'a str, Option<FieldValues<'a>>) -> Result<(), E>,
+    F: FnMut(Option<&'a str>, &'a str, &'a str) -> Result<(), E>,
+{
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'a>>(self, json: D) -> Result<(), D::Error> {
+        json.deserialize_map(self)
+    }
+}
+
+impl<'a, F, E> Visitor<'a> for Object<'_, 'a, F, E>
+where
+    F: FnMut(Option<&'a str>, &'a str, &'a str) -> Result<(), E>,
 {
     type Value = ();
 
@@ -86,64 +106,28 @@ where
     }
 
     fn visit_map<A: MapAccess<'a>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(key) = next_key(&mut map, self.is_plain)? {
-            self.at = Some(key);
-            let end = key.as_ptr() as usize - self.text.as_ptr() as usize + key.len() + 1;
-            let behind = self.text[end..].trim_ascii_start().trim_start_matches(':');
-            let (value, fields) = match (self.opens)(key) && is_object(behind) {
-                true => (behind, Some(map.next_value_seed(Fields { is_plain: self.is_plain })?)),
-                false => (map.next_value::<&RawValue>()?.get(), None),
+        let Self { reading, outer } = self;
+        while let Some(key) = reading.next_key(&mut map)? {
+            reading.at = outer.or(Some(key));
+            let rest = if outer.is_none() { &reading.text[reading.end..] } else { "" };
+            let rest = rest.trim_ascii_start().trim_start_matches(':').trim_ascii_start();
+            let value = if is_object(rest) {
+                map.next_value_seed(Object { reading: &mut *reading, outer: Some(key) })?;
+                &rest[..rest.len() - (reading.text.len() - reading.end)]
+            } else {
+                map.next_value::<&RawValue>()?.get()
             };
-            if let Err(refused) = (self.each)(key, value, fields) {
-                self.refused = Some(refused);
+            reading.end = reading.behind(value);
+            if let Err(refused) = (reading.each)(outer, key, value) {
+                reading.refused = Some(refused);
                 return Err(A::Error::custom(""));
             }
-            self.at = None;
+            reading.at = outer;
         }
+        // Only white space comes before the bracket that ends it.
+        let rest = &reading.text[reading.end..];
+        reading.end += rest.find('}').map_or(0, |bracket| bracket + 1);
         Ok(())
-    }
-}
-
-/// Reads an object that is opened.
-struct Fields {
-    is_plain: bool,
-}
-
-impl<'a> DeserializeSeed<'a> for Fields {
-    type Value = FieldValues<'a>;
-
-    fn deserialize<D: Deserializer<'a>>(self, json: D) -> Result<Self::Value, D::Error> {
-        json.deserialize_map(self)
-    }
-}
-
-impl<'a> Visitor<'a> for Fields {
-    type Value = FieldValues<'a>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<A: MapAccess<'a>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut fields = [None; FIELDS.len()];
-        while let Some(key) = next_key(&mut map, self.is_plain)? {
-            let value = map.next_value::<&RawValue>()?.get();
-            let name = if self.is_plain { key.into() } else { text(key).map_err(A::Error::custom)? };
-            let field = FIELDS.iter().position(|field| *field == name);
-            if field.and_then(|field| fields[field].replace(value)).is_some() {
-                return Err(A::Error::custom(format_args!("its {name} is said twice")));
-            }
-        }
-        Ok(fields)
-    }
-}
-
-/// The next key of an object, without its quotes.
-fn next_key<'a, A: MapAccess<'a>>(map: &mut A, is_plain: bool) -> Result<Option<&'a str>, A::Error> {
-    match is_plain {
-        // serde_json copies only a string that has escapes.
-        true => map.next_key::<&str>(),
-        false => Ok(map.next_key::<&RawValue>()?.and_then(|key| inside(key.get()))),
     }
 }
 

@@ -76,7 +76,7 @@ mod share;
 use std::collections::TryReserveError;
 use std::fs::{self, File};
 use std::io::ErrorKind;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -165,6 +165,15 @@ fn open_regular(path: &Path, name: &str) -> Result<(File, fs::Metadata)> {
     if metadata.is_file() { Ok((file, metadata)) } else { Err(no_file()) }
 }
 
+/// Reads so many bytes of a file.
+fn read_at(file: &File, what: &str, at: u64, len: usize) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    reserved(bytes.try_reserve_exact(len), what, len)?;
+    bytes.resize(len, 0);
+    file.read_exact_at(&mut bytes, at).map_err(|error| unread(what, at, &error))?;
+    Ok(bytes)
+}
+
 impl std::fmt::Debug for Files {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list().entries(self.shards.iter().map(|shard| &shard.name)).finish()
@@ -208,18 +217,15 @@ impl Checkpoint {
         let opened = paths.iter().map(|path| Shard::open(path.as_ref()));
         let opened = opened.collect::<Result<Vec<_>>>()?;
         let (shards, mut tables): (Vec<_>, Vec<_>) = opened.into_iter().unzip();
-        let file = |(shard, _): Place| &shards[shard as usize].name;
-        let mut names = Names::of(&shards[0].name, &tables)?;
-        if let Some((_, second)) = names.twice(&tables, true) {
-            return Err(header::twice(file(second), tables[second.0 as usize].name(second.1)));
-        }
+        let file = |shard: u32| &*shards[shard as usize].name;
+        let mut names = Names::of(file, &tables)?;
         if let Some(index) = index {
             index.choose(&shards, &mut tables, &names)?;
-            names = Names::of(&shards[0].name, &tables)?;
+            names = Names::of(file, &tables)?;
         }
-        if let Some((first, second)) = names.twice(&tables, false) {
+        if let Some(((first, _), (second, tensor))) = names.twice(&tables).next() {
             let why = format!("is in {} too: it is there twice; load the files one by one", file(first));
-            return Err(blamed(file(second), tables[second.0 as usize].name(second.1), why));
+            return Err(blamed(file(second), tables[second as usize].name(tensor), why));
         }
         shards.iter().zip(&mut tables).try_for_each(|(shard, table)| table.read_axes(&shard.name))?;
         let headers = tables.into_iter().map(|table| Header(Arc::new(table))).collect();

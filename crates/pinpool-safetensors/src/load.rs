@@ -5,12 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
+use std::sync::OnceLock;
 
 use pinpool::copier::{Copier, CopyRange, FileSource, Reading, Transfer, may_wait};
 use pinpool::{DeviceSlice, Error, Result};
 
 use super::header::Tensor;
-use super::share::{Driver, Load, Part};
+use super::share::{Load, Part, Shared};
 use super::{Checkpoint, NAME, shown};
 
 /// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
@@ -231,9 +232,9 @@ impl<'a> Loader<'a> {
             )));
         }
         // Made first: where a later file is refused, its drop cancels the transfers that have begun.
-        let (mut driver, mut parts) = (Driver::new(waits), Vec::<Part>::new());
+        let mut load = Shared::new(self.checkpoint.0.clone(), waits);
         for (number, mut chosen) in chosen {
-            let first = parts.last().map_or(0, Part::end);
+            let first = load.parts.last().map_or(0, Part::end);
             let ranges = match self.memory {
                 Memory::Places(_) => self.places_of(number, &mut chosen, first)?,
                 Memory::Device | Memory::Blocks(_) => self.block_of(number, &chosen)?,
@@ -241,11 +242,11 @@ impl<'a> Loader<'a> {
             if chosen.is_empty() {
                 continue;
             }
-            let part = Part { number, first, chosen, ranges };
-            driver.transfers.push_back(self.upload(&part)?);
-            parts.push(part);
+            let mut part = Part { number, first, chosen, ranges, transfer: None, verdict: OnceLock::new() };
+            part.transfer = self.upload(&part)?;
+            load.parts.push(part);
         }
-        Ok(Load::new(self.copier.clone(), self.checkpoint.0.clone(), parts, driver))
+        Ok(Load::new(load))
     }
 
     /// Gives the tensors of a file one block of device memory.

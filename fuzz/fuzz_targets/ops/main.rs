@@ -1,4 +1,4 @@
-//! Any sequence of operations, on a device that the input steps, stalls, fails and loses.
+//! Any sequence of operations, on a simulated GPU that the input steps, stalls, fails and loses.
 //!
 //! There are no threads, so an input determines the whole run: the order in which copies are executed, which driver
 //! call fails and when, and what is dropped, forgotten or waited for.
@@ -20,23 +20,28 @@
 //! again.
 #![no_main]
 
+#[path = "../bytes/mod.rs"]
+mod bytes;
 #[path = "../foreign/mod.rs"]
 mod foreign;
+#[path = "../../../tests/support/hand.rs"]
+#[allow(dead_code)]
+mod hand;
 mod input;
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::task::Poll;
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    Checkout, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Stream, StreamBuf, SubmitError,
-    Unpinned,
+    Checkout, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Stream, StreamBuf, SubmitError, Unpinned,
 };
 
+use bytes::{compare, fresh, known, unmap};
+use hand::{CALLS, Failure, Machine};
 use input::{Op, Setup};
 
 /// The most operations of one input, so that it takes a few milliseconds.
@@ -46,6 +51,9 @@ const LANE: usize = 2048;
 /// The most bytes of a buffer that are written and copied.
 const WRITTEN: usize = 192;
 const PAGE: usize = 4096;
+
+/// The GPU, for one input after another.
+static MACHINE: LazyLock<Machine> = LazyLock::new(|| Machine::new(1, 1 << 20, 0));
 
 /// A buffer that the model holds, and the bytes in it.
 struct Owned {
@@ -69,7 +77,6 @@ struct Lane {
 }
 
 struct World {
-    node: HostNode,
     device: Device,
     pool: Pool,
     lanes: Vec<Lane>,
@@ -98,21 +105,10 @@ fn pick<T>(list: &mut Vec<T>, at: u8) -> Option<T> {
     if list.is_empty() { None } else { Some(list.swap_remove(usize::from(at) % list.len())) }
 }
 
-fn compare(bytes: &[u8], expected: &[Option<u8>], what: &str) {
-    assert_eq!(bytes.len(), expected.len(), "{what}: length");
-    for (i, (byte, expected)) in bytes.iter().zip(expected).enumerate() {
-        assert!(expected.is_none_or(|e| e == *byte), "{what}: byte {i} is {byte}, not {expected:?}");
-    }
-}
-
-fn known(bytes: &[u8]) -> Vec<Option<u8>> {
-    bytes.iter().copied().map(Some).collect()
-}
-
 impl World {
-    fn new(setup: Setup) -> Option<Self> {
-        let node = HostNode::new(HostConfig::new().memory(1 << 20).stepped(setup.seed.into())).ok()?;
-        let device = Device::on(&node, 0).ok()?;
+    fn new(setup: Setup) -> Self {
+        MACHINE.renew(setup.seed.into());
+        let device = MACHINE.device(0);
         let capacity = (usize::from(setup.pages) + 1) * PAGE;
         let part = |n: u8| (capacity * (usize::from(n) + 1) / 256).max(PAGE);
         let pool = Pool::builder(&device)
@@ -133,8 +129,7 @@ impl World {
             holds: vec![None; LANE],
         });
         let lanes = lanes.collect();
-        Some(Self {
-            node,
+        Self {
             device,
             pool,
             lanes,
@@ -147,7 +142,7 @@ impl World {
             forgotten: 0,
             faults: false,
             next: 0,
-        })
+        }
     }
 
     fn lane(&self, lane: bool) -> usize {
@@ -185,12 +180,7 @@ impl World {
     /// Bytes that no other buffer has.
     fn fresh(&mut self, len: usize) -> Vec<u8> {
         self.next += 1;
-        let mut x = self.next.wrapping_mul(0x9E37_79B9);
-        let mut byte = || {
-            x = x.wrapping_mul(0x0019_660D).wrapping_add(0x3C6E_F35F);
-            (x >> 24) as u8
-        };
-        (0..len.min(WRITTEN)).map(|_| byte()).collect()
+        fresh(self.next, len.min(WRITTEN))
     }
 
     /// A buffer whose copy is complete: checks its bytes.
@@ -290,15 +280,9 @@ impl World {
         }
     }
 
-    fn failure(n: u8) -> Failure {
-        [
-            Failure::Transient,
-            Failure::RunsAnyway,
-            Failure::Argument,
-            Failure::Capture,
-            Failure::Stall,
-            Failure::DeviceLost,
-        ][usize::from(n) % 6]
+    fn fail(&mut self, call: &str, nth: u8, failure: u8) {
+        self.faults = true;
+        MACHINE.fault(call, u64::from(nth) + 1, Failure::ALL[usize::from(failure) % Failure::ALL.len()]);
     }
 
     fn apply(&mut self, op: Op) {
@@ -538,35 +522,29 @@ impl World {
             Op::Step { count } => {
                 self.moves();
                 for _ in 0..count % 32 {
-                    self.node.step();
+                    MACHINE.step();
                 }
             }
             Op::StepStream { nth } => {
                 self.moves();
-                self.node.step_stream(0, usize::from(nth % 2));
+                MACHINE.step_stream(0, usize::from(nth % 2));
             }
             Op::Reap => {
                 self.device.reap();
             }
             Op::Stall { nth } => {
-                self.node.hang_stream(0, usize::from(nth % 2));
+                MACHINE.hold(0, usize::from(nth % 2));
             }
-            Op::Resume => self.node.resume(0),
+            Op::Resume => MACHINE.resume(0, None),
             Op::Fail { call, nth, failure } => {
-                self.faults = true;
-                let call = Call::ALL[usize::from(call) % Call::ALL.len()];
-                let failure = Self::failure(failure);
-                self.node.fail(Fault { device: 0, call, nth: u64::from(nth % 16), failure });
+                self.fail(CALLS[usize::from(call) % CALLS.len()], nth % 16, failure);
             }
-            Op::FailAny { nth, failure } => {
-                self.faults = true;
-                self.node.fail_any(u64::from(nth % 32), Self::failure(failure));
-            }
+            Op::FailAny { nth, failure } => self.fail("", nth % 128, failure),
             Op::Kill { sure } => {
                 if sure == 99 {
                     self.faults = true;
                     self.moves();
-                    self.node.kill(0);
+                    MACHINE.kill(0);
                 }
             }
             Op::Trim { keep } => {
@@ -605,16 +583,16 @@ impl World {
 
     fn wait_for_idle(&self) {
         for _ in 0..200 {
-            while self.node.step() {}
-            if !self.device.reap() && self.node.queued(0) == 0 && self.pool.stats().in_flight_bytes == 0 {
+            while MACHINE.step() {}
+            if !self.device.reap() && MACHINE.queued(0) == 0 && self.pool.stats().in_flight_bytes == 0 {
                 return;
             }
         }
     }
 
     fn end(mut self) {
-        self.node.clear_faults();
-        self.node.resume(0);
+        MACHINE.calm();
+        MACHINE.resume(0, None);
         self.moves();
         for (mut future, _) in self.asked.drain(..) {
             let _ = foreign::poll(|cx| Pin::new(&mut future).poll(cx));
@@ -653,21 +631,14 @@ impl World {
             down.drained || self.forgotten > 0 || stats.quarantined_bytes > 0,
             "{down:?} after {stats:?}"
         );
-        let Self { node, device, pool, lanes, forgotten, faults, .. } = self;
+        let Self { device, pool, lanes, forgotten, faults, .. } = self;
         let regions = pool.regions();
         drop((pool, lanes, device));
         if down.outstanding > 0 {
-            // A segment that never comes back keeps its pool's memory mapped, as it must. Millions of inputs would fill
-            // the machine's memory.
-            for region in regions {
-                // SAFETY: the pool never unmaps this mapping, and no handle of it is left, so no code uses it any more.
-                unsafe { libc::munmap(region.base.as_ptr().cast(), region.len) };
-            }
+            unmap(&regions);
         }
         if forgotten == 0 && !faults {
-            let live = node.live(0);
-            let left = (live.streams, live.events, live.allocations, live.pinned_bytes, live.queued);
-            assert_eq!(left, (0, 0, 0, 0, 0), "the device was not given everything back");
+            assert_eq!(MACHINE.wrong(), "", "rules were broken, or not everything was given back");
         }
     }
 }
@@ -675,7 +646,7 @@ impl World {
 fuzz_target!(|input: (Setup, Vec<Op>)| {
     let (setup, mut ops) = input;
     ops.truncate(OPS);
-    let Some(mut world) = World::new(setup) else { return };
+    let mut world = World::new(setup);
     for op in ops {
         world.apply(op);
         world.check();

@@ -11,10 +11,10 @@ use crate::segment::RegionId;
 use crate::sync::thread;
 
 /// A central pool that does not grow, of extents of so many pages, each of which is a region.
-fn pool(extents: &[usize], timeless: bool) -> Arc<CentralPool> {
+fn pool(extents: &[usize], by_hand: bool) -> Arc<CentralPool> {
     let (capacity, largest) = (extents.iter().sum::<usize>() * PAGE, (4 << 20) - 32);
     let config = central(0).config.clone();
-    with_extents(CentralConfig { capacity, largest, timeless, ..config }, extents)
+    with_extents(CentralConfig { capacity, largest, by_hand, ..config }, extents)
 }
 
 /// A segment that was taken past the thread cache.

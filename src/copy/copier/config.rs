@@ -48,8 +48,7 @@ impl CopierBuilder {
 
     /// Threads that fill and drain segments. They start with the first transfer. Default: as many as there are
     /// processors, at most 8. Beside them there is one more, which calls no source, sink or file that may block, and so is
-    /// free for other transfers while those wait. A stepped device has no threads: there such a call holds up all
-    /// transfers, and must not wait for one of the same copier.
+    /// free for other transfers while those wait.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
@@ -104,7 +103,7 @@ impl CopierBuilder {
 
     fn settings(&self) -> Result<Settings> {
         self.pool.check_serves(self.device.context())?;
-        let is_stepped = self.device.context().driver().stepped().is_some();
+        let is_by_hand = self.device.context().is_by_hand();
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         for (what, value, (least, most)) in [
             ("threads", self.threads, (1, 1 << 10)),
@@ -120,7 +119,7 @@ impl CopierBuilder {
                 "a rate of 0 bytes a second, which would never end; leave it out for no limit".into(),
             );
         }
-        let threads = if is_stepped { 0 } else { self.threads.unwrap_or_else(|| cores.min(THREADS)) };
+        let threads = if is_by_hand { 0 } else { self.threads.unwrap_or_else(|| cores.min(THREADS)) };
         let (capacity, largest) = self.pool.room();
         let share = self.share.unwrap_or_else(|| (capacity / 2).min(SHARE));
         // The segment's header and its rounding, and the pool's class.

@@ -183,8 +183,8 @@ struct JobState {
     /// Threads that wait for a change, each under a number of its own.
     threads: Vec<(u64, Thread)>,
     next_thread: u64,
-    /// The task that awaits the handle.
-    task: Option<Task>,
+    /// Tasks that wait for a change, each once.
+    tasks: Vec<Task>,
 }
 
 enum Stop {
@@ -401,11 +401,11 @@ impl Job {
         }
         let is_over = state.over.is_some();
         let alarm = if is_over { state.alarm.take() } else { None };
-        let (threads, task) = (std::mem::take(&mut state.threads), state.task.take());
+        let (threads, tasks) = (std::mem::take(&mut state.threads), std::mem::take(&mut state.tasks));
         drop(state);
         alarm.into_iter().for_each(crate::timer::cancel);
         threads.iter().for_each(|(_, thread)| thread.unpark());
-        task.into_iter().for_each(Task::wake);
+        tasks.into_iter().for_each(Task::wake);
     }
 
     pub(super) fn is_stopped(&self) -> bool {
@@ -469,16 +469,18 @@ impl Job {
         }
     }
 
-    /// Leaves the handle's waker, in place of the one before. The job's next change wakes it.
+    /// The job's next change wakes this task.
     pub(super) fn wake_later(&self, waker: &Waker) {
         // Before the lock: cloning a waker is foreign code, and so is dropping one.
         let task = Task::of(waker);
-        let old = self.state.lock().task.replace(task);
-        drop(old);
+        let mut state = self.state.lock();
+        if !state.tasks.iter().any(|other| other.will_wake(&task)) {
+            state.tasks.push(task);
+        }
     }
 
-    pub(super) fn forget_waker(&self) {
-        let old = self.state.lock().task.take();
+    pub(super) fn forget_tasks(&self) {
+        let old = std::mem::take(&mut self.state.lock().tasks);
         drop(old);
     }
 }

@@ -4,13 +4,14 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
+use std::task::{Wake, Waker};
 
 use super::chunk::{Chunk, Cursor, Cut, Ramp};
 use super::job::{End, Job, Plan, Start};
 use super::scheduler::Scheduler;
 use super::types::{Direction, Kind, Priority};
 use crate::error::Result;
-use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, step};
+use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, step, thread};
 
 /// What a thread of a copier does. Returns the number of chunks that it has taken.
 fn serve(scheduler: &Scheduler) -> u64 {
@@ -171,6 +172,39 @@ fn loom_copier_cancelled_leaves_memory() {
         job.wait(None, |progress| progress.over);
         memory.reuse();
         assert!(job.outcome().is_some());
+        worker.join().unwrap();
+    });
+}
+
+/// A task that waits until a job is over, on a thread of its own.
+fn await_end(job: &Job) {
+    struct Unparks(thread::Thread);
+    impl Wake for Unparks {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unparks(thread::current())));
+    while !job.is_over() {
+        job.wake_later(&waker);
+        if !job.is_over() {
+            thread::park_until(None);
+        }
+    }
+}
+
+/// Each of the tasks that wait for a job is woken.
+#[test]
+fn loom_copier_all_tasks_are_woken() {
+    model("copier: two tasks wait for a job", 3, || {
+        let memory = Memory::new();
+        let (job, worker) = start(&memory);
+        let other = job.clone();
+        let other = loom::thread::spawn(move || await_end(&other));
+        // With a wake-up missed it sleeps for good, which loom tells.
+        await_end(&job);
+        memory.reuse();
+        other.join().unwrap();
         worker.join().unwrap();
     });
 }

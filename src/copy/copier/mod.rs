@@ -281,18 +281,11 @@ impl Copier {
         stats
     }
 
-    /// On a [stepped](crate::host::HostConfig::stepped) device, whose copiers have no threads: moves transfers on as far as
-    /// that needs no waiting. Whether anything has changed.
+    /// For tests that move a device by hand, whose copiers have no threads: moves transfers on as far as that needs no
+    /// waiting. Whether anything has changed.
     #[doc(hidden)]
     pub fn reap(&self) -> bool {
         !crate::os::forked() && self.workers.advance()
-    }
-
-    /// On a [stepped](crate::host::HostConfig::stepped) device: lets it take a step and moves transfers on. `false`: the
-    /// device moves by itself.
-    #[doc(hidden)]
-    pub fn step(&self) -> bool {
-        !crate::os::forked() && self.workers.step()
     }
 
     /// Makes all copies that are submitted from now on wait for what was submitted to `stream` so far: for kernels that

@@ -63,7 +63,7 @@ pub trait Source: Send + Sync + 'static {
     /// Puts bytes from `offset` on into `into`, until that is full. Called on the copier's threads; it may block, and
     /// then holds up one of them, and a segment. Other transfers that cannot block go on beside it, so it may wait for
     /// one of them. Other sources, sinks and files may have to wait until a call returns. On a copier of a share
-    /// of one segment, or of a stepped device, it holds up all, and must not wait for a transfer of that copier.
+    /// of one segment it holds up all, and must not wait for a transfer of that copier.
     ///
     /// # Errors
     /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end

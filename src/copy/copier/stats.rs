@@ -7,8 +7,7 @@ use crate::locks::Mutex;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopierStats {
-    /// Threads that fill and drain segments. One more, which never blocks on a program's code, is not counted. A stepped
-    /// device has none.
+    /// Threads that fill and drain segments. One more, which never blocks on a program's code, is not counted.
     pub threads: usize,
     /// Bytes of a chunk.
     pub chunk: usize,

@@ -99,6 +99,18 @@ impl<T> Transfer<T> {
         Err(SubmitError { error: Error::Timeout(Duration::ZERO.into()).waited(since), buffer: Some(self) })
     }
 
+    /// How it ended, for those that share the handle. `None`: it is not over.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    #[must_use]
+    pub fn outcome(&self) -> Option<Result<()>> {
+        if crate::os::forked() {
+            return Some(Err(Error::Forked));
+        }
+        self.job.outcome()
+    }
+
     /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or until the transfer is over.
     /// Whether they have arrived. On a thread of the crate it only looks.
     ///
@@ -118,8 +130,9 @@ impl<T> Transfer<T> {
         self.progress().landed_to >= offset
     }
 
-    /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived.
-    pub fn poll_landed(&mut self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
+    /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived. Any number of tasks and threads
+    /// may wait so for one transfer.
+    pub fn poll_landed(&self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
         match self.poll_for(cx, |progress| progress.landed_to >= offset || progress.over) {
             true => Poll::Ready(self.progress().landed_to >= offset),
             false => Poll::Pending,
@@ -222,7 +235,7 @@ impl<T> Drop for Transfer<T> {
             std::mem::forget((self.job.clone(), self.values.take()));
             return;
         }
-        self.job.forget_waker();
+        self.job.forget_tasks();
     }
 }
 

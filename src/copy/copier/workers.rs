@@ -1,6 +1,6 @@
 //! The threads of a copier: starting them, giving them jobs, waiting for jobs.
 //!
-//! A copier of a stepped device has no threads. There one worker moves chunks on whichever thread calls.
+//! A copier of a device by hand has no threads. There one worker moves chunks on whichever thread calls.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,9 +14,9 @@ use crate::error::{Error, Result};
 use crate::foreign;
 use crate::locks::Mutex;
 
-/// How long a waiting thread sleeps between two looks at a stepped device.
+/// How long a waiting thread sleeps between two looks at a device by hand.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Looks without any change after which a stepped device, which has nothing left to step, never will change. After the
+/// Looks without any change after which a device by hand, which has nothing left to do, never will change. After the
 /// first of them a thread sleeps between two looks: the reaper, which may be in the middle of asking, needs the time.
 const STILL: u32 = 100;
 const YIELDS: u32 = 10;
@@ -36,7 +36,7 @@ impl Workers {
         Self { engine, started: Mutex::new(0), inline }
     }
 
-    /// Whether the copier has no threads, since its device is a stepped one.
+    /// Whether the copier has no threads, since its device is moved by hand.
     fn is_inline(&self) -> bool {
         self.engine.settings.threads == 0
     }
@@ -121,21 +121,12 @@ impl Workers {
         Some(said)
     }
 
-    /// On a stepped device: lets it take a step and moves transfers on. `false`: the device moves by itself.
-    pub(super) fn step(&self) -> bool {
-        let stepped = self.engine.device.context().driver().stepped().map(|stepped| stepped.step());
-        self.advance();
-        stepped.is_some()
-    }
-
-    /// Waits until `until` holds of a job: the device moves only when it is told to step. Where nothing is left to step,
+    /// Waits until `until` holds of a job: the device moves only when it is told to. Where nothing is left to move,
     /// nothing will change any more, and the job fails.
     fn step_until(&self, job: &Job, until: impl Fn(&Progress) -> bool) {
         let mut still = 0;
         while !until(&job.progress()) {
-            let stepped =
-                self.engine.device.context().driver().stepped().is_some_and(|stepped| stepped.step());
-            if self.advance() || stepped {
+            if self.engine.device.context().advance() | self.advance() {
                 still = 0;
                 continue;
             }

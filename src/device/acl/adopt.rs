@@ -39,7 +39,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
             "a null context was to be adopted; pass the one that aclrtCreateContext or aclrtGetCurrentContext gave".into(),
         ));
     }
-    let api = AclApi::get(&name)?;
+    let api = AclApi::get(&name, None)?;
     gate::watch_exit();
     let (theirs, own) = (context as usize, name.clone());
     let (ordinal, on_device) = on_other_thread(&name, move || {
@@ -49,6 +49,8 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         check(api, &own, "aclrtGetDevice", unsafe { api.get_device.call(&raw mut ordinal) })?;
         Ok((ordinal, current_context(api, &own)?.1))
     })?;
+    // Another one, if the program has installed it for this device.
+    let api = AclApi::get(&name, u32::try_from(ordinal).ok())?;
     let device = format!("acl:{ordinal}");
     if host::is_default(context) {
         return Ok(AdoptedContext::Default(device));

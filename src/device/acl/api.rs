@@ -23,7 +23,7 @@ use std::sync::OnceLock;
 
 use super::error::AclCode;
 use crate::device::gate::{Entry, watch_exit};
-use crate::device::vendor::{entry_points, load, named};
+use crate::device::vendor::{Find, Installed, entry_points, load, named};
 use crate::error::{Error, Result};
 
 // As in acl_rt.h: all handles are pointers.
@@ -63,6 +63,8 @@ const USUAL: [&str; 4] = [
     "/usr/local/Ascend/nnae/latest",
     "/usr/local/Ascend/nnrt/latest",
 ];
+
+static INSTALLED: Installed<AclApi> = Installed::new();
 
 entry_points! {
     AclApi -> AclCode;
@@ -119,15 +121,21 @@ fn usual() -> Vec<OsString> {
 }
 
 impl AclApi {
-    /// The library of this machine, loaded once and initialised.
+    /// The library of the device with this number, initialised: the one of this machine, which is loaded once, or one that
+    /// the program has installed. `None`: the number is not known yet.
     ///
     /// # Errors
     /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
-    pub(super) fn get(device: &str) -> Result<&'static Self> {
+    pub(super) fn get(device: &str, ordinal: Option<u32>) -> Result<&'static Self> {
         static ACL_API: OnceLock<std::result::Result<AclApi, String>> = OnceLock::new();
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = ACL_API.get_or_init(|| Self::load(named(LIBRARY_VARIABLE)));
-        let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
+        let api = match INSTALLED.of(ordinal) {
+            Some(api) => api,
+            None => {
+                let loaded = ACL_API.get_or_init(|| Self::load(named(LIBRARY_VARIABLE)));
+                loaded.as_ref().map_err(|why| unavailable(why.clone()))?
+            }
+        };
         // Each time: after a success the call does nothing, and after a failure the cause may have been mended. SAFETY:
         // no configuration is given, which is allowed.
         match unsafe { api.init.call(std::ptr::null()) } {
@@ -145,6 +153,15 @@ impl AclApi {
         }
         watch_exit();
         Ok(api)
+    }
+
+    /// Installs a library for the devices from `first` on.
+    ///
+    /// # Errors
+    /// The name of the first required call that is missing.
+    pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
+        INSTALLED.add(first, Self::resolve(find)?);
+        Ok(())
     }
 
     /// Loads the library that was named, and else the first that is found.

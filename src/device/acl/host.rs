@@ -161,13 +161,13 @@ impl Acl {
         self.said("aclrtFreeHost", unsafe { self.api.host_free.call(at.as_ptr().cast()) })
     }
 
-    /// Waits until no device of this process has anything to do, but not for a lost one: what was in flight there is
+    /// Waits until no device of this library has anything to do, but not for a lost one: what was in flight there is
     /// quarantined, and so is never freed.
     fn drain_all(&self) -> Result<()> {
         self.drained_in_the_end()?;
-        let open = open_devices();
-        let mut others =
-            open.iter().filter(|other| other.context != self.context && other.lost.get().is_none());
+        let mut open = open_devices();
+        open.retain(|other| std::ptr::eq(other.api, self.api) && other.context != self.context);
+        let mut others = open.iter().filter(|other| other.lost.get().is_none());
         others.try_for_each(|other| match other.drained_in_the_end() {
             // The device was lost during the wait.
             Err(error) if error.is_device_lost() => Ok(()),

@@ -96,6 +96,11 @@ unsafe impl Send for Acl {}
 // SAFETY: as above.
 unsafe impl Sync for Acl {}
 
+/// [`AclApi::install`].
+pub(crate) fn install(first: u32, find: super::vendor::Find<'_>) -> std::result::Result<(), &'static str> {
+    AclApi::install(first, find)
+}
+
 /// Opens Ascend device `ordinal`.
 ///
 /// # Errors
@@ -103,7 +108,7 @@ unsafe impl Sync for Acl {}
 /// and what the library says where it cannot use the device.
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("acl:{ordinal}").into();
-    let api = AclApi::get(&name)?;
+    let api = AclApi::get(&name, Some(ordinal))?;
     let mut count = 0;
     // SAFETY: writes a number.
     match unsafe { api.device_count.call(&raw mut count) } {

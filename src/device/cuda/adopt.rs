@@ -47,7 +47,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
             "a null context was to be adopted; pass the one that cuCtxCreate or cuCtxGetCurrent gave".into(),
         ));
     }
-    let api = CudaApi::get(&name)?;
+    let api = CudaApi::get(&name, None)?;
     gate::watch_exit();
     let said = |call, code| check(api, &name, call, code);
     let device = {
@@ -62,6 +62,8 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         device
     };
     let ordinal = ordinal(api, &name, device)?;
+    // Another one, if the program has installed it for this device.
+    let api = CudaApi::get(&name, u32::try_from(ordinal).ok())?;
     if is_primary(api, &name, device, context)? {
         return Ok(AdoptedContext::Default(format!("cuda:{ordinal}")));
     }

@@ -16,7 +16,7 @@ use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 use crate::device::gate::{self, Entry, Refused};
-use crate::device::vendor::{entry_points, load, named};
+use crate::device::vendor::{Find, Installed, entry_points, load, named};
 use crate::error::{Error, ErrorClass, Result};
 
 // As in cuda.h.
@@ -79,6 +79,8 @@ impl CudaCode {
         }
     }
 }
+
+static INSTALLED: Installed<CudaApi> = Installed::new();
 
 entry_points! {
     CudaApi -> CudaCode;
@@ -168,19 +170,34 @@ entry_points! {
 }
 
 impl CudaApi {
-    /// The driver of this machine, loaded once and initialised.
+    /// The driver of the device with this number, initialised: the one of this machine, which is loaded once, or one that the
+    /// program has installed. `None`: the number is not known yet.
     ///
     /// # Errors
     /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
-    pub(crate) fn get(device: &str) -> Result<&'static Self> {
+    pub(crate) fn get(device: &str, ordinal: Option<u32>) -> Result<&'static Self> {
         static CUDA_API: OnceLock<std::result::Result<CudaApi, String>> = OnceLock::new();
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = CUDA_API.get_or_init(|| Self::load(named(LIBRARY_VARIABLE)));
-        let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
+        let api = match INSTALLED.of(ordinal) {
+            Some(api) => api,
+            None => {
+                let loaded = CUDA_API.get_or_init(|| Self::load(named(LIBRARY_VARIABLE)));
+                loaded.as_ref().map_err(|why| unavailable(why.clone()))?
+            }
+        };
         // Each time: after a success it costs nothing, and after a failure the cause may have been mended.
         api.start().map_err(unavailable)?;
         gate::watch_exit();
         Ok(api)
+    }
+
+    /// Installs a driver for the devices from `first` on.
+    ///
+    /// # Errors
+    /// The name of the first required call that is missing.
+    pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
+        INSTALLED.add(first, Self::resolve(find)?);
+        Ok(())
     }
 
     /// Loads the library that was named, or the system's.

@@ -113,6 +113,11 @@ unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
 
+/// [`CudaApi::install`].
+pub(crate) fn install(first: u32, find: super::vendor::Find<'_>) -> std::result::Result<(), &'static str> {
+    CudaApi::install(first, find)
+}
+
 /// Opens GPU `ordinal`, counted as the driver counts those that the process may see.
 ///
 /// # Errors
@@ -120,7 +125,7 @@ unsafe impl Sync for Cuda {}
 /// what the driver says where it cannot make a context.
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("cuda:{ordinal}").into();
-    let api = CudaApi::get(&name)?;
+    let api = CudaApi::get(&name, Some(ordinal))?;
     let _relaxed = CudaCurrent::relaxed(api, false);
     let said = |call, code| check(api, &name, call, code);
     let mut count: c_int = 0;

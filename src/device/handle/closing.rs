@@ -139,7 +139,7 @@ struct Closing {
     pools: Arc<Mutex<Vec<Weak<CentralPool>>>>,
     listing: Arc<Listing>,
     /// Whether the device does nothing by itself.
-    stepped: bool,
+    by_hand: bool,
     /// What was in the way at the last look.
     held: HeldBy,
     /// Whether the last driver call was made.
@@ -249,7 +249,7 @@ impl Closing {
         // The crate's own threads do not wait: they are among what is waited for.
         let waits = crate::sync::own().is_none();
         let end = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
-        let mut deadline = if self.stepped { now } else { end };
+        let mut deadline = if self.by_hand { now } else { end };
         loop {
             self.ended = self.holds.wait(deadline.min(Instant::now() + CLOSE_POLL));
             self.look();
@@ -259,8 +259,8 @@ impl Closing {
                 let is_clean = self.held.leaked == 0 && self.held.lost.is_none();
                 return if is_clean { Ok(()) } else { Err(CloseError(self)) };
             }
-            if self.stepped {
-                // No other thread steps the device, but a thread in the middle of its last calls goes on.
+            if self.by_hand {
+                // No other thread moves the device, but a thread in the middle of its last calls goes on.
                 deadline = if self.held.is_calls_alone() { end } else { now };
             }
             // The device may have ended during the look.
@@ -292,9 +292,7 @@ impl Device {
     /// gives another handle to it, and this call waits for that one too.
     ///
     /// The call blocks the thread: a task makes it on another one (tokio's `spawn_blocking`). On threads of this crate,
-    /// in a waker, and in the drop of an owner that was left with the crate, it does not wait. On a
-    /// [stepped](crate::host) device it first runs what is queued, and then waits only for calls that other threads are
-    /// making.
+    /// in a waker, and in the drop of an owner that was left with the crate, it does not wait.
     ///
     /// # Ordering
     /// After `Ok` this crate makes no call for this opening of the device, and every call that it made has returned.
@@ -316,7 +314,7 @@ impl Device {
             device: Arc::downgrade(&self.0),
             pools: self.0.pools.clone(),
             listing: self.listing().clone(),
-            stepped: context.driver().stepped().is_some(),
+            by_hand: context.is_by_hand(),
             held: HeldBy::default(),
             ended: false,
         });
@@ -326,10 +324,10 @@ impl Device {
         let span = crate::foreign::span!(INFO, target: "pinpool::device", "close", device = self.name());
         let _entered = span.enter();
         let until = Instant::now().checked_add(timeout);
-        if let Some(stepped) = context.driver().stepped() {
-            // After its last handle is dropped no thread steps the device any more. (`reap` records events, which are
-            // steps too.)
-            while (self.reap() | stepped.step()) && until.is_none_or(|until| Instant::now() < until) {}
+        if context.is_by_hand() {
+            // After its last handle is dropped no thread moves the device any more. (`reap` records events, which are
+            // work too.)
+            while (self.reap() | context.advance()) && until.is_none_or(|until| Instant::now() < until) {}
         }
         drop(self);
         let closed = closing.wait(timeout);

@@ -1,167 +1,161 @@
-//! The contract's calls ([`Driver`]). Each passes the fault book and the check for a dead device, and checks its
-//! arguments. What a call queues is run by the stream ([`super::stream`]).
+//! The contract's calls ([`Driver`]). Each begins with [`HostDriver::enter`], and checks its arguments. What a call
+//! queues is run by the stream's thread ([`super::unit`]).
 
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-#[cfg(all(test, not(loom)))]
-use super::HostConfig;
-#[cfg(all(test, not(loom)))]
-use super::fault::Hook;
 use super::fault::{Call, Failure};
-use super::memory::HostPlace;
+use super::memory::Place;
 use super::node::{HostNode, Node};
-use super::stream::{HostKernel, Promise, StreamJob, StreamTicket, StreamWork};
-use super::unit::HostUnit;
-use super::{HostFunction, Refusal};
+use super::unit::{HostFunction, Kernel, State, Unit, Work, number, owner};
 use crate::device::address::AddressFault;
 use crate::device::ending::Ending;
-use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Owned;
+use crate::locks::MutexGuard;
 use crate::os;
-
-/// Numbers drivers. Each stream has the number of the driver that created it.
-static DRIVERS: AtomicU64 = AtomicU64::new(1);
 
 /// One opening of a device, as the rest of the crate sees it. When it is dropped, streams that were not destroyed end
 /// without running what they have queued.
 pub(crate) struct HostDriver {
     node: Arc<Node>,
-    unit: Arc<HostUnit>,
+    unit: Arc<Unit>,
     id: u64,
     /// Dropped when all streams have ended.
     ending: Ending,
 }
 
-/// What an armed fault does to a call that goes ahead.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Twist {
-    None,
-    /// The operation that it queues stalls.
-    Stall,
-    /// The operation is queued, and the call fails all the same.
-    FailAfter,
-}
-
 impl HostNode {
     /// A driver of one device, for one opening of it. It ends when that is closed.
     pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
-        let Some(unit) = self.0.unit(ordinal) else {
-            let known = match self.devices() {
-                1 => "this node has host:0 only".to_owned(),
-                n => format!("this node has host:0 to host:{}", n - 1),
-            };
+        let Some(unit) = self.0.units.get(ordinal as usize) else {
+            let known = format!("this node has host:0 to host:{}", self.devices() - 1);
             return Err(Error::UnknownDevice { name: format!("host:{ordinal}"), known });
         };
-        let (node, unit) = (Arc::clone(&self.0), Arc::clone(unit));
-        let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(HostDriver { node, unit, id, ending: Ending::new() }))
+        Ok(HostDriver::open(&self.0, Arc::clone(unit)))
     }
-}
 
-#[cfg(all(test, not(loom)))]
-impl HostNode {
     /// Calls `hook` before each call of a device of the node.
+    #[cfg(all(test, not(loom)))]
     pub(crate) fn hook(&self, hook: impl Fn(Call) + Send + Sync + 'static) {
-        assert!(self.0.faults.hook.set(Hook(Box::new(hook))).is_ok(), "the node has a hook");
+        assert!(self.0.faults.hook.set(Box::new(hook)).is_ok(), "the node has a hook");
     }
 
     /// The driver of a device with this name.
+    #[cfg(all(test, not(loom)))]
     pub(crate) fn named(&self, name: &str) -> Arc<dyn Driver> {
-        let config = HostConfig::new();
-        let mut unit = HostUnit::new(0, config.capacity(), &config);
-        Arc::get_mut(&mut unit).unwrap().name = name.into();
-        Arc::new(HostDriver { node: self.0.clone(), unit, id: 0, ending: Ending::new() })
+        HostDriver::open(&self.0, Unit::new(name, 0, &super::HostConfig::new(), 0))
     }
 }
 
 impl HostDriver {
-    fn error(&self, call: Call, refusal: Refusal) -> Error {
-        self.unit.error(call, refusal)
+    fn open(node: &Arc<Node>, unit: Arc<Unit>) -> Arc<dyn Driver> {
+        Arc::new(Self { node: Arc::clone(node), unit, id: number(), ending: Ending::new() })
     }
 
-    /// Every call begins with this.
-    #[inline]
-    fn enter(&self, call: Call) -> Result<Twist> {
+    /// Every call begins with this: it takes a fault that was armed for the call, refuses the call of a dead device,
+    /// and locks the device. A failure that it returns is for the operation that the call queues.
+    fn enter(&self, call: Call) -> Result<(MutexGuard<'_, State>, Option<Failure>)> {
         let failure = self.node.faults.on_call(self.unit.ordinal, call);
+        let mut state = self.unit.state.lock();
         // A dead device still gives back what it was given.
-        if !matches!(call, Call::Unpin | Call::Free | Call::FreeHost) {
-            self.unit.check(call)?;
+        if state.dead.is_some() && !matches!(call, Call::Unpin | Call::Free | Call::FreeHost) {
+            return Err(self.unit.lost(&mut state, call));
         }
-        match failure {
-            None => Ok(Twist::None),
-            Some(failure) => self.strike(call, failure),
-        }
-    }
-
-    #[cold]
-    fn strike(&self, call: Call, failure: Failure) -> Result<Twist> {
-        let refuse = |class, code| {
-            let text = "a fault was armed for this call".to_owned();
-            Err(self.error(call, Refusal { class, code, text }))
+        use Call::{Copy, CopyBlocking, Launch, Record, WaitEvent};
+        let queues = matches!(call, Copy | CopyBlocking | Launch | Record | WaitEvent);
+        let class = match failure {
+            None | Some(Failure::Stall) => return Ok((state, failure)),
+            Some(Failure::RunsAnyway) if queues => return Ok((state, failure)),
+            Some(Failure::DeviceLost) => {
+                self.unit.kill(&mut state, "a fault was armed for a call, and killed the device");
+                return Err(self.unit.lost(&mut state, call));
+            }
+            Some(Failure::Argument) => ErrorClass::Argument,
+            Some(Failure::Capture) => ErrorClass::Capture,
+            Some(Failure::Transient | Failure::RunsAnyway) => ErrorClass::Transient,
         };
-        match failure {
-            Failure::Argument => refuse(ErrorClass::Argument, libc::EINVAL),
-            Failure::Capture => refuse(ErrorClass::Capture, libc::EPERM),
-            Failure::Stall => Ok(Twist::Stall),
-            Failure::RunsAnyway if call.queues() => Ok(Twist::FailAfter),
-            Failure::Transient | Failure::RunsAnyway => refuse(ErrorClass::Transient, libc::EAGAIN),
-            Failure::DeviceLost => {
-                self.unit.kill("a fault was armed for a call, and killed the device");
-                Err(self.unit.lost(call))
-            }
-        }
+        Err(self.unit.error(call, class, "a fault was armed for this call"))
     }
 
-    /// A call that has queued something ends with this.
-    fn leave(&self, call: Call, twist: Twist) -> Result<()> {
-        if twist == Twist::FailAfter {
+    fn refuse<T>(&self, call: Call, text: impl Into<Arc<str>>) -> Result<T> {
+        Err(self.unit.error(call, ErrorClass::Argument, text))
+    }
+
+    fn unknown<T>(&self, call: Call, what: &str, handle: u64) -> Result<T> {
+        self.refuse(call, format!("this device has no {what} {handle:#x}, or has destroyed it"))
+    }
+
+    /// A call that queues an operation, which `work` makes.
+    fn queue(
+        &self,
+        call: Call,
+        stream: StreamHandle,
+        work: impl FnOnce(&State) -> Result<Work>,
+    ) -> Result<()> {
+        let (mut state, failure) = self.enter(call)?;
+        let work = work(&state)?;
+        let Some(point) = state.submit(stream.0, work, failure == Some(Failure::Stall)) else {
+            return self.unknown(call, "stream", stream.0);
+        };
+        if call == Call::CopyBlocking {
+            self.unit.wait(&mut state, call, point)?;
+        }
+        if failure == Some(Failure::RunsAnyway) {
             let text = "a fault was armed for this call, whose operation was queued all the same";
-            return Err(self.error(call, Refusal::transient(text)));
+            return Err(self.unit.error(call, ErrorClass::Transient, text));
         }
         Ok(())
     }
 
-    fn place(&self, call: Call, ptr: DevicePtr, len: usize) -> Result<HostPlace> {
-        self.unit.memory.find(ptr.0, len).map_err(|refusal| self.error(call, refusal))
+    /// A call that destroys something, which `destroy` does, or says that it is not there.
+    fn destroy(&self, call: Call, handle: u64, destroy: impl FnOnce(&mut State) -> bool) -> Result<()> {
+        let entered = self.enter(call).map(drop);
+        // A dead device refuses the call, and lets go of the thing all the same.
+        let goes = entered.as_ref().map_or_else(Error::is_device_lost, |()| true);
+        let gone = goes && destroy(&mut self.unit.state.lock());
+        entered?;
+        if gone { Ok(()) } else { self.unknown(call, "object", handle) }
     }
 
-    fn host_address(&self, call: Call, address: usize, len: usize) -> Result<()> {
-        // No object is larger than half of the address space, which also keeps the end from wrapping around.
-        let fits = isize::try_from(len).is_ok() && address.checked_add(len).is_some();
-        if (address == 0 && len > 0) || !fits {
-            let text = format!("{len} bytes at host address {address:#x} are no memory");
-            return Err(self.error(call, Refusal::fault(text)));
-        }
-        Ok(())
+    /// Finds the bytes at a device address.
+    fn place(&self, state: &State, at: DevicePtr, len: usize) -> Result<Place> {
+        let below = state.memory.range(..=at.0).next_back();
+        let here = below.map(|(start, block)| (block, (at.0 - start) as usize));
+        let fault = match here
+            .filter(|(block, offset)| *offset < block.len || (*offset == block.len && len == 0))
+        {
+            Some((block, offset)) if len <= block.len - offset => {
+                return Ok(Place::Device(Arc::clone(block), offset));
+            }
+            Some((block, offset)) => {
+                let over = len - (block.len - offset);
+                AddressFault::PastEnd { start: block.address, size: block.len, over }
+            }
+            None => match owner(at.0).filter(|owner| *owner != self.unit.ordinal) {
+                Some(owner) => AddressFault::OtherDevice { device: format!("host:{owner}") },
+                None if self.node.has_pinned(at.0 as usize) => AddressFault::Host { registered: true },
+                None if os::is_host_memory(at.0) == Some(true) => AddressFault::Host { registered: false },
+                None => AddressFault::Unknown,
+            },
+        };
+        Err(fault.of(&self.unit.name, at.0, len))
     }
 
-    /// Checks a transfer, and finds the allocations that it uses.
-    fn job(&self, call: Call, transfer: Transfer) -> Result<StreamJob> {
-        match transfer {
-            Transfer::Upload { src, dst, len } => {
-                self.host_address(call, src.addr(), len)?;
-                Ok(StreamJob::Upload { src, to: self.place(call, dst, len)?, len })
-            }
-            Transfer::Download { src, dst, len } => {
-                self.host_address(call, dst.addr(), len)?;
-                Ok(StreamJob::Download { from: self.place(call, src, len)?, dst, len })
-            }
-            Transfer::OnDevice { src, dst, len } => {
-                let (from, to) = (self.place(call, src, len)?, self.place(call, dst, len)?);
-                Ok(StreamJob::OnDevice { from, to, len })
-            }
-            Transfer::OnHost { src, dst, len } => {
-                self.host_address(call, src.addr(), len)?;
-                self.host_address(call, dst.addr(), len)?;
-                Ok(StreamJob::OnHost { src, dst, len })
-            }
-        }
+    /// Checks a copy, and finds the allocations that it uses.
+    fn work(&self, state: &State, transfer: Transfer) -> Result<Work> {
+        let (host, place) =
+            (|at: *const u8| Place::Host(at.cast_mut()), |at, len| self.place(state, at, len));
+        Ok(match transfer {
+            Transfer::Upload { src, dst, len } => Work::Copy(host(src), place(dst, len)?, len),
+            Transfer::Download { src, dst, len } => Work::Copy(place(src, len)?, host(dst), len),
+            Transfer::OnDevice { src, dst, len } => Work::Copy(place(src, len)?, place(dst, len)?, len),
+            Transfer::OnHost { src, dst, len } => Work::Copy(host(src), host(dst), len),
+        })
     }
 
     /// Queues a function of the program's. Ranges of device memory are named by their addresses and lengths.
@@ -172,69 +166,26 @@ impl HostDriver {
         writes: &[(DevicePtr, usize)],
         function: Owned<HostFunction>,
     ) -> Result<()> {
-        let call = Call::Launch;
-        let twist = self.enter(call)?;
-        let stream = self.unit.find(call, stream.0)?;
-        let find = |ranges: &[(DevicePtr, usize)]| -> Result<Vec<HostPlace>> {
-            ranges.iter().map(|(ptr, len)| self.place(call, *ptr, *len)).collect()
-        };
-        let kernel = HostKernel { reads: find(reads)?, writes: find(writes)?, function };
-        self.unit.submit(call, &stream, StreamWork::Launch(kernel), twist == Twist::Stall)?;
-        self.leave(call, twist)
-    }
-
-    /// Whole pages, as a range of addresses.
-    fn pages(&self, call: Call, base: NonNull<u8>, len: usize) -> Result<Range<usize>> {
-        let (start, page) = (base.as_ptr().addr(), os::page_size());
-        match start.checked_add(len) {
-            Some(end) if len > 0 && start % page == 0 && len % page == 0 => Ok(start..end),
-            _ => {
-                let text = format!("{len} bytes at {start:#x} are not whole pages of {page} bytes");
-                Err(self.error(call, Refusal::argument(text)))
-            }
-        }
-    }
-
-    /// The bytes, as a range of addresses.
-    fn bytes(&self, call: Call, base: NonNull<u8>, len: usize) -> Result<Range<usize>> {
-        self.host_address(call, base.as_ptr().addr(), len)?;
-        if len == 0 {
-            return Err(self.error(call, Refusal::argument("no bytes")));
-        }
-        Ok(base.as_ptr().addr()..base.as_ptr().addr() + len)
-    }
-
-    /// Enters a range as pinned and locks the pages that it is on.
-    fn lock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
-        self.node.enter_pin(self.unit.ordinal, range).map_err(|refusal| self.error(call, refusal))?;
-        // Not under the lock of `pins`: this can take seconds.
-        let (base, len) = outwards(base, range);
-        os::lock(base, len).inspect_err(|_| {
-            // It cannot fail: the range was entered above.
-            let _ = self.node.leave_pin(self.unit.ordinal, range);
+        self.queue(Call::Launch, stream, |state| {
+            let find = |ranges: &[(DevicePtr, usize)]| -> Result<Vec<(Place, usize)>> {
+                ranges.iter().map(|(at, len)| Ok((self.place(state, *at, *len)?, *len))).collect()
+            };
+            Ok(Work::Launch(Kernel { reads: find(reads)?, writes: find(writes)?, function }))
         })
     }
 
-    /// Takes a pinned range out and unlocks the pages that no other range is on. (A range that is pinned on the same
-    /// page at this very moment may find it unlocked, which costs it speed at worst.)
-    fn unlock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
-        if self.node.uses(range) {
-            let text = format!("{range:#x?} is used by a copy that is queued or running");
-            return Err(self.error(call, Refusal::argument(text)));
-        }
-        let own =
-            self.node.leave_pin(self.unit.ordinal, range).map_err(|refusal| self.error(call, refusal))?;
-        let (first, _) = outwards(base, range);
-        // SAFETY: `own` is within the pages that the range is on, which are mapped.
-        let start = unsafe { first.add(own.start - first.as_ptr().addr()) };
-        if own.is_empty() {
+    /// Enters a range of host memory, and locks the pages that it is on unless it is managed memory.
+    fn lock(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
+        let (range, owner) = (range(base, len), (self.unit.ordinal, kind));
+        self.node.enter(&range, owner).or_else(|text| self.refuse(call, text))?;
+        if kind == Some(HostKind::Managed) {
             return Ok(());
         }
-        os::unlock(start, own.len()).map_err(|error| self.error(call, Refusal::argument(error.to_string())))
-    }
-
-    fn unknown_event<T>(&self, call: Call, event: EventHandle) -> Result<T> {
-        Err(self.error(call, Refusal::unknown("event", event.0)))
+        let (pages, len) = on_pages(base, &range);
+        os::lock(pages, len).inspect_err(|_| {
+            // It cannot fail: the range was entered above.
+            let _ = self.node.leave(&range, owner);
+        })
     }
 }
 
@@ -255,210 +206,138 @@ impl Driver for HostDriver {
         true
     }
 
-    fn stepped(&self) -> Option<&dyn Stepped> {
-        if self.node.is_stepped() { Some(self) } else { None }
-    }
-
-    unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        let call = Call::Pin;
-        self.enter(call)?;
-        let range = self.pages(call, base, len)?;
-        self.lock(call, base, &range)
-    }
-
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        let call = Call::Unpin;
-        self.enter(call)?;
-        let range = self.bytes(call, base, len)?;
-        self.unlock(call, base, &range)
+        drop(self.enter(Call::Unpin)?);
+        let left = self.node.leave(&range(base, len), (self.unit.ordinal, None));
+        // A range that is pinned on the same page at this very moment may find it unlocked, which costs it speed.
+        let (pages, len) = on_pages(base, &left.or_else(|text| self.refuse(Call::Unpin, text))?);
+        os::unlock(pages, len).or_else(|error| self.refuse(Call::Unpin, error.to_string()))
     }
 
     unsafe fn register(&self, base: NonNull<u8>, len: usize, _read_only: bool) -> Result<()> {
-        let call = Call::Pin;
-        self.enter(call)?;
-        let range = self.bytes(call, base, len)?;
-        self.lock(call, base, &range)
+        drop(self.enter(Call::Pin)?);
+        self.lock(Call::Pin, base, len, None)
     }
 
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
-        let call = Call::AllocateHost;
-        self.enter(call)?;
+        drop(self.enter(Call::AllocateHost)?);
         let base = os::map(len, 1)?;
         os::dont_fork(base, len);
-        let entered = self.pages(call, base, len).and_then(|range| {
-            if let HostKind::Locked(_) = kind {
-                self.lock(call, base, &range)?;
-            }
-            self.node.enter_block(self.unit.ordinal, &range, kind);
-            Ok(())
-        });
-        entered.map(|()| base).inspect_err(|_| {
+        self.lock(Call::AllocateHost, base, len, Some(kind)).map(|()| base).inspect_err(|_| {
             // SAFETY: mapped above, and its address was given to no caller.
             let _ = unsafe { os::unmap(base, len) };
         })
     }
 
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()> {
-        let call = Call::FreeHost;
-        self.enter(call)?;
-        let range = self.pages(call, base, len)?;
-        self.node
-            .leave_block(self.unit.ordinal, &range, kind)
-            .map_err(|refusal| self.error(call, refusal))?;
-        if let HostKind::Locked(_) = kind {
-            self.unlock(call, base, &range).inspect_err(|_| {
-                self.node.enter_block(self.unit.ordinal, &range, kind);
-            })?;
-        }
-        // SAFETY: mapped when it was allocated, and not in use, as the caller promises.
+        drop(self.enter(Call::FreeHost)?);
+        let left = self.node.leave(&range(base, len), (self.unit.ordinal, Some(kind)));
+        left.or_else(|text| self.refuse(Call::FreeHost, text))?;
+        // SAFETY: mapped when it was allocated, and not in use, as the caller promises. Unmapping unlocks it.
         unsafe { os::unmap(base, len) }
     }
 
     fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
-        let call = Call::DeviceAddress;
-        self.enter(call)?;
-        let address = at.as_ptr().addr();
-        if !self.node.is_pinned(address) {
-            let text = format!("{address:#x} is not pinned");
-            return Err(self.error(call, Refusal::fault(text)));
+        drop(self.enter(Call::DeviceAddress)?);
+        let address = at.addr().get();
+        match self.node.has_pinned(address) {
+            true => Ok(address as u64),
+            false => self.refuse(Call::DeviceAddress, format!("{address:#x} is not pinned")),
         }
-        Ok(address as u64)
     }
 
     fn allocate(&self, len: usize) -> Result<DevicePtr> {
-        self.enter(Call::Allocate)?;
-        let address = self.unit.memory.allocate(len);
-        address.map(DevicePtr).map_err(|refusal| self.error(Call::Allocate, refusal))
+        let (mut state, _) = self.enter(Call::Allocate)?;
+        if len == 0 {
+            return self.refuse(Call::Allocate, "0 bytes of device memory were asked for");
+        }
+        let allocated = self.unit.allocate(&mut state, len).map(DevicePtr);
+        allocated.map_err(|text| self.unit.error(Call::Allocate, ErrorClass::Transient, text))
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
-        self.enter(Call::Free)?;
-        self.unit.memory.free(ptr.0).map_err(|refusal| self.error(Call::Free, refusal))
+        let (mut state, _) = self.enter(Call::Free)?;
+        let Some(block) = state.memory.remove(&ptr.0) else {
+            return self.unknown(Call::Free, "memory", ptr.0);
+        };
+        state.used -= block.len;
+        drop(state);
+        // The last reference may be that of a queued operation, or this one. Unmapping takes time, so no lock is held.
+        drop(block);
+        Ok(())
     }
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
-        self.enter(Call::Examine)?;
-        let host = || match usize::try_from(ptr.0) {
-            Ok(at) if self.node.has_pinned(at) => AddressFault::Host { registered: true },
-            _ if os::is_host_memory(ptr.0) == Some(true) => AddressFault::Host { registered: false },
-            _ => AddressFault::Unknown,
-        };
-        let found = self.unit.memory.examine(ptr.0, len);
-        found.map_err(|fault| fault.unwrap_or_else(host).of(&self.unit.name, ptr.0, len))
+        let (state, _) = self.enter(Call::Examine)?;
+        self.place(&state, ptr, len).map(drop)
     }
 
     fn create_stream(&self) -> Result<StreamHandle> {
-        self.enter(Call::CreateStream)?;
-        self.unit.create_stream(self.id).map(StreamHandle)
+        let (mut state, _) = self.enter(Call::CreateStream)?;
+        self.unit.create(&mut state, self.id).map(StreamHandle)
     }
 
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
-        if let Err(error) = self.enter(Call::DestroyStream) {
-            if error.is_device_lost() {
-                let _ = self.unit.destroy_stream(stream.0);
-            }
-            return Err(error);
-        }
-        self.unit.destroy_stream(stream.0)
+        self.destroy(Call::DestroyStream, stream.0, |state| state.destroy(stream.0))
     }
 
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()> {
-        let call = Call::Copy;
-        let twist = self.enter(call)?;
-        let stream = self.unit.find(call, stream.0)?;
-        let work = StreamWork::Copy { job: self.job(call, transfer)?, promise: None };
-        self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
-        self.leave(call, twist)
+        self.queue(Call::Copy, stream, |state| self.work(state, transfer))
     }
 
     unsafe fn copy_blocking(&self, stream: StreamHandle, transfer: Transfer) -> Result<()> {
-        let call = Call::CopyBlocking;
-        let twist = self.enter(call)?;
-        let stream = self.unit.find(call, stream.0)?;
-        let ticket = Arc::new(StreamTicket::default());
-        let promise = Some(Promise(Arc::clone(&ticket)));
-        let work = StreamWork::Copy { job: self.job(call, transfer)?, promise };
-        let position = self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
-        self.node.finish(&self.unit, &stream, position, &ticket)?;
-        self.leave(call, twist)
+        self.queue(Call::CopyBlocking, stream, |state| self.work(state, transfer))
     }
 
     fn create_event(&self) -> Result<EventHandle> {
-        self.enter(Call::CreateEvent)?;
-        let event = self.unit.events.create();
-        event.map(EventHandle).ok_or_else(|| {
-            self.error(Call::CreateEvent, Refusal::out_of_memory("the device is out of events"))
-        })
+        let (mut state, _) = self.enter(Call::CreateEvent)?;
+        let event = number();
+        state.events.insert(event, None);
+        Ok(EventHandle(event))
     }
 
     fn destroy_event(&self, event: EventHandle) -> Result<()> {
-        if let Err(error) = self.enter(Call::DestroyEvent) {
-            if error.is_device_lost() {
-                let _ = self.unit.events.destroy(event.0);
-            }
-            return Err(error);
-        }
-        if self.unit.events.destroy(event.0) { Ok(()) } else { self.unknown_event(Call::DestroyEvent, event) }
+        self.destroy(Call::DestroyEvent, event.0, |state| state.events.remove(&event.0).is_some())
     }
 
     fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
-        let call = Call::Record;
-        let twist = self.enter(call)?;
-        let stream = self.unit.find(call, stream.0)?;
-        let recorded = self.unit.events.record(event.0, |slot, number| {
-            let work = StreamWork::Record { slot, number };
-            let position = self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
-            Ok((Arc::clone(&stream), position))
-        });
-        match recorded {
-            Some(recorded) => recorded.and_then(|()| self.leave(call, twist)),
-            None => self.unknown_event(call, event),
-        }
+        self.queue(Call::Record, stream, |state| match state.events.contains_key(&event.0) {
+            true => Ok(Work::Record(event.0)),
+            false => self.unknown(Call::Record, "event", event.0),
+        })
     }
 
-    #[inline]
     fn query(&self, event: EventHandle) -> Result<bool> {
-        self.enter(Call::Query)?;
-        match self.unit.events.query(event.0) {
-            Some(complete) => Ok(complete),
-            None => self.unknown_event(Call::Query, event),
+        let (state, _) = self.enter(Call::Query)?;
+        match state.events.get(&event.0) {
+            // An event that was never recorded counts as complete.
+            Some(recorded) => Ok(recorded.is_none_or(|point| state.has_reached(point))),
+            None => self.unknown(Call::Query, "event", event.0),
         }
     }
 
     fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
-        let call = Call::WaitEvent;
-        let twist = self.enter(call)?;
-        let stream = self.unit.find(call, stream.0)?;
-        match self.unit.events.last(event.0) {
-            None => return self.unknown_event(call, event),
-            // Never recorded, which counts as complete.
-            Some(None) => {}
-            Some(Some((on, position))) => {
-                self.unit.submit(call, &stream, StreamWork::Wait { on, position }, twist == Twist::Stall)?;
-            }
-        }
-        self.leave(call, twist)
+        self.queue(Call::WaitEvent, stream, |state| match state.events.get(&event.0) {
+            Some(recorded) => Ok(recorded.map_or(Work::Record(0), Work::Wait)),
+            None => self.unknown(Call::WaitEvent, "event", event.0),
+        })
     }
 }
 
-/// The pages that a range is on.
-fn outwards(base: NonNull<u8>, range: &Range<usize>) -> (NonNull<u8>, usize) {
-    let page = os::page_size();
-    let front = range.start % page;
-    // SAFETY: the result is the start of the page that the first byte is on, which is mapped as that byte is.
-    let first = unsafe { base.sub(front) };
+fn range(base: NonNull<u8>, len: usize) -> Range<usize> {
+    base.addr().get()..base.addr().get() + len
+}
+
+/// The first of the pages that a range of bytes, which begins near `base`, is on, and their length.
+fn on_pages(base: NonNull<u8>, range: &Range<usize>) -> (NonNull<u8>, usize) {
+    let (page, front) = (os::page_size(), range.start % os::page_size());
+    let first = NonNull::new(base.as_ptr().with_addr(range.start - front)).unwrap_or(base);
     (first, (front + range.len()).next_multiple_of(page))
-}
-
-impl Stepped for HostDriver {
-    fn step(&self) -> bool {
-        self.node.step()
-    }
 }
 
 impl Drop for HostDriver {
     fn drop(&mut self) {
-        self.unit.abandon(self.id);
+        self.unit.state.lock().abandon(self.id);
     }
 }
 

@@ -1,29 +1,26 @@
 //! The host device, in plain Rust. [`crate::host`] is its page.
 //!
-//! The files, in the order in which to read them. `node`: the machine, and the public handle to it. `unit`: one device's
-//! streams, memory and events, whether it is alive or hung. `stream`: a queue of operations, and how they run. `event`
-//! and `memory`: an event table without locks; device memory behind addresses of its own. `driver`: the contract's
-//! calls. `fault`: armed faults and traces. `node`, `unit`, `event` and `fault` have no unsafe code. The crate calls
-//! this through `Driver`, and a program through `HostNode`.
+//! The files, in the order in which to read them. `memory`: device memory, and the function that moves bytes. `unit`:
+//! one device: its streams with their threads, its events, and how it dies. `driver`: the contract's calls. `fault`:
+//! armed faults and traces. `node`: the machine, its pinned ranges, and the public handle to it. Only `memory`, `unit`
+//! and `driver` have unsafe code. The crate calls this through `Driver`, and a program through `HostNode`.
 
 mod driver;
-mod event;
 mod fault;
 mod memory;
 mod node;
-mod stream;
-mod unit;
-
 #[cfg(all(test, not(loom)))]
 mod tests;
+mod unit;
 
 use std::time::Duration;
 
 pub(crate) use driver::HostDriver;
 pub use fault::{Call, Failure, Fault};
 pub use node::{HostNode, HostUsage};
+pub(crate) use unit::HostFunction;
 
-use crate::error::{Error, ErrorClass, Result};
+use crate::error::{Error, Result};
 
 /// The most devices that a node can have.
 const MAX_DEVICES: u32 = 1024;
@@ -35,9 +32,8 @@ const LEAST_MEMORY: usize = 64 << 20;
 /// ```
 /// use pinpool::host::{HostConfig, HostNode};
 ///
-/// let node = HostNode::new(HostConfig::new().devices(2).memory(1 << 30).stepped(7))?;
+/// let node = HostNode::new(HostConfig::new().devices(2).memory(1 << 30))?;
 /// assert_eq!(node.devices(), 2);
-/// assert!(!node.step(), "nothing is queued");
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,14 +41,13 @@ const LEAST_MEMORY: usize = 64 << 20;
 pub struct HostConfig {
     devices: u32,
     memory: Option<usize>,
-    stepped: Option<u64>,
     late: Option<(Duration, u64)>,
 }
 
 impl HostConfig {
-    /// One device, with threads, without delays.
+    /// One device, without delays.
     pub fn new() -> Self {
-        Self { devices: 1, memory: None, stepped: None, late: None }
+        Self { devices: 1, memory: None, late: None }
     }
 
     /// The number of devices, 1 to 1024. The default is 1.
@@ -68,17 +63,10 @@ impl HostConfig {
         self
     }
 
-    /// No threads: operations run when [`HostNode::step`] is called, in an order that follows from the seed.
-    pub fn stepped(mut self, seed: u64) -> Self {
-        self.stepped = Some(seed);
-        self
-    }
-
-    /// Each stream's thread waits before each copy and each host function, for a random time up to `max`. With a `max` of zero it only yields
-    /// to other threads, which is for tests that make many copies.
+    /// Each stream's thread waits before each copy and each host function, for a random time up to `max`. With a `max`
+    /// of zero it only yields to other threads, which is for tests that make many copies.
     ///
-    /// Each stream's delays follow from the seed; their effect depends on how the threads are scheduled. A node cannot
-    /// be [`stepped`](Self::stepped) as well, since there everything is as late as it can be.
+    /// Each stream's delays follow from the seed; their effect depends on how the threads are scheduled.
     pub fn late(mut self, max: Duration, seed: u64) -> Self {
         self.late = Some((max, seed));
         self
@@ -90,12 +78,7 @@ impl HostConfig {
             return Err(Error::Argument(format!("{devices} host devices; a node has 1 to {MAX_DEVICES}")));
         }
         if self.memory == Some(0) {
-            return Err(Error::Argument(
-                "host devices with 0 bytes of memory; give them at least 1".to_owned(),
-            ));
-        }
-        if self.stepped.is_some() && self.late.is_some() {
-            let text = "a host node is either stepped or late; stepped operations wait until they are stepped anyway";
+            let text = "host devices with 0 bytes of memory; give them at least 1";
             return Err(Error::Argument(text.to_owned()));
         }
         Ok(())
@@ -114,39 +97,5 @@ impl HostConfig {
 impl Default for HostConfig {
     fn default() -> Self {
         Self::new()
-    }
-}
-
-/// What [`HostDriver::launch`] queues: a function of the program's, which gets the bytes that it reads and those that it writes.
-pub(crate) type HostFunction = Box<dyn FnOnce(&[&[u8]], &mut [&mut [u8]]) + Send>;
-
-/// Why the device refuses a call. [`HostUnit::error`](unit::HostUnit::error) adds the names of the call and the device.
-#[derive(Debug)]
-struct Refusal {
-    class: ErrorClass,
-    code: i32,
-    text: String,
-}
-
-impl Refusal {
-    fn argument(text: impl Into<String>) -> Self {
-        Self { class: ErrorClass::Argument, code: libc::EINVAL, text: text.into() }
-    }
-
-    /// A bad address.
-    fn fault(text: impl Into<String>) -> Self {
-        Self { class: ErrorClass::Argument, code: libc::EFAULT, text: text.into() }
-    }
-
-    fn unknown(what: &str, handle: u64) -> Self {
-        Self::argument(format!("this device has no {what} {handle:#x}, or has destroyed it"))
-    }
-
-    fn transient(text: impl Into<String>) -> Self {
-        Self { class: ErrorClass::Transient, code: libc::EAGAIN, text: text.into() }
-    }
-
-    fn out_of_memory(text: impl Into<String>) -> Self {
-        Self { class: ErrorClass::Transient, code: libc::ENOMEM, text: text.into() }
     }
 }

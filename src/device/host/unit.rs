@@ -1,286 +1,430 @@
-//! One device of a node: its streams, events and memory, and how it dies.
+//! One device: its streams with their threads, its events, and how it dies.
 //!
-//! [`HostUnit::kill`] keeps an order, because a caller that reads that the device is dead may free at once what copies
-//! were using. First the state changes, and no further part of a copy begins. Then `kill` waits for each part that is
-//! under way. Then it empties the queues, which wakes the waiters for operations. Only then do calls answer that the
-//! device is dead; a call in between waits, no longer than a copy of 1 MiB takes.
+//! All that a device has is in its [`State`], under one lock. A stream is a queue of operations and a count of those
+//! that have ended, so each operation has a *position*. The stream's thread runs the operation at the front, which
+//! stays in the queue meanwhile, and then counts it. Recording an event queues an operation that does nothing, and
+//! notes its position. The event is complete when the stream's count has reached that position. A stream that waits for
+//! an event waits for another stream's count in the same way. No circle can form, since an operation waits only for one
+//! that was submitted before it.
+//!
+//! Bytes are moved without the lock, in parts of 1 MiB at most. [`State::copying`] counts the parts under way, and
+//! before each part its thread looks, under the lock, whether the device is alive. So [`Unit::kill`] notes the cause of
+//! death, drops what is queued and waits until that count is 0: from then on no copy touches host memory. Each call
+//! that answers that the device is dead waits for the same, because its caller may free at once what copies were using.
+//! A host function is called without the lock and is not counted, so that a device can be killed while one waits.
 
-#![deny(unsafe_code)]
-
-use std::collections::BTreeMap;
-use std::ops::Range;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use crate::locks::Mutex;
-
-use super::event::HostEvents;
+use super::HostConfig;
 use super::fault::Call;
-use super::memory::HostMemory;
-use super::stream::{self, Delays, HostStream, Random, StreamDevice, StreamEnd, StreamWork};
-use super::{HostConfig, Refusal};
+use super::memory::{Block, Place, copy_part};
+use crate::amount::amount;
 use crate::error::{DeviceError, Error, ErrorClass, Result};
+use crate::foreign::{self, Owned};
+use crate::locks::{Condvar, Mutex, MutexGuard};
 
-const ALIVE: u8 = 0;
-const DYING: u8 = 1;
-const DEAD: u8 = 2;
+/// Bits of a device address below the device's number, which counts from 1 here.
+const SPACE_BITS: u32 = 53;
+/// The alignment of allocations' addresses, and the least gap between two.
+const GAP: u64 = 4096;
 
-/// Numbers streams across all nodes, so that a handle of another device is never taken for one of this device.
-static STREAMS: AtomicU64 = AtomicU64::new(1);
-/// Numbers devices across all nodes, for their events.
-static UNITS: AtomicU64 = AtomicU64::new(1);
-/// Numbers threads.
-static THREADS: AtomicU64 = AtomicU64::new(0);
-
-/// One device.
-#[derive(Debug)]
-pub(super) struct HostUnit {
-    pub(super) name: Arc<str>,
-    pub(super) ordinal: u32,
-    pub(super) memory: HostMemory,
-    pub(super) events: HostEvents,
-    threaded: bool,
-    /// The longest delay before a copy and the seed of the delays.
-    late: Option<(std::time::Duration, u64)>,
-    state: AtomicU8,
-    /// Held while the device dies.
-    dying: Mutex<()>,
-    /// Why it died.
-    cause: Mutex<Arc<str>>,
-    hung: AtomicBool,
-    /// In the order of creation. A destroyed stream stays here until its queue is empty.
-    streams: Mutex<BTreeMap<u64, Arc<HostStream>>>,
-    /// The number of streams created and not destroyed.
-    open: AtomicUsize,
-    /// The number of streams ever created.
-    created: AtomicU64,
+/// A number that no stream, event or driver of any node has or had.
+pub(super) fn number() -> u64 {
+    static NUMBERS: AtomicU64 = AtomicU64::new(1);
+    NUMBERS.fetch_add(1, Ordering::Relaxed)
 }
 
-impl HostUnit {
-    pub(super) fn new(ordinal: u32, capacity: usize, config: &HostConfig) -> Arc<Self> {
-        Arc::new(Self {
-            name: format!("host:{ordinal}").into(),
-            ordinal,
-            memory: HostMemory::new(ordinal, capacity),
-            // Tags repeat after 65,535 devices. Two devices with one tag only fail to refuse each other's events.
-            events: HostEvents::new((UNITS.fetch_add(1, Ordering::Relaxed) % 0xffff + 1) as u16),
-            threaded: config.stepped.is_none(),
-            late: config.late,
-            state: AtomicU8::new(ALIVE),
-            dying: Mutex::new(()),
-            cause: Mutex::new(Arc::from("")),
-            hung: AtomicBool::new(false),
-            streams: Mutex::default(),
-            open: AtomicUsize::new(0),
-            created: AtomicU64::new(0),
-        })
+/// The device of a node that gave out an address, if one may have.
+pub(super) fn owner(address: u64) -> Option<u32> {
+    let owner = u32::try_from(address >> SPACE_BITS).ok()?.checked_sub(1)?;
+    (owner < super::MAX_DEVICES).then_some(owner)
+}
+
+/// A function of the program's, which gets the bytes that it reads and those that it writes.
+pub(crate) type HostFunction = Box<dyn FnOnce(&[&[u8]], &mut [&mut [u8]]) + Send>;
+
+/// A host function, and the places and lengths of the bytes that it gets.
+pub(super) struct Kernel {
+    pub(super) reads: Vec<(Place, usize)>,
+    pub(super) writes: Vec<(Place, usize)>,
+    pub(super) function: Owned<HostFunction>,
+}
+
+/// A stream, and the position of an operation in it.
+pub(super) type Point = (u64, u64);
+
+pub(super) enum Work {
+    /// From, to, and bytes.
+    Copy(Place, Place, usize),
+    Launch(Kernel),
+    /// An event, or 0.
+    Record(u64),
+    Wait(Point),
+}
+
+/// Who sleeps until something happens on a stream.
+#[derive(Default)]
+struct Sleepers {
+    /// The stream's thread, until there is work for it.
+    thread: Condvar,
+    /// Threads that wait for the stream to come to a position.
+    followers: Condvar,
+}
+
+#[derive(Default)]
+pub(super) struct Stream {
+    /// The number of the driver that made it. `None`: that was dropped, and the stream runs nothing more.
+    owner: Option<u64>,
+    sleepers: Arc<Sleepers>,
+    /// `None`, at the front: the stream's thread has taken it, and runs it.
+    queue: VecDeque<Option<Work>>,
+    /// The number of operations that have ended.
+    over: u64,
+    /// Operations from this position on do not run until the stream is resumed.
+    pub(super) held: Option<u64>,
+    /// It takes nothing more, runs what it has, and ends.
+    destroyed: bool,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    /// Why the device died, if it did.
+    pub(super) dead: Option<String>,
+    pub(super) hung: bool,
+    /// Parts of copies that are under way.
+    copying: usize,
+    /// Streams in the order of creation. One that was destroyed is here until it has run out.
+    streams: BTreeMap<u64, Stream>,
+    /// Events, each with the position of its last recording.
+    pub(super) events: BTreeMap<u64, Option<Point>>,
+    pub(super) memory: BTreeMap<u64, Arc<Block>>,
+    /// Bytes of device memory allocated.
+    pub(super) used: usize,
+    /// Addresses given out so far.
+    addresses: u64,
+}
+
+/// What a stream's thread does next.
+enum Next {
+    /// Run the operation at this position, which moves bytes or does not.
+    Run {
+        position: u64,
+        moves: bool,
+    },
+    /// Sleep until there is something to do.
+    Sleep,
+    /// Sleep until another stream has gone on.
+    Follow(Arc<Sleepers>),
+    End,
+}
+
+impl State {
+    /// The streams that were not destroyed.
+    pub(super) fn open(&mut self) -> impl Iterator<Item = &mut Stream> {
+        self.streams.values_mut().filter(|stream| !stream.destroyed)
+    }
+
+    pub(super) fn queued(&self) -> usize {
+        self.streams.values().map(|stream| stream.queue.len()).sum()
+    }
+
+    /// Whether the operation at this position has ended. All its effects are then visible to the caller.
+    pub(super) fn has_reached(&self, (stream, position): Point) -> bool {
+        self.streams.get(&stream).is_none_or(|stream| stream.over >= position)
+    }
+
+    /// Queues an operation. `None`: there is no such stream.
+    pub(super) fn submit(&mut self, id: u64, work: Work, stalled: bool) -> Option<Point> {
+        let stream =
+            self.streams.get_mut(&id).filter(|stream| !stream.destroyed && stream.owner.is_some())?;
+        let point = (id, stream.over + stream.queue.len() as u64 + 1);
+        if let Work::Record(event) = work {
+            self.events.entry(event).and_modify(|recorded| *recorded = Some(point));
+        }
+        if stalled {
+            stream.held.get_or_insert(point.1);
+        }
+        stream.queue.push_back(Some(work));
+        stream.sleepers.thread.notify_one();
+        Some(point)
+    }
+
+    /// Destroys a stream. What is queued still runs, unless the device is dead. `false`: there is no such stream.
+    pub(super) fn destroy(&mut self, id: u64) -> bool {
+        let Some(stream) = self.streams.get_mut(&id).filter(|stream| !stream.destroyed) else { return false };
+        stream.destroyed = true;
+        if stream.queue.is_empty() {
+            self.remove(id);
+        }
+        true
+    }
+
+    fn remove(&mut self, id: u64) {
+        if let Some(stream) = self.streams.remove(&id) {
+            stream.sleepers.thread.notify_one();
+            stream.sleepers.followers.notify_all();
+        }
+    }
+
+    /// Ends the streams of a driver that is dropped, and forgets what they have queued. They stay here as leaks.
+    pub(super) fn abandon(&mut self, owner: u64) {
+        for stream in self.streams.values_mut().filter(|stream| stream.owner == Some(owner)) {
+            stream.owner = None;
+            stream.queue.clear();
+        }
+        self.wake();
+    }
+
+    /// Makes all streams' threads look again, and those that wait for streams.
+    pub(super) fn wake(&self) {
+        for stream in self.streams.values() {
+            stream.sleepers.thread.notify_one();
+            stream.sleepers.followers.notify_all();
+        }
+    }
+
+    fn next(&self, id: u64) -> Next {
+        let stream = self.streams.get(&id).filter(|_| self.dead.is_none());
+        let Some(stream) = stream.filter(|stream| stream.owner.is_some()) else { return Next::End };
+        let position = stream.over + 1;
+        match stream.queue.front() {
+            None => Next::Sleep,
+            _ if self.hung || stream.held.is_some_and(|held| held <= position) => Next::Sleep,
+            Some(Some(Work::Wait(point))) if !self.has_reached(*point) => {
+                let other = self.streams.get(&point.0);
+                other.map_or(Next::Sleep, |other| Next::Follow(Arc::clone(&other.sleepers)))
+            }
+            Some(work) => {
+                Next::Run { position, moves: matches!(work, Some(Work::Copy(..) | Work::Launch(_))) }
+            }
+        }
+    }
+
+    fn is_freed(&self, place: &Place) -> bool {
+        matches!(place, Place::Device(block, _) if !self.memory.contains_key(&block.address))
+    }
+}
+
+/// One device.
+pub(super) struct Unit {
+    pub(super) name: Arc<str>,
+    pub(super) ordinal: u32,
+    pub(super) capacity: usize,
+    /// The longest delay before a copy, and the seed of the delays.
+    late: Option<(Duration, u64)>,
+    pub(super) state: Mutex<State>,
+    /// No part of a copy is under way any more.
+    quiet: Condvar,
+}
+
+impl Unit {
+    pub(super) fn new(name: &str, ordinal: u32, config: &HostConfig, capacity: usize) -> Arc<Self> {
+        // A delay of more than a day never ends in practice, and an `Instant` has room for it.
+        let late = config.late.map(|(max, seed)| (max.min(Duration::from_secs(1 << 32)), seed));
+        let (name, state, quiet) = (Arc::from(name), Mutex::default(), Condvar::new());
+        Arc::new(Self { name, ordinal, capacity, late, state, quiet })
     }
 
     /// This device's error.
-    pub(super) fn error(&self, call: Call, refusal: Refusal) -> Error {
-        let Refusal { class, code, text } = refusal;
-        let device = Arc::clone(&self.name);
-        Error::Device(DeviceError {
-            device,
-            call: call.name(),
-            code: i64::from(code),
-            text: text.into(),
-            class,
-        })
-    }
-
-    #[inline]
-    pub(super) fn is_alive(&self) -> bool {
-        self.state.load(Ordering::Acquire) == ALIVE
-    }
-
-    /// Refuses the call if the device is dead.
-    #[inline]
-    pub(super) fn check(&self, call: Call) -> Result<()> {
-        if self.is_alive() { Ok(()) } else { Err(self.lost(call)) }
+    pub(super) fn error(&self, call: Call, class: ErrorClass, text: impl Into<Arc<str>>) -> Error {
+        let code = match class {
+            ErrorClass::Argument => libc::EINVAL,
+            ErrorClass::Capture => libc::EPERM,
+            ErrorClass::DeviceLost => libc::ENODEV,
+            _ => libc::EAGAIN,
+        };
+        let (device, call, text) = (self.name.clone(), call.name(), text.into());
+        Error::Device(DeviceError { device, call, code: i64::from(code), text, class })
     }
 
     /// The error of a call to a dead device. Returns when no copy touches memory any more.
     #[cold]
-    pub(super) fn lost(&self, call: Call) -> Error {
-        drop(self.dying.lock());
-        let cause = self.cause.lock().clone();
-        self.error(
-            call,
-            Refusal { class: ErrorClass::DeviceLost, code: libc::ENODEV, text: cause.to_string() },
-        )
+    pub(super) fn lost(&self, state: &mut MutexGuard<'_, State>, call: Call) -> Error {
+        while state.copying > 0 {
+            self.quiet.wait(state);
+        }
+        self.error(call, ErrorClass::DeviceLost, state.dead.clone().unwrap_or_default())
+    }
+
+    /// Waits until an operation has ended, or until the device has died.
+    pub(super) fn wait(&self, state: &mut MutexGuard<'_, State>, call: Call, point: Point) -> Result<()> {
+        while state.dead.is_none() {
+            let stream = state.streams.get(&point.0).filter(|stream| stream.over < point.1);
+            let Some(sleepers) = stream.map(|stream| Arc::clone(&stream.sleepers)) else { return Ok(()) };
+            sleepers.followers.wait(state);
+        }
+        Err(self.lost(state, call))
     }
 
     /// Kills the device. When this returns, no copy of it touches memory any more, and none will.
-    pub(super) fn kill(&self, cause: &str) {
-        let _dying = self.dying.lock();
-        if self.state.load(Ordering::Relaxed) == DEAD {
+    pub(super) fn kill(&self, state: &mut MutexGuard<'_, State>, cause: &str) {
+        if state.dead.is_none() {
+            state.dead = Some(cause.to_owned());
+            let dropped = state.queued();
+            state.wake();
+            state.streams.retain(|_, stream| !stream.destroyed);
+            state.streams.values_mut().for_each(|stream| stream.queue.clear());
+            foreign::debug!(target: "pinpool::device", device = self.name.to_string(), cause, dropped, "host device died");
+        }
+        while state.copying > 0 {
+            self.quiet.wait(state);
+        }
+    }
+
+    /// Allocates device memory, or says why not.
+    pub(super) fn allocate(&self, state: &mut State, len: usize) -> Result<u64, String> {
+        let left = self.capacity - state.used;
+        let [wanted, left_over, all] = [len, left, self.capacity].map(amount);
+        if len > left {
+            return Err(format!("out of device memory: {wanted} wanted, {left_over} of {all} left"));
+        }
+        let offset = state.addresses + GAP;
+        let end = (len as u64).checked_next_multiple_of(GAP).and_then(|len| offset.checked_add(len));
+        let address = ((u64::from(self.ordinal) + 1) << SPACE_BITS) + offset;
+        // Pages are mapped here, and come when they are used.
+        let block = end.filter(|end| end >> SPACE_BITS == 0).and_then(|_| Block::new(address, len));
+        let block = block.ok_or_else(|| format!("the system has no {wanted} for device memory"))?;
+        (state.addresses, state.used) = (end.unwrap_or(offset), state.used + len);
+        state.memory.insert(address, block);
+        Ok(address)
+    }
+
+    /// Makes a stream and starts its thread.
+    pub(super) fn create(self: &Arc<Self>, state: &mut State, owner: u64) -> Result<u64> {
+        let (id, sleepers, unit) = (number(), Arc::<Sleepers>::default(), Arc::clone(self));
+        let nth = u64::from(self.ordinal) << 32 | state.streams.len() as u64;
+        let late = self.late.map(|(max, seed)| (max, seed.wrapping_add(nth)));
+        let stream = Stream { owner: Some(owner), sleepers: Arc::clone(&sleepers), ..Stream::default() };
+        // Detached: the thread ends by itself after its stream, and no thread waits for that.
+        let spawned = crate::os::thread::spawn(format!("pinpool-host-{id}"), move || {
+            unit.serve(id, &sleepers, late);
+        });
+        spawned.map_err(|error| {
+            let text = format!("no thread for the stream: {error}");
+            self.error(Call::CreateStream, ErrorClass::Transient, text)
+        })?;
+        // The thread waits for the lock, and finds the stream.
+        state.streams.insert(id, stream);
+        Ok(id)
+    }
+
+    /// A stream's thread.
+    fn serve(&self, id: u64, sleepers: &Sleepers, mut late: Option<(Duration, u64)>) {
+        let (mut state, mut delayed) = (self.state.lock(), 0);
+        loop {
+            match (state.next(id), &mut late) {
+                (Next::Run { position, moves: true }, Some((max, seed))) if position != delayed => {
+                    // After the delay the loop looks again: the device may have been hung or killed meanwhile.
+                    delayed = position;
+                    if max.is_zero() {
+                        MutexGuard::unlocked(&mut state, std::thread::yield_now);
+                        continue;
+                    }
+                    let until = Instant::now() + random(seed, *max);
+                    while !matches!(state.next(id), Next::End) {
+                        if sleepers.thread.wait_until(&mut state, until) {
+                            break;
+                        }
+                    }
+                }
+                (Next::Run { .. }, _) => self.run(&mut state, id),
+                (Next::Sleep, _) => sleepers.thread.wait(&mut state),
+                (Next::Follow(other), _) => other.followers.wait(&mut state),
+                (Next::End, _) => return,
+            }
+        }
+    }
+
+    /// Runs the operation at the front of a stream's queue.
+    fn run(&self, state: &mut MutexGuard<'_, State>, id: u64) {
+        let front = state.streams.get_mut(&id).and_then(|stream| stream.queue.front_mut());
+        let work = front.and_then(Option::take);
+        let freed = match &work {
+            Some(Work::Copy(from, to, _)) => state.is_freed(from) || state.is_freed(to),
+            Some(Work::Launch(kernel)) => {
+                kernel.reads.iter().chain(&kernel.writes).any(|(place, _)| state.is_freed(place))
+            }
+            _ => false,
+        };
+        match work {
+            _ if freed => self.kill(state, "a queued operation was to use device memory that had been freed"),
+            // SAFETY: the places were checked when this was submitted. The submitter promised (`Driver::copy`) that
+            // host memory is valid and not in use until an event after this operation is complete, and no such event
+            // completes before the operation has ended. A device that dies says so only when it touches no memory.
+            Some(Work::Copy(from, to, len)) => unsafe { self.copy(state, &from, &to, len) },
+            Some(Work::Launch(kernel)) => self.call(state, kernel),
+            _ => {}
+        }
+        let Some(stream) = state.streams.get_mut(&id) else { return };
+        // Nothing is there to take out of a stream that was abandoned, or of a device that died.
+        if stream.queue.pop_front().is_some() {
+            stream.over += 1;
+            stream.sleepers.followers.notify_all();
+        }
+        if stream.destroyed && stream.queue.is_empty() {
+            state.remove(id);
+        }
+    }
+
+    /// Copies while the device lives.
+    ///
+    /// # Safety
+    /// As for [`copy_part`], but `len` may be 0.
+    unsafe fn copy(&self, state: &mut MutexGuard<'_, State>, from: &Place, to: &Place, len: usize) {
+        let mut at = 0;
+        while at < len && state.dead.is_none() {
+            state.copying += 1;
+            // SAFETY: the caller's promise, and `at < len`.
+            at += MutexGuard::unlocked(state, || unsafe { copy_part(from, to, at, len) });
+            state.copying -= 1;
+            if state.copying == 0 {
+                self.quiet.notify_all();
+            }
+        }
+    }
+
+    /// Calls a host function with copies of the bytes, and writes back those that it may write. So the function never
+    /// shares memory with a copy of another stream.
+    fn call(&self, state: &mut MutexGuard<'_, State>, kernel: Kernel) {
+        let Kernel { reads, writes, function } = kernel;
+        let mut fetch = |places: &[(Place, usize)]| -> Vec<Vec<u8>> {
+            let fetch_one = |(place, len): &(Place, usize)| {
+                let mut bytes = vec![0; *len];
+                let to = Place::Host(bytes.as_mut_ptr());
+                // SAFETY: the place was checked with this length; the vector has that length, and is not used yet.
+                unsafe { self.copy(state, place, &to, *len) };
+                bytes
+            };
+            places.iter().map(fetch_one).collect()
+        };
+        let (read, mut written) = (fetch(&reads), fetch(&writes));
+        if state.dead.is_some() {
             return;
         }
-        *self.cause.lock() = cause.into();
-        self.state.store(DYING, Ordering::SeqCst);
-        // A stream that is being created is in the table by now, or `create_stream` sees the state before it enters it.
-        let streams = self.streams();
-        for stream in &streams {
-            stream.resolve();
-        }
-        let mut dropped = 0;
-        for stream in &streams {
-            dropped += stream.queued();
-            stream.end(StreamEnd::Dead);
-        }
-        self.streams.lock().retain(|_, stream| !stream.is_destroyed());
-        self.state.store(DEAD, Ordering::SeqCst);
-        crate::foreign::debug!(target: "pinpool::device", device = self.name.to_string(), cause, dropped, "host device died");
-    }
-
-    /// Stops all streams before their next operation.
-    pub(super) fn hang(&self) {
-        self.hung.store(true, Ordering::Release);
-        crate::foreign::debug!(target: "pinpool::device", device = self.name.to_string(), "host device hangs");
-    }
-
-    /// Lets all streams go on: those of a hung device, hung streams, and stalled operations.
-    pub(super) fn resume(&self) {
-        self.hung.store(false, Ordering::Release);
-        for stream in self.streams() {
-            stream.hold(false);
-        }
-    }
-
-    /// All streams in the table, oldest first.
-    pub(super) fn streams(&self) -> Vec<Arc<HostStream>> {
-        self.streams.lock().values().cloned().collect()
-    }
-
-    /// The `nth` of the streams that were not destroyed.
-    pub(super) fn nth_stream(&self, nth: usize) -> Option<Arc<HostStream>> {
-        self.streams.lock().values().filter(|stream| !stream.is_destroyed()).nth(nth).cloned()
-    }
-
-    /// The streams whose next operation could run.
-    pub(super) fn runnable(&self) -> Vec<Arc<HostStream>> {
-        let mut streams = self.streams();
-        streams.retain(|stream| stream.is_runnable(self));
-        streams
-    }
-
-    pub(super) fn queued(&self) -> usize {
-        self.streams.lock().values().map(|stream| stream.queued()).sum()
-    }
-
-    pub(super) fn uses(&self, range: &Range<usize>) -> bool {
-        self.streams.lock().values().any(|stream| stream.uses(range))
-    }
-
-    /// The number of streams created and not destroyed.
-    pub(super) fn open_streams(&self) -> usize {
-        self.open.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn create_stream(self: &Arc<Self>, owner: u64) -> Result<u64> {
-        let stream = HostStream::new(STREAMS.fetch_add(1, Ordering::Relaxed), owner);
-        {
-            let mut streams = self.streams.lock();
-            if self.is_alive() {
-                streams.insert(stream.id, Arc::clone(&stream));
-            } else {
-                drop(streams);
-                return Err(self.lost(Call::CreateStream));
-            }
-        }
-        let nth = self.created.fetch_add(1, Ordering::Relaxed);
-        let spawned = if self.threaded { self.spawn(&stream, nth) } else { Ok(()) };
-        if let Err(error) = spawned {
-            self.forget(stream.id);
-            let text = format!("no thread for the stream: {error}");
-            return Err(self.error(Call::CreateStream, Refusal::transient(text)));
-        }
-        self.open.fetch_add(1, Ordering::Relaxed);
-        Ok(stream.id)
-    }
-
-    fn spawn(self: &Arc<Self>, stream: &Arc<HostStream>, nth: u64) -> std::io::Result<()> {
-        let delays = self.late.map(|(max, seed)| {
-            let seed = seed.wrapping_add(nth).wrapping_add(u64::from(self.ordinal) << 32);
-            Delays { max, random: Random::new(seed) }
+        let returned = MutexGuard::unlocked(state, || {
+            let panicked = "a host function on a stream panicked: the device memory stays as it was";
+            foreign::call(panicked, || {
+                let read: Vec<&[u8]> = read.iter().map(Vec::as_slice).collect();
+                let mut written: Vec<&mut [u8]> = written.iter_mut().map(Vec::as_mut_slice).collect();
+                function.into_inner()(&read, &mut written);
+            })
         });
-        let (unit, stream) = (Arc::clone(self), Arc::clone(stream));
-        let name = format!("pinpool-host-{}", THREADS.fetch_add(1, Ordering::Relaxed));
-        // Detached: the thread ends by itself after its stream, and no thread waits for that.
-        crate::os::thread::spawn(name, move || stream::serve(&*unit, &stream, delays)).map(drop)
-    }
-
-    /// The stream of this handle.
-    pub(super) fn find(&self, call: Call, handle: u64) -> Result<Arc<HostStream>> {
-        let stream = self.streams.lock().get(&handle).cloned();
-        stream.ok_or_else(|| self.error(call, Refusal::unknown("stream", handle)))
-    }
-
-    /// Queues an operation.
-    pub(super) fn submit(
-        &self,
-        call: Call,
-        stream: &HostStream,
-        work: StreamWork,
-        stalled: bool,
-    ) -> Result<u64> {
-        stream.submit(work, stalled).map_err(|end| match end {
-            StreamEnd::Dead => self.lost(call),
-            _ => self.error(call, Refusal::unknown("stream", stream.id)),
-        })
-    }
-
-    /// Destroys a stream. What is queued still runs, unless the device is dead.
-    pub(super) fn destroy_stream(&self, handle: u64) -> Result<()> {
-        let call = Call::DestroyStream;
-        let stream = self.find(call, handle)?;
-        match stream.destroy() {
-            None => return Err(self.error(call, Refusal::unknown("stream", handle))),
-            Some(true) => self.forget(handle),
-            // The runner of its last operation forgets it.
-            Some(false) => {}
-        }
-        self.open.fetch_sub(1, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Ends the streams that a driver has left, since no caller can ask about their queued work any more.
-    pub(super) fn abandon(&self, owner: u64) {
-        let mut left = Vec::new();
-        self.streams.lock().retain(|_, stream| {
-            let theirs = stream.owner == owner;
-            if theirs {
-                left.push(Arc::clone(stream));
+        if returned.is_some() {
+            for ((place, len), bytes) in writes.iter().zip(&mut written) {
+                // SAFETY: as above, and nothing writes the vector any more.
+                unsafe { self.copy(state, &Place::Host(bytes.as_mut_ptr()), place, *len) };
             }
-            !theirs
-        });
-        for stream in left {
-            stream.end(StreamEnd::Abandoned);
         }
     }
 }
 
-impl StreamDevice for HostUnit {
-    fn is_alive(&self) -> bool {
-        self.is_alive()
-    }
-
-    fn is_hung(&self) -> bool {
-        self.hung.load(Ordering::Acquire)
-    }
-
-    fn kill(&self, cause: &str) {
-        self.kill(cause);
-    }
-
-    fn record(&self, slot: u32, number: u64) {
-        self.events.complete(slot, number);
-    }
-
-    fn forget(&self, stream: u64) {
-        // A statement of its own: the stream is dropped after the lock is released.
-        let removed = self.streams.lock().remove(&stream);
-        drop(removed);
-    }
+/// A random time up to `max`, and the next seed (splitmix64).
+fn random(seed: &mut u64, max: Duration) -> Duration {
+    *seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut mixed = (*seed ^ (*seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    max.mul_f64(((mixed ^ (mixed >> 31)) >> 11) as f64 / (1_u64 << 53) as f64)
 }

@@ -28,10 +28,10 @@
 //! (foreign code is guarded); it quarantines what is in flight on that timeline, and the reaper goes on with the
 //! others.
 //!
-//! # Stepped devices
+//! # Devices by hand
 //!
-//! A stepped device is a host device that works only when a test tells it to. It has no reaper thread; the thread that
-//! steps the device calls [`Listing::advance`].
+//! A device that a test moves by hand ([`Device::by_hand`](crate::Device::by_hand)) has no reaper thread: the thread that
+//! moves the device calls [`Listing::advance`].
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -107,10 +107,10 @@ impl Listing {
         self.known.lock().retain(|timeline| timeline.strong_count() > 0);
     }
 
-    /// Starts the reaper of a device. A stepped device has none.
+    /// Starts the reaper of a device. A device by hand has none.
     pub(crate) fn start(context: &Context) -> Result<Arc<Self>> {
         let listing = Arc::new(Self::default());
-        if context.driver().stepped().is_none() {
+        if !context.is_by_hand() {
             let own = listing.clone();
             let (driver, device) = (context.driver().clone(), context.name());
             crate::os::thread::spawn(format!("pinpool-reap-{device}"), move || {
@@ -133,7 +133,7 @@ impl Listing {
         if crate::os::forked() {
             return;
         }
-        if context.driver().stepped().is_some() {
+        if context.is_by_hand() {
             // The last look: what is still in flight after it stays so for good, with its memory.
             self.advance();
         }
@@ -150,7 +150,7 @@ impl Listing {
         self.known.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Looks once at every timeline, on the calling thread: for stepped devices, and for programs that ask for it.
+    /// Looks once at every timeline, on the calling thread: for devices by hand, and for programs that ask for it.
     /// Returns whether anything completed.
     pub(crate) fn advance(&self) -> bool {
         let mut progress = false;
@@ -292,17 +292,15 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::device::handle::Device;
-    use crate::device::host::{HostConfig, HostNode};
     use crate::stream::Stream;
+    use crate::stream::timeline::tests::by_hand;
 
     const NOTHING: Look = Look { progress: false, idle: false };
     const MS: Duration = Duration::from_millis(1);
 
-    /// Streams of a stepped device, and a queue that has had their timelines since then, without news.
+    /// Streams of a device by hand, and a queue that has had their timelines since then, without news.
     fn listed(count: usize, then: Instant) -> (Vec<Stream>, Queue) {
-        let node = HostNode::new(HostConfig::new().stepped(1)).unwrap();
-        let device = Device::on(&node, 0).unwrap();
+        let (_, device) = by_hand();
         let streams: Vec<Stream> = (0..count).map(|_| device.stream().unwrap()).collect();
         let listed = streams.iter().map(|stream| Listed::new(stream.timeline(), then)).collect();
         (streams, Queue { listed, ..Queue::default() })
@@ -411,8 +409,7 @@ mod tests {
         let device = streams[0].device().clone();
         streams.iter().for_each(|stream| drop(stream.hold(()).unwrap()));
         assert!(!device.listing().glance());
-        let driver = device.context().driver().clone();
-        while driver.stepped().is_some_and(|stepped| stepped.step()) {}
+        device.context().advance();
         assert!(device.listing().glance());
         assert!(streams.iter().all(|stream| stream.timeline().is_idle()));
         assert!(!device.listing().glance());

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::EVENT_TRIES;
 use crate::device::confined::Confined;
+use crate::device::context::{self, Hand};
 use crate::device::handle::Device;
 use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode};
 use crate::error::Error;
@@ -22,6 +23,23 @@ const MISTAKE: Error = Error::Internal("a mistake, on purpose");
 /// More than half of the pool's memory, so that there is room for one segment.
 const LARGE: usize = 300_000;
 
+/// A host device that a test moves by hand: it hangs but while [`context::Context::advance`] runs all that is queued.
+pub(super) fn by_hand() -> (HostNode, Device) {
+    let node = HostNode::new(HostConfig::new()).unwrap();
+    node.hang(0);
+    let own = node.clone();
+    let hand = Hand::new(move || {
+        let is_queued = || own.live(0).queued > 0;
+        let any = is_queued();
+        own.resume(0);
+        until("the queues run empty", || !is_queued());
+        own.hang(0);
+        any
+    });
+    let context = context::Context::by_hand(node.driver(0).unwrap(), Some(hand)).unwrap();
+    (node, Device::start(context).unwrap())
+}
+
 /// A host device with a stream and a pool.
 struct Rig {
     node: HostNode,
@@ -31,16 +49,20 @@ struct Rig {
 }
 
 impl Rig {
-    /// A device that is stepped, with a trace of its calls.
-    fn stepped() -> Self {
-        let rig = Self::new(HostConfig::new().stepped(3));
+    /// A device by hand, with a trace of its calls.
+    fn by_hand() -> Self {
+        let rig = Self::of(by_hand());
         rig.node.start_trace();
         rig
     }
 
-    fn new(config: HostConfig) -> Self {
-        let node = HostNode::new(config).unwrap();
+    fn new() -> Self {
+        let node = HostNode::new(HostConfig::new()).unwrap();
         let device = Device::on(&node, 0).unwrap();
+        Self::of((node, device))
+    }
+
+    fn of((node, device): (HostNode, Device)) -> Self {
         let pool = Pool::builder(&device).capacity(512 << 10).unpinned(Unpinned::Allow).build().unwrap();
         let stream = device.stream().unwrap();
         Self { node, device, stream, pool }
@@ -59,7 +81,7 @@ impl Rig {
     fn settle(&self) {
         for _ in 0..4 {
             self.device.reap();
-            while self.node.step() {}
+            self.device.context().advance();
         }
     }
 
@@ -119,7 +141,7 @@ fn completed(stream: &Stream) -> u64 {
 #[test]
 fn a_panic_of_the_reaper_costs_one_stream() {
     const LEN: usize = 4096;
-    let rig = Rig::new(HostConfig::new());
+    let rig = Rig::new();
     let (armed, memory) = (rig.panics(Call::Query), rig.device.alloc(LEN).unwrap());
     let filled = |byte| {
         let mut buf = rig.pool.checkout(LEN).unwrap();
@@ -147,7 +169,7 @@ fn a_panic_of_the_reaper_costs_one_stream() {
 #[test]
 fn a_panic_in_a_submission_fails_its_transfer() {
     const LEN: usize = 256;
-    let rig = Rig::new(HostConfig::new());
+    let rig = Rig::new();
     let (at_copy, memory) = (rig.panics(Call::Copy), rig.device.alloc(LEN).unwrap());
     let copier = crate::Copier::builder(&rig.pool, &rig.device).threads(1).build().unwrap();
     let upload = || copier.upload(vec![7; LEN], &memory).unwrap().wait();
@@ -165,7 +187,7 @@ fn a_panic_in_a_submission_fails_its_transfer() {
 
 #[test]
 fn an_event_that_is_being_recorded_keeps_the_timeline_listed() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let (began, go_on) = rig.pause(Call::Record);
     rig.hold();
     let timeline = rig.stream.timeline().clone();
@@ -181,7 +203,7 @@ fn an_event_that_is_being_recorded_keeps_the_timeline_listed() {
     go_on.send(()).unwrap();
     recording.join().unwrap();
     for _ in 0..4 {
-        while node.step() {}
+        device.context().advance();
         device.reap();
     }
     drop(device);
@@ -194,11 +216,11 @@ fn an_event_that_is_being_recorded_keeps_the_timeline_listed() {
 /// is not recorded again, although the answer says that it is complete.
 #[test]
 fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let (began, go_on) = rig.pause(Call::Query);
     rig.hold();
     rig.close();
-    while rig.node.step() {}
+    rig.device.context().advance();
     let timeline = rig.stream.timeline().clone();
     let asking = std::thread::spawn(move || timeline.ask());
     began.recv().unwrap();
@@ -219,7 +241,7 @@ fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
 /// A report tells since when the reaper has known of what is in flight, and never an earlier time.
 #[test]
 fn what_is_in_flight_is_dated_by_the_reapers_looks() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let timeline = rig.stream.timeline();
     let dates = || {
         let mut dates = Vec::new();
@@ -252,7 +274,7 @@ fn what_is_in_flight_is_dated_by_the_reapers_looks() {
 /// refused it.
 #[test]
 fn an_event_that_is_being_recorded_is_due() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let (began, go_on) = rig.pause(Call::Record);
     let states = || {
         let mut states = Vec::new();
@@ -281,7 +303,7 @@ fn an_event_that_is_being_recorded_is_due() {
 /// length until it is back.
 #[test]
 fn a_claim_changes_the_length_and_leaves_the_copy_to_be_completed() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let (timeline, memory) = (rig.stream.timeline(), rig.device.alloc(LARGE - 100).unwrap());
     let flight = || timeline.flight(rig.pool.central().number());
     let requested = || rig.pool.stats().requested_bytes;
@@ -310,7 +332,7 @@ fn a_claim_changes_the_length_and_leaves_the_copy_to_be_completed() {
 /// stream. When that thread could not, another one does.
 #[test]
 fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let (began, go_on) = rig.pause(Call::CreateEvent);
     let covering = rig.device.stream().unwrap();
     let (handle, covering) = (rig.stream.timeline().stream(), covering.timeline().stream());
@@ -331,7 +353,7 @@ fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
     // A thread that destroys the stream waits until no other one names it.
     assert_eq!(stream.timeline().state.lock().under_way, 0);
     // Where nothing waits for an event, none is due after a failure.
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     rig.fail(Call::CreateEvent, Failure::Transient);
     assert!(rig.device.stream().unwrap().wait_for(&rig.stream).is_err());
     assert!(rig.stream.timeline().state.lock().marks.is_empty());
@@ -339,7 +361,7 @@ fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
 
 #[test]
 fn no_more_events_are_recorded_than_are_needed() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     // The first fails. The second covers it, and the third comes after both.
     rig.hold();
     rig.fail(Call::Record, Failure::Transient);
@@ -369,7 +391,7 @@ fn no_more_events_are_recorded_than_are_needed() {
 
 #[test]
 fn a_driver_that_cannot_answer_for_long_loses_no_stream() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     rig.hold();
     (0..=EVENT_TRIES).for_each(|_| rig.fail(Call::Query, Failure::Transient));
     (0..=EVENT_TRIES).for_each(|_| _ = rig.device.reap());
@@ -382,7 +404,7 @@ fn a_driver_that_cannot_answer_for_long_loses_no_stream() {
 /// Only failures in a row show that no event can be recorded: behind a long kernel nothing is complete in between.
 #[test]
 fn failures_to_record_with_successes_in_between_lose_no_stream() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     for _ in 0..=EVENT_TRIES {
         rig.fail(Call::Record, Failure::Argument);
         rig.hold();
@@ -396,11 +418,11 @@ fn failures_to_record_with_successes_in_between_lose_no_stream() {
     assert!(rig.stream.timeline().is_idle());
 }
 
-/// Otherwise a thread that steps the device would take another thread's work under way for the end of all work.
+/// Otherwise a thread that moves the device would take another thread's work under way for the end of all work.
 #[test]
 fn a_timeline_is_busy_while_a_thread_asks_or_records() {
     for call in [Call::Record, Call::Query] {
-        let rig = Rig::stepped();
+        let rig = Rig::by_hand();
         let timeline = rig.stream.timeline();
         rig.hold();
         assert!(!timeline.is_busy());
@@ -418,7 +440,7 @@ fn a_timeline_is_busy_while_a_thread_asks_or_records() {
 /// It keeps what the device may use for good, and thereby the device open; and nothing else.
 #[test]
 fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let (using, holds) = (rig.device.stream().unwrap(), rig.device.context().holds());
     let held = rig.stream.hold(()).unwrap();
     rig.stream.timeline().for_each_kept(|segment, _, _, _| panic!("a report names {segment:?}"));
@@ -439,7 +461,7 @@ fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
 
 #[test]
 fn a_thread_that_waits_for_long_leaves_the_asking_to_the_reaper() {
-    let rig = Rig::new(HostConfig::new());
+    let rig = Rig::new();
     rig.node.hang(0);
     let held = rig.stream.hold(()).unwrap();
     let waiting = std::thread::spawn(move || held.wait());
@@ -450,7 +472,7 @@ fn a_thread_that_waits_for_long_leaves_the_asking_to_the_reaper() {
 
 #[test]
 fn a_task_that_waits_no_more_is_let_go_of() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let mut held = rig.stream.hold(()).unwrap();
     let waits = || !rig.stream.timeline().state.lock().waiting.is_empty();
     assert!(!waits());
@@ -463,7 +485,7 @@ fn a_task_that_waits_no_more_is_let_go_of() {
 
 #[test]
 fn an_event_whose_recording_failed_is_used_again_after_a_later_one() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     for _ in 0..100 {
         rig.hold();
         rig.fail(Call::Record, Failure::Transient);

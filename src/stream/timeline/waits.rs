@@ -85,7 +85,7 @@ impl Timeline {
     /// Waits until a sequence number is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`], on a stepped device without a deadline too, if nothing is left to step; the errors of
+    /// [`Error::Timeout`], on a device by hand without a deadline too, if nothing can move any more; the errors of
     /// [`is_complete`](Self::is_complete) and `flush`; [`Error::Unsupported`] on a thread that completes entries.
     pub(crate) fn wait(self: &Arc<Self>, seq: u64, deadline: Option<Instant>) -> Result<()> {
         if self.is_complete(seq)? {
@@ -102,8 +102,8 @@ impl Timeline {
             ));
         }
         self.flush(seq)?;
-        if let Some(stepped) = self.context.driver().stepped() {
-            // Another thread may drive the same device: then there may be nothing to step because it is completing
+        if self.context.is_by_hand() {
+            // Another thread may move the same device: then there may be nothing to move because it is completing
             // entries, or has not submitted yet. So nothing is left only if that is so three times in a row, with no thread
             // busy with the timeline before the look and after it.
             let mut still = 0;
@@ -114,7 +114,7 @@ impl Timeline {
                 if self.is_complete(seq)? {
                     return Ok(());
                 }
-                let moved = stepped.step();
+                let moved = self.context.advance();
                 still = if busy || moved { 0 } else { still + 1 };
                 if busy && !moved {
                     if late(Instant::now()) {

@@ -1,110 +1,246 @@
-//! The stand-in libascendcl keeps its rules: each is broken on purpose, and its id is seen.
+//! The simulated library keeps its rules: each is broken on purpose, call by call and without pinpool in between, and
+//! the call must give its code and write down that rule and no other.
 //!
-//! A double shares its author's misreadings, so what it does is written down here call by call, without pinpool in
-//! between. Beside the rules: that copies are late, that a call which is told to fail does, that what older libraries
-//! lack is not there, and that the report tells all of it.
+//! A *script* has a line for each call:
+//!
+//! | line | what it does |
+//! | --- | --- |
+//! | `107000 Free m ! MEM-5` | the call, named without `aclrt`, gives that code and breaks that rule |
+//! | `0 QueryEventStatus e & -> 1` | it writes that number to the place that `&` stands for; `it` is what was written last |
+//! | `s = CreateStream` | a call that writes to its first argument succeeds; `s` is what it wrote |
+//! | `0 up m h 64 s`, `0 down h m 64 s` | copies 64 bytes from host memory `h` to device memory `m`, and back |
+//! | `fill h 7`, `m is 7` | writes to 256 bytes of host memory; the first 64 bytes of any memory are that |
+//! | `e completes` | asks until the event is complete |
+//! | `elsewhere ...` | the line, on a thread that has no context |
+//! | `left streams 1, events 1` | the report has exactly this under "leak" |
+//! | `sim hang true` | a command to the simulation |
+//!
+//! Library and device 0 are ready, and there are a stream `s`, an event `e`, 64 bytes of device memory `m` and 256 bytes of
+//! host memory `h`, unless the script begins with `bare`.
 
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code, reason = "calling a library")]
 
-/// Rules: a test on the stand-in for each, and a list of their names.
-macro_rules! rules {
-    ($list:ident: $($(#[$doc:meta])* $name:ident ($make:ident) |$acl:ident| $body:block)*) => {
-        /// Rules of one topic.
-        pub const $list: &[&str] = &[$(stringify!($name)),*];
-        $($(#[$doc])* #[test] fn $name() {
-            let Some($acl) = $crate::support::doubles::ascendcl::Acl::$make() else { return };
-            let $acl = &$acl;
-            $body
-        })*
-    };
-}
+mod behaviour;
+mod rules;
 
-/// Blocks of rules by topic, and of what the double does beside them.
-mod rules {
-    pub mod behaviour;
-    pub mod contexts;
-    pub mod copies;
-    pub mod events;
-    pub mod host;
-    pub mod library;
-    pub mod memory;
-    pub mod streams;
-}
-
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::time::Instant;
 
+use pinpool_sim::acl::Library;
+
+use crate::support::doubles::{HANG, StandIn, ascendcl, npu_name};
 use crate::support::skip;
-use rules::{contexts, copies, events, host, library, memory, streams};
+use rules::RULES;
 
-/// Every rule there is: each block's list.
-const ALL: &[&[&str]] = &[
-    library::LIBRARY,
-    contexts::CONTEXTS,
-    streams::STREAMS,
-    events::EVENTS,
-    memory::MEMORY,
-    copies::COPIES,
-    host::HOST,
-];
-
-/// The id that a test's name begins with: `CTX-5`.
-fn id(name: &str) -> String {
-    let mut parts = name.split('_');
-    let (family, number) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
-    format!("{}-{number}", family.to_uppercase())
+/// What the words of a script stand for, on a machine of its own.
+struct Script {
+    stand_in: StandIn,
+    words: BTreeMap<String, usize>,
 }
 
-/// The stand-in's page: its rules are those that are broken here.
-#[test]
-fn the_page_of_the_stand_in_has_these_rules() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/doubles/acl/src/lib.rs");
-    let Ok(page) = std::fs::read_to_string(&page) else {
-        skip!("{} is not here", page.display());
-        return;
-    };
-    let ids = page.lines().filter_map(|line| line.strip_prefix("//! | ")?.split(' ').next());
-    let of_page: BTreeSet<String> =
-        ids.filter(|id| id.contains('-') && !id.contains("---")).map(str::to_owned).collect();
-    let tested: BTreeSet<String> = ALL.iter().copied().flatten().map(|name| id(name)).collect();
-    assert_eq!(of_page, tested, "rules of the page, and tests");
-}
+/// Memory that begins and ends with a page.
+#[repr(C, align(4096))]
+struct Pages([u8; 8192]);
 
-/// The files below a folder of this package, as text. `None`: they are not here.
-fn sources(folder: &str) -> Option<Vec<String>> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
-    let files = std::fs::read_dir(folder).ok()?;
-    Some(files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap()).collect())
-}
-
-/// Whatever looks like an id in quotation marks.
-fn quoted(text: &str) -> impl Iterator<Item = String> + '_ {
-    text.split('"').filter_map(|word| {
-        let (family, number) = word.split_once('-')?;
-        let is_id = (3..=4).contains(&family.len()) && family.bytes().all(|b| b.is_ascii_uppercase());
-        (is_id && number.parse::<u32>().is_ok()).then(|| word.to_owned())
-    })
-}
-
-/// The ids that the stand-in writes down are those of the tests, and each test expects its own.
-#[test]
-fn each_rule_that_is_written_down_has_a_test_that_sees_it() {
-    let (Some(double), Some(tests)) = (sources("tests/doubles/acl/src"), sources("tests/acl/standin/rules"))
-    else {
-        return skip!("the sources are not here");
-    };
-    let written: BTreeSet<String> = double.iter().flat_map(|text| quoted(text)).collect();
-    let tested: BTreeSet<String> = ALL.iter().copied().flatten().map(|name| id(name)).collect();
-    assert_eq!(written, tested, "rules of the stand-in, and tests");
-    for name in ALL.iter().copied().flatten() {
-        // From its own name to the next rule's, or the file's end.
-        let head = format!("\n    {name} (");
-        let bodies: Vec<&str> =
-            tests.iter().filter_map(|text| text.split_once(&head).map(|parts| parts.1)).collect();
-        let [rest] = bodies[..] else { panic!("{name} is in {} files", bodies.len()) };
-        let body = rest.split_inclusive('\n').take_while(|line| *line != "    }\n");
-        let seen: BTreeSet<String> = body.flat_map(|line| quoted(line).collect::<Vec<_>>()).collect();
-        assert!(seen.contains(&id(name)), "{name} expects {seen:?}");
+impl Script {
+    /// Nothing is initialised.
+    fn bare() -> Self {
+        let loaded = StandIn::loaded_by(ascendcl::PATH, "sim_acl");
+        let stand_in = loaded.unwrap_or_else(|| StandIn::npus(Library::Today));
+        let device = |at: usize| npu_name(at).trim_start_matches("acl:").parse().unwrap();
+        let page = Box::leak(Box::new(Pages([1; 8192]))).0.as_mut_ptr().expose_provenance();
+        let words = [
+            ("d0", device(0)),
+            ("d1", device(1)),
+            ("d2", device(2)),
+            ("page", page),
+            ("nofile", c"/no/such/file.json".as_ptr().expose_provenance()),
+        ];
+        Self { stand_in, words: words.map(|(name, value)| (name.to_owned(), value)).into() }
     }
+
+    fn ready() -> Self {
+        let mut script = Self::bare();
+        script.run("0 aclInit 0\n0 SetDevice d0\ns = stream\ne = event\nm = memory 64\nh = host 256");
+        script
+    }
+
+    fn run(&mut self, text: &str) {
+        text.lines().for_each(|line| self.line(line));
+    }
+
+    fn line(&mut self, line: &str) {
+        let seen = self.stand_in.report().violations.len();
+        let (what, rule) = line.split_once(" ! ").unwrap_or((line, ""));
+        self.step(what, &what.split(' ').collect::<Vec<_>>());
+        let broken = self.stand_in.report().violations.split_off(seen);
+        let ids: Vec<&str> = broken.iter().filter_map(|text| text.split(' ').next()).collect();
+        assert_eq!(ids.join(" "), rule, "{line}: {broken:?}");
+    }
+
+    fn step(&mut self, line: &str, words: &[&str]) {
+        match *words {
+            ["bare"] => {}
+            ["sim", ..] => drop(self.stand_in.command(&line["sim ".len()..])),
+            ["left", ..] => assert_eq!(self.stand_in.report().leaks.join(", "), line["left ".len()..]),
+            ["elsewhere", ref rest @ ..] => std::thread::scope(|scope| {
+                let thread = scope.spawn(|| {
+                    self.stand_in.enter();
+                    self.step(line, rest);
+                });
+                thread.join().expect("the other thread");
+            }),
+            ["fill", name, byte] => {
+                let at = std::ptr::with_exposed_provenance_mut::<u8>(self.word(name));
+                // SAFETY: scripts fill host memory that has so many bytes.
+                unsafe { at.write_bytes(self.word(byte) as u8, 256) };
+            }
+            [name, "is", byte] => {
+                assert_eq!(self.read(self.word(name)), [self.word(byte) as u8; 64], "{line}");
+            }
+            [name, "completes"] => {
+                let (event, since) = (self.word(name), Instant::now());
+                while !self.is_complete(event) {
+                    assert!(since.elapsed() < HANG, "{line}");
+                }
+            }
+            [name, "=", call, ref rest @ ..] => {
+                let made = self.made(call, rest);
+                self.words.insert(name.to_owned(), made);
+            }
+            [code, ref call @ .., "->", result] => {
+                assert_eq!(self.call(call), self.word(code) as u32, "{line}");
+                assert_eq!(self.word("it"), self.word(result), "{line}");
+            }
+            [code, ref call @ ..] => assert_eq!(self.call(call), self.word(code) as u32, "{line}"),
+            [] => {}
+        }
+    }
+
+    /// A number, or what a name stands for, or more than that: `h+64`.
+    fn word(&self, word: &str) -> usize {
+        let (name, more) = word.split_once('+').unwrap_or((word, "0"));
+        let number = |text: &str| match text.strip_prefix("0x") {
+            Some(digits) => usize::from_str_radix(digits, 16),
+            None => text.parse::<i64>().map(|number| number as usize),
+        };
+        let known = self.words.get(name).copied();
+        known.unwrap_or_else(|| number(name).expect("a number or a name")) + number(more).expect("a number")
+    }
+
+    fn call(&mut self, words: &[&str]) -> u32 {
+        let (call, rest) = words.split_first().expect("a call");
+        let mut place = 0_usize;
+        let of = |word: &&str| match *word {
+            "&" => (&raw mut place).expose_provenance(),
+            word => self.word(word),
+        };
+        let given: Vec<usize> = rest.iter().map(of).collect();
+        let (name, all) = match (*call, &given[..]) {
+            ("up", [to, from, len, stream]) => ("MemcpyAsync", vec![*to, *len, *from, *len, 1, *stream]),
+            ("down", [to, from, len, stream]) => ("MemcpyAsync", vec![*to, *len, *from, *len, 2, *stream]),
+            (name, _) => (name, given),
+        };
+        let code = self.entry(name, &all);
+        self.words.insert("it".into(), place);
+        code
+    }
+
+    /// A call that writes a handle, an address or a number to its first argument.
+    fn made(&mut self, call: &str, rest: &[&str]) -> usize {
+        let (call, more) = match call {
+            "stream" => ("CreateStream", &[][..]),
+            // ACL_EVENT_SYNC and ACL_EVENT_CAPTURE_STREAM_PROGRESS.
+            "event" => ("CreateEventExWithFlag", &["3"][..]),
+            "memory" => ("Malloc", &[rest[0], "0"][..]),
+            "host" => ("MallocHost", rest),
+            call => (call, rest),
+        };
+        assert_eq!(self.call(&[&[call, "&"], more].concat()), 0, "{call}");
+        self.word("it")
+    }
+
+    fn entry(&self, name: &str, given: &[usize]) -> u32 {
+        type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
+        let name = if name.starts_with("acl") { name.to_owned() } else { format!("aclrt{name}") };
+        let mut all = [0; 6];
+        all[..given.len()].copy_from_slice(given);
+        let [a, b, c, d, e, f] = all;
+        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
+        // register of its own, further ones are ignored, and what scripts point at is valid.
+        unsafe { self.stand_in.get::<Call>(&name)(a, b, c, d, e, f) }
+    }
+
+    /// 64 bytes of host memory, or of device memory by a copy that is made at once.
+    fn read(&self, at: usize) -> [u8; 64] {
+        let mut bytes = [0; 64];
+        let to = bytes.as_mut_ptr();
+        if at >> 47 == 0 {
+            // SAFETY: scripts read memory that has so many bytes.
+            unsafe { to.copy_from_nonoverlapping(std::ptr::with_exposed_provenance(at), 64) };
+        } else {
+            assert_eq!(self.entry("Memcpy", &[to.expose_provenance(), 64, at, 64, 2]), 0);
+        }
+        bytes
+    }
+
+    fn is_complete(&self, event: usize) -> bool {
+        let mut status = 7_u32;
+        assert_eq!(self.entry("QueryEventStatus", &[event, (&raw mut status).expose_provenance()]), 0);
+        assert!(status < 2, "a status of {status}");
+        status == 1
+    }
+}
+
+/// The scripts of a text by their names, whose lines are not indented.
+fn scripts(text: &str) -> Vec<(&str, String)> {
+    let mut all: Vec<(&str, String)> = Vec::new();
+    for line in text.lines().filter(|line| !line.is_empty()) {
+        match (line.strip_prefix("    "), all.last_mut()) {
+            (Some(line), Some((_, script))) => script.push_str(&format!("{line}\n")),
+            _ => all.push((line, String::new())),
+        }
+    }
+    all
+}
+
+fn run_all(scripts: &[(&str, String)]) {
+    for (name, script) in scripts {
+        println!("{name}");
+        let mut on = if script.starts_with("bare\n") { Script::bare() } else { Script::ready() };
+        on.run(script);
+    }
+}
+
+/// The rules of the simulation's page, those that its sources write down and those that are broken here are the same.
+#[test]
+fn each_rule_is_broken_by_a_script() {
+    let rules = scripts(RULES);
+    run_all(&rules);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/pinpool-sim/src/acl");
+    let Ok(files) = std::fs::read_dir(&folder) else {
+        return skip!("{} is not here", folder.display());
+    };
+    let broken: BTreeSet<&str> = rules.iter().map(|(id, _)| *id).collect();
+    let (mut listed, mut written) = (BTreeSet::new(), BTreeSet::new());
+    for file in files {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+        let rows = text.lines().filter_map(|line| line.strip_prefix("//! | ")?.split(' ').next());
+        listed.extend(rows.filter(|id| is_id(id)).map(str::to_owned));
+        written.extend(text.split('"').filter(|word| is_id(word)).map(str::to_owned));
+    }
+    assert!(listed.iter().eq(&broken), "{listed:?}, {broken:?}");
+    assert!(written.iter().eq(&broken), "{written:?}, {broken:?}");
+    for (id, script) in rules {
+        assert!(script.contains(&format!(" ! {id}\n")), "{id} is not broken");
+    }
+}
+
+/// `CPY-1`, in words.
+fn is_id(word: &str) -> bool {
+    let Some((family, number)) = word.split_once('-') else { return false };
+    let is_family = (3..=4).contains(&family.len()) && family.bytes().all(|b| b.is_ascii_uppercase());
+    is_family && number.parse::<u32>().is_ok()
 }

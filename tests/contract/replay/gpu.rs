@@ -1,13 +1,14 @@
-//! The first GPU of the machine, or, where there is none, the stand-in.
+//! The first GPU of the machine, or, where there is none, a simulated one.
 //!
-//! Each scenario has a process of its own, since the driver to load is chosen once in a process; and since an address
-//! that was freed on purpose must not be given out again.
+//! On a real GPU each scenario has a process of its own, since an address that was freed on purpose must not be given out
+//! again to another test.
 //!
 //! In half of the phases only pinpool uses the streams; in the others their handles are given out, and on a real GPU a
 //! kernel of a tenth of a millisecond now and then holds a stream up, so that dozens of copies are in flight behind it
-//! while their handles are dropped. The stand-in copies only when a caller waits.
+//! while their handles are dropped. A simulated GPU copies only when a caller waits; in two more phases a simulated GPU is
+//! moved by hand, where a copy runs only when the worker cannot go on without it or the seed says so.
 //!
-//! Failures: the stand-in reports calls as failed that were done. A real driver cannot be told to; there the copies
+//! Failures: the simulation reports calls as failed that were done. A real driver cannot be told to; there the copies
 //! that are to fail are from memory that its owner has freed, which the driver refuses when it is called.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -15,22 +16,23 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, Stream, cuda};
+use pinpool_sim::cuda::Driver;
 
 use super::BYTES;
 use super::plain::{Cells, Engine, Remote, Words};
 use super::worker::{Machine, On, Setup, Site};
-use crate::support::doubles::{self, StandIn};
+use crate::support::doubles::{self, StandIn, gpu_name};
+use crate::support::hand;
 use crate::support::kernels::{Kernels, Raw};
-use crate::support::skip;
 
-/// What the child is to run on: `real` or `stand-in`.
-const KIND: &str = "PINPOOL_REPLAY_GPU";
+/// Set in a child, which is to run on the real GPU.
+const REAL: &str = "PINPOOL_REPLAY_GPU";
 /// Longer than any scenario takes.
 const LIMIT: Duration = Duration::from_secs(560);
-/// Checkouts per scenario: on a real GPU and on the stand-in when everything is run, otherwise, and through the plain
+/// Checkouts per scenario: on a real GPU and on a simulated one when everything is run, otherwise, and through the plain
 /// pool.
 const FULL: u64 = 1_700_000;
-const FULL_STAND_IN: u64 = 60_000;
+const FULL_SIMULATED: u64 = 60_000;
 const USUAL: u64 = 16_000;
 const PLAIN: u64 = 10_000;
 /// How long the kernels run that hold up a stream of pinpool's, and one of the plain pool's.
@@ -39,29 +41,27 @@ const PLAIN_HOLD_UP_NANOSECONDS: u64 = 20_000;
 /// Bytes that are freed on purpose: more than any block that the driver cuts small allocations from.
 const GONE: usize = 64 << 20;
 
-/// Runs a scenario on a GPU, in a child.
+/// Runs a scenario on a GPU.
 pub fn on_gpu(test: &str, scenario: fn(&dyn Site)) {
-    if let Ok(kind) = std::env::var(KIND) {
-        let site = Gpu::new(kind == "real");
-        scenario(&site);
-        return site.inner.no_violations();
+    if std::env::var_os(REAL).is_some() {
+        let named = std::env::var_os(doubles::PATH).expect("the child is told which library to load");
+        return scenario(&Gpu::new(Raw::new(named.as_ref()), true));
     }
-    let (kind, library) = match doubles::real_driver() {
+    let library = match doubles::real_driver() {
         Ok((path, text)) => {
             println!("{test}: on {text}");
-            ("real", path)
+            path
         }
         Err(why) => {
             assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU: {why}");
-            let Some(built) = doubles::named_or_built() else {
-                return skip!("{why}, and there is no cargo to build the stand-in with");
-            };
-            ("stand-in", built)
+            let stand_in = StandIn::gpus(Driver::Cuda12_8);
+            scenario(&Gpu::new(Raw::of(stand_in.clone()), false));
+            return assert_eq!(stand_in.report().violations, Vec::<String>::new());
         }
     };
     let library = library.to_str().expect("a path in UTF-8");
     // Kernels are loaded with their module, not when they are first launched, which may wait for whatever runs.
-    let environment = [(KIND, kind), (doubles::PATH, library), ("CUDA_MODULE_LOADING", "EAGER")];
+    let environment = [(REAL, "1"), (doubles::PATH, library), ("CUDA_MODULE_LOADING", "EAGER")];
     let child = doubles::child(test, &environment, LIMIT);
     crate::support::process::forward(&child.stdout, &child.stderr);
     let ended_well = child.status.is_some_and(|status| status.success());
@@ -85,12 +85,6 @@ struct Inner {
 struct Page([Cells; 4096 / BYTES]);
 
 impl Inner {
-    fn no_violations(&self) {
-        if !self.real {
-            assert_eq!(self.raw.stand_in().report().violations, Vec::<String>::new());
-        }
-    }
-
     fn enter(&self) {
         self.raw.set_current(self.context);
     }
@@ -104,29 +98,24 @@ struct Gpu {
 }
 
 impl Gpu {
-    fn new(real: bool) -> Self {
-        let named = std::env::var_os(doubles::PATH).expect("the child is told which library to load");
-        let raw = Raw::new(named.as_ref());
+    fn new(raw: Raw, real: bool) -> Self {
         let context = raw.enter(0);
         let zeros = || Page(std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))));
         let pinned: &'static [Page] = Box::leak((0..16).map(|_| zeros()).collect());
         raw.register(pinned.as_ptr().cast::<u8>().cast_mut(), size_of_val(pinned));
-        // One in a process, which is a child of its own: it is kept by a static, so that a search for leaks does not
-        // find it.
-        static INNER: OnceLock<Inner> = OnceLock::new();
-        let inner = INNER.get_or_init(|| Inner { raw, context, real, pinned, taken: 0.into() });
+        let inner = super::kept(Inner { raw, context, real, pinned, taken: 0.into() });
         let kernels = real.then(|| Arc::new(Kernels::load(&inner.raw)));
-        Self { inner, device: Device::open("cuda:0").unwrap(), kernels }
+        Self { inner, device: Device::open(&gpu_name(0)).unwrap(), kernels }
     }
 }
 
 impl Site for Gpu {
     fn name(&self) -> &str {
-        if self.inner.real { "a real GPU" } else { "the stand-in for a GPU" }
+        if self.inner.real { "a real GPU" } else { "a simulated GPU" }
     }
 
     fn targets(&self) -> (u64, u64) {
-        let full = if self.inner.real { FULL } else { FULL_STAND_IN };
+        let full = if self.inner.real { FULL } else { FULL_SIMULATED };
         (if super::full() { full } else { USUAL }, PLAIN)
     }
 
@@ -135,14 +124,22 @@ impl Site for Gpu {
     }
 
     fn phases(&self, target: u64, phase: &mut dyn FnMut(On<'_>, Setup)) {
+        let by_itself = if self.inner.real { target / 4 } else { target / 5 };
         for (shared, exact) in [(false, false), (false, true), (true, false), (true, true)] {
-            let setup = Setup { workers: 2, exact, target: target / 4 };
+            let setup = Setup { workers: 2, exact, target: by_itself };
             let (inner, kernels) = (self.inner, self.kernels.clone());
             if inner.real {
                 phase((&Real { inner, kernels, shared, gone: OnceLock::new() }, &self.device), setup);
             } else {
-                phase((&Late { driver: inner.raw.stand_in(), shared }, &self.device), setup);
+                let tell = |command: &str| drop(inner.raw.stand_in().command(command));
+                phase((&Late { tell: &tell, hand: None, shared }, &self.device), setup);
             }
+        }
+        for (seed, exact) in [(1, false), (2, true)].into_iter().filter(|_| !self.inner.real) {
+            let machine = hand::Machine::new(1, 1 << 20, seed);
+            let tell = |command: &str| drop(machine.command(command));
+            let on = Late { tell: &tell, hand: Some(&machine), shared: false };
+            phase((&on, &machine.device(0)), Setup { workers: 1, exact, target: target / 10 });
         }
     }
 
@@ -239,12 +236,23 @@ impl Engine for RawStream {
 // --- what the scenarios tell the device
 // --------------------------------------------------------------------------------
 
-struct Late {
-    driver: &'static StandIn,
+struct Late<'a> {
+    /// Sends a command to the simulation.
+    tell: &'a (dyn Fn(&str) + Sync),
+    /// The machine that is moved by hand, if it is.
+    hand: Option<&'a hand::Machine>,
     shared: bool,
 }
 
-impl Machine for Late {
+impl Machine for Late<'_> {
+    fn by_hand(&self) -> bool {
+        self.hand.is_some()
+    }
+
+    fn step(&self) -> bool {
+        self.hand.is_some_and(hand::Machine::step)
+    }
+
     fn delay(&self, stream: &Stream) {
         if self.shared {
             cuda::raw_stream(stream).unwrap();
@@ -252,20 +260,20 @@ impl Machine for Late {
     }
 
     fn fail_copy(&self, source: DeviceSlice) -> DeviceSlice {
-        self.driver.fail("cuMemcpyDtoHAsync_v2", 1, 999, true);
+        (self.tell)("fail cuMemcpyDtoHAsync_v2 1 999 true");
         source
     }
 
     fn fail_query(&self, capture: bool) {
-        self.driver.fail("cuEventQuery", 1, if capture { 900 } else { 2 }, false);
+        (self.tell)(&format!("fail cuEventQuery 1 {} false", if capture { 900 } else { 2 }));
     }
 
     fn fail_record(&self) {
-        self.driver.fail("cuEventRecord", 1, 999, true);
+        (self.tell)("fail cuEventRecord 1 999 true");
     }
 
     fn calm(&self) {
-        self.driver.calm();
+        (self.tell)("calm");
     }
 }
 

@@ -1,5 +1,4 @@
-//! The host devices: on threads, where streams run late and against each other, some with random delays, and stepped,
-//! where a copy runs only when no thread can go on without it or the seed says so.
+//! The host devices, on whose threads streams run late and against each other, some with random delays.
 
 use std::time::Duration;
 
@@ -30,17 +29,11 @@ impl Site for Host {
     }
 
     fn phases(&self, target: u64, phase: &mut dyn FnMut(On<'_>, Setup)) {
-        let late = |max| HostConfig::new().late(max, 5);
-        for (config, stepped, workers, exact, target) in [
-            (late(Duration::ZERO), false, 2, false, target * 40 / 100),
-            (late(Duration::ZERO), false, 2, true, target * 34 / 100),
-            (late(Duration::from_micros(50)), false, 2, false, target / 100),
-            (HostConfig::new().stepped(1), true, 1, false, target / 8),
-            (HostConfig::new().stepped(2), true, 1, true, target / 8),
-        ] {
+        for (delay, exact, share) in [(0, false, 52), (0, true, 47), (50, false, 1)] {
+            let config = HostConfig::new().late(Duration::from_micros(delay), 5);
             let node = HostNode::new(config.memory(1 << 20)).unwrap();
             let device = Device::on(&node, 0).unwrap();
-            phase((&OnHost { node, stepped }, &device), Setup { workers, exact, target });
+            phase((&OnHost(node), &device), Setup { workers: 2, exact, target: target * share / 100 });
         }
     }
 
@@ -57,26 +50,15 @@ impl Site for Host {
     }
 }
 
-struct OnHost {
-    node: HostNode,
-    stepped: bool,
-}
+struct OnHost(HostNode);
 
 impl OnHost {
     fn fail(&self, call: Call, failure: Failure) {
-        self.node.fail(Fault { device: 0, call, nth: 0, failure });
+        self.0.fail(Fault { device: 0, call, nth: 0, failure });
     }
 }
 
 impl Machine for OnHost {
-    fn is_stepped(&self) -> bool {
-        self.stepped
-    }
-
-    fn step(&self) -> bool {
-        self.node.step()
-    }
-
     fn fail_copy(&self, source: DeviceSlice) -> DeviceSlice {
         self.fail(Call::Copy, Failure::RunsAnyway);
         source
@@ -91,6 +73,6 @@ impl Machine for OnHost {
     }
 
     fn calm(&self) {
-        self.node.clear_faults();
+        self.0.clear_faults();
     }
 }

@@ -1,22 +1,21 @@
-//! An Ascend device: the stand-in library of `tests/doubles/acl`, as of today, on the device itself, and of early 2022.
+//! A simulated Ascend device, with the library of today, on the device itself, and with that of early 2022.
 //!
-//! Each scenario has a process of its own for each of these. The stand-in copies only when a caller waits, so every
-//! copy is as late as it may be; and what a library does that copies from memory which was given away early, the
-//! stand-in does. No such device was at hand: on a real one these scenarios are not run.
+//! The simulation copies only when a caller waits, so every copy is as late as it may be; and what a library does that
+//! copies from memory which was given away early, the simulation does. No such device was at hand: on a real one these
+//! scenarios are not run.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use pinpool::{Device, DeviceSlice, Stream, acl};
 
 use super::plain::{Cells, Engine, Remote, Words};
 use super::worker::{Machine, On, Setup, Site};
 use super::{BYTES, WORDS};
-use crate::support::doubles::StandIn;
 use crate::support::doubles::ascendcl::{DEVICE_TO_HOST, HOST_TO_DEVICE, made, says};
-use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
-use crate::support::skip;
+use crate::support::doubles::npu::{EARLY_2022, ON_DEVICE, TODAY};
+use crate::support::doubles::{StandIn, npu_name};
 
 /// Checkouts per scenario, through pinpool and through the plain pool.
 const FULL: u64 = 40_000;
@@ -26,18 +25,13 @@ const PLAIN: u64 = 10_000;
 const STRIDE: usize = 2 * BYTES;
 const BUFFERS: usize = 128;
 
-/// Runs a scenario in each of the ways, each in a child.
-pub fn on_npu(test: &str, scenario: fn(&dyn Site)) {
-    if npu::is_set() {
-        let Some(stand_in) = npu::stand_in() else {
-            return skip!("the library that is named is no stand-in");
-        };
-        let site = Npu::new(stand_in);
-        scenario(&site);
-        return assert_eq!(site.server.stand_in.report().violations, Vec::<String>::new());
-    }
+/// Runs a scenario in each of the ways.
+pub fn on_npu(scenario: fn(&dyn Site)) {
     for way in [TODAY, ON_DEVICE, EARLY_2022] {
-        way.again(test, &[]);
+        println!("{}", way.name);
+        let site = Npu::new(way.machine());
+        scenario(&site);
+        assert_eq!(site.server.stand_in.report().violations, Vec::<String>::new());
     }
 }
 
@@ -66,21 +60,19 @@ impl Npu {
     fn new(stand_in: StandIn) -> Self {
         let mut server = Server { stand_in, context: 0, block: 0, taken: 0.into() };
         says!(server, 0, "aclInit", 0);
-        says!(server, 0, "aclrtSetDevice", 0);
+        let name = npu_name(0);
+        says!(server, 0, "aclrtSetDevice", name.trim_start_matches("acl:").parse::<usize>().unwrap());
         server.context = made!(server, "aclrtGetCurrentContext");
         let block = made!(server, "aclrtMallocHost", (BUFFERS + 1) * STRIDE);
         // On the device it may start anywhere.
         server.block = block.next_multiple_of(64);
-        // One in a process, which is a child of its own: it is kept by a static, so that a search for leaks does not
-        // find it.
-        static SERVER: OnceLock<Server> = OnceLock::new();
-        Self { server: SERVER.get_or_init(|| server), device: Device::open("acl:0").unwrap() }
+        Self { server: super::kept(server), device: Device::open(&name).unwrap() }
     }
 }
 
 impl Site for Npu {
     fn name(&self) -> &str {
-        "the stand-in for an Ascend device"
+        "a simulated Ascend device"
     }
 
     fn targets(&self) -> (u64, u64) {

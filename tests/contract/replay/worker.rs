@@ -52,11 +52,12 @@ pub trait Machine: Sync {
     /// A thread that uses the device begins.
     fn enter(&self) {}
 
-    /// Whether it moves only when it is stepped.
-    fn is_stepped(&self) -> bool {
+    /// Whether nothing of it runs by itself.
+    fn by_hand(&self) -> bool {
         false
     }
 
+    /// Makes such a device do one operation. `false`: there is none.
     fn step(&self) -> bool {
         false
     }
@@ -98,9 +99,9 @@ pub struct Worker<'a> {
 }
 
 impl Worker<'_> {
-    /// Lets a stepped device do a little, and keeps another one busy now and then, if it can be.
+    /// Moves a device a little that is moved by hand, and keeps another one busy now and then, if it can be.
     pub fn drift(&mut self) {
-        if self.machine.is_stepped() {
+        if self.machine.by_hand() {
             if self.random.one_in(3) {
                 self.machine.step();
             }
@@ -182,7 +183,7 @@ impl Worker<'_> {
             0 => self.block_on(flight),
             1 => {
                 while !flight.is_done().unwrap() {
-                    if self.machine.is_stepped() {
+                    if self.machine.by_hand() {
                         self.machine.step();
                     } else {
                         std::thread::yield_now();
@@ -206,7 +207,7 @@ impl Worker<'_> {
         loop {
             match future.as_mut().poll(&mut Context::from_waker(&waker)) {
                 Poll::Ready(result) => return result.unwrap(),
-                Poll::Pending if self.machine.is_stepped() => {
+                Poll::Pending if self.machine.by_hand() => {
                     self.machine.step();
                 }
                 Poll::Pending => std::thread::park(),
@@ -214,7 +215,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Waits, also where a stepped device says that it cannot go on just now, because polling failed.
+    /// Waits, also where a device that is moved by hand says that it cannot go on just now, because polling failed.
     pub fn patiently(&mut self, mut flight: InFlight<PinnedBuf>) -> PinnedBuf {
         loop {
             match flight.wait_timeout(Duration::from_secs(20)) {

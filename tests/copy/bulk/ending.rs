@@ -1,37 +1,12 @@
 //! Transfers that stop: what they leave in flight, with workers and in the memory of handles that outlive them.
 
-use std::borrow::Cow;
-use std::io::{self, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Mutex;
-use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use pinpool::Error;
-use pinpool::copier::{FileSink, Fill, Source};
+use pinpool::copier::FileSink;
 
-use super::{Rig, block_on, pattern};
-
-/// Longer than anything takes.
-const HANG: Duration = Duration::from_secs(10);
-
-/// Breaks or panics behind the given number of bytes.
-struct Breaks {
-    left: usize,
-    panics: bool,
-}
-
-impl Read for Breaks {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let n = self.left.min(into.len());
-        self.left -= n;
-        match n {
-            0 if self.panics => panic!("on purpose"),
-            0 => Err(io::Error::other("the line is dead")),
-            n => Ok(n),
-        }
-    }
-}
+use super::{HANG, Rig, block_on, io, pattern, reader, told, until};
 
 #[test]
 fn a_call_that_fails_leaves_nothing_on_the_wire() {
@@ -45,8 +20,17 @@ fn a_call_that_fails_leaves_nothing_on_the_wire() {
                 std::thread::sleep(Duration::from_millis(50));
                 rig.node.resume(0);
             });
-            let mut reader = Breaks { left: (128 << 10) + 10, panics };
-            let call = || copier.upload_read(&mut reader, &memory);
+            let mut left = (128 << 10) + 10;
+            let mut breaks = reader(|into| {
+                let n = into.len().min(left);
+                left -= n;
+                match n {
+                    0 if panics => panic!("on purpose"),
+                    0 => Err(io::Error::other("the line is dead")),
+                    n => Ok(n),
+                }
+            });
+            let call = || copier.upload_read(&mut breaks, &memory);
             match catch_unwind(AssertUnwindSafe(call)) {
                 Ok(failed) => assert!(!panics && matches!(failed, Err(Error::Read { .. })), "{failed:?}"),
                 Err(_) => assert!(panics),
@@ -72,34 +56,7 @@ fn a_canceller_keeps_nothing() {
     assert!(progress.over && progress.done == 1 << 20 && progress.landed_to == 1 << 20, "{progress:?}");
     canceller.cancel();
     assert_eq!(canceller.progress(), progress);
-    let deadline = std::time::Instant::now() + HANG;
-    while rig.device.alloc(700 << 20).is_err() {
-        assert!(std::time::Instant::now() < deadline, "the memory is kept");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// Waits for the test before it gives what lies at `at` or behind.
-struct Waits {
-    bytes: Vec<u8>,
-    at: u64,
-    goes_on: Mutex<Receiver<()>>,
-}
-
-impl Source for Waits {
-    fn len(&self) -> u64 {
-        self.bytes.len() as u64
-    }
-    fn name(&self) -> Cow<'_, str> {
-        "waits".into()
-    }
-    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        if offset >= self.at {
-            _ = self.goes_on.lock().unwrap().recv_timeout(2 * HANG);
-        }
-        into.push(&self.bytes[offset as usize..]);
-        Ok(())
-    }
+    until("the memory is free", || rig.device.alloc(700 << 20).is_ok());
 }
 
 #[test]
@@ -108,8 +65,7 @@ fn what_has_stopped_does_not_wait_for_the_rate() {
     // The second chunk could go after 18 hours.
     let copier = rig.builder().threads(1).rate(1).build().unwrap();
     let memory = rig.device.alloc(1 << 20).unwrap();
-    let (go_on, goes_on) = channel();
-    let source = Waits { bytes: pattern(1 << 20, 1), at: 1, goes_on: Mutex::new(goes_on) };
+    let (go_on, source) = told(1 << 20, 1);
     let upload = copier.upload(source, &memory).unwrap();
     // It is being filled now, or never will be.
     std::thread::sleep(Duration::from_millis(100));
@@ -120,46 +76,30 @@ fn what_has_stopped_does_not_wait_for_the_rate() {
     rig.all_is_back();
 }
 
+/// Whether it lands after it was cancelled or before.
 #[test]
 fn what_has_landed_for_nobody_waits_for_no_worker() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(1).build().unwrap();
-    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let (go_on, goes_on) = channel();
-    let source = Waits { bytes: pattern(1 << 20, 1), at: 0, goes_on: Mutex::new(goes_on) };
-    let upload = copier.upload(source, &memory[0]).unwrap();
-    // The only worker is inside the call.
-    std::thread::sleep(Duration::from_millis(50));
-    let file = tempfile::tempfile().unwrap();
-    rig.node.hang(0);
-    let download = copier.download(&memory[1], FileSink::new(file, "a file")).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
-    download.cancel();
-    rig.node.resume(0);
-    let ended = download.wait_timeout(HANG).expect("it ends").map(drop).unwrap_err();
-    assert!(matches!(ended.error, Error::Cancelled { .. }), "{ended:?}");
-    drop(go_on);
-    upload.wait().unwrap();
-    rig.all_is_back();
-}
-
-#[test]
-fn what_has_landed_before_it_was_cancelled_waits_for_no_worker_either() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(1).build().unwrap();
-    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let (go_on, goes_on) = channel();
-    let source = Waits { bytes: pattern(1 << 20, 1), at: 0, goes_on: Mutex::new(goes_on) };
-    let upload = copier.upload(source, &memory[0]).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
-    let file = tempfile::tempfile().unwrap();
-    let download = copier.download(&memory[1], FileSink::new(file, "a file")).unwrap();
-    // All that may land has landed.
-    std::thread::sleep(Duration::from_millis(100));
-    download.cancel();
-    let ended = download.wait_timeout(HANG).expect("it ends").map(drop).unwrap_err();
-    assert!(matches!(ended.error, Error::Cancelled { .. }), "{ended:?}");
-    drop(go_on);
-    upload.wait().unwrap();
-    rig.all_is_back();
+    for late in [true, false] {
+        let rig = Rig::plain();
+        let copier = rig.builder().threads(1).build().unwrap();
+        let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+        let (go_on, source) = told(1 << 20, 0);
+        let upload = copier.upload(source, &memory[0]).unwrap();
+        // The only worker is inside the call.
+        std::thread::sleep(Duration::from_millis(50));
+        let file = tempfile::tempfile().unwrap();
+        if late {
+            rig.node.hang(0);
+        }
+        let download = copier.download(&memory[1], FileSink::new(file, "a file")).unwrap();
+        // Otherwise all that may land has landed.
+        std::thread::sleep(Duration::from_millis(100));
+        download.cancel();
+        rig.node.resume(0);
+        let ended = download.wait_timeout(HANG).expect("it ends").map(drop).unwrap_err();
+        assert!(matches!(ended.error, Error::Cancelled { .. }), "{ended:?}");
+        drop(go_on);
+        upload.wait().unwrap();
+        rig.all_is_back();
+    }
 }

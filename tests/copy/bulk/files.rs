@@ -1,7 +1,7 @@
 //! Files, up and down.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 
@@ -9,17 +9,14 @@ use crate::support::downloaded;
 use pinpool::Error;
 use pinpool::copier::{CopyRange, FileSink, FileSource, Fill, Reading, Source};
 
-use super::{Rig, pattern};
+use super::{Rig, file_of, pattern, with};
 use crate::support::{cold, own_process, skip};
 
 #[test]
 fn files_go_up_in_every_way_of_reading() {
     let rig = Rig::plain();
-    let copier = rig.copier();
-    let bytes = pattern((3 << 20) + 1234, 1);
-    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    file.write_all(&bytes).unwrap();
-    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let (copier, bytes, memory) = with(&rig, (3 << 20) + 1234, 1);
+    let file = file_of(&bytes);
     for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
         for range in [0..bytes.len(), 1..bytes.len(), 4096..bytes.len() - 1, 70_001..2_000_003] {
             let source = FileSource::open(file.path()).unwrap().reading(reading);
@@ -38,50 +35,12 @@ fn files_go_up_in_every_way_of_reading() {
 }
 
 #[test]
-fn pieces_of_a_file_go_where_they_belong() {
-    let rig = Rig::late();
-    let copier = rig.copier();
-    let bytes = pattern(1 << 20, 2);
-    let mut file = tempfile::tempfile().unwrap();
-    file.write_all(&bytes).unwrap();
-    let memory = rig.device.alloc(1 << 20).unwrap();
-    copier.upload_slice(&vec![0; 1 << 20], &memory).unwrap();
-    let source = FileSource::new(file, "pieces").unwrap();
-    // From, length, to: out of order, with gaps, across chunks.
-    let pieces = [(900_000, 100_000, 0), (0, 10, 100_001), (17, 5000, 200_000), (30_000, 300_000, 300_000)];
-    let list =
-        pieces.iter().map(|&(at, len, to)| CopyRange::new(at as u64, memory.slice(to..to + len).unwrap()));
-    copier.upload(source, list.collect::<Vec<_>>()).unwrap().wait().unwrap();
-    let mut expected = vec![0; 1 << 20];
-    for (at, len, to) in pieces {
-        expected[to..to + len].copy_from_slice(&bytes[at..at + len]);
-    }
-    assert!(downloaded(&copier, &memory) == expected);
-    rig.all_is_back();
-}
-
-#[test]
-fn downloads_land_in_files() {
-    let rig = Rig::late();
-    let copier = rig.copier();
-    let bytes = pattern((2 << 20) + 77, 3);
-    let memory = rig.device.alloc(bytes.len()).unwrap();
-    copier.upload_slice(&bytes, &memory).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("out");
-    copier.download(&memory, FileSink::create(&path).unwrap().at(5)).unwrap().wait().unwrap();
-    let back = std::fs::read(&path).unwrap();
-    assert!(back[5..] == bytes && back[..5] == [0; 5]);
-    rig.all_is_back();
-}
-
-#[test]
 fn a_file_opened_for_appending_is_refused_and_stays_as_it_is() {
     // There the system puts bytes at the end, whatever the offset: several threads would bring them in any order.
     let rig = Rig::late();
     let copier = rig.copier();
     let memory = rig.device.alloc(1 << 20).unwrap();
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = file_of(&[]);
     let opened = OpenOptions::new().append(true).open(file.path()).unwrap();
     let sink = FileSink::new(opened, "a journal").at(4096);
     let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
@@ -102,9 +61,8 @@ fn a_place_that_no_file_has_is_an_error_and_wraps_round_to_no_other() {
     let rig = Rig::plain();
     let copier = rig.copier();
     let memory = rig.device.alloc(256 << 10).unwrap();
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let bytes = pattern(512 << 10, 4);
-    std::fs::write(file.path(), &bytes).unwrap();
+    let file = file_of(&bytes);
     // Not open for writing: nothing in the file is incomplete, and no error says to remove it.
     let sink = FileSink::new(std::fs::File::open(file.path()).unwrap(), "read");
     let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err().error.to_string();
@@ -112,10 +70,11 @@ fn a_place_that_no_file_has_is_an_error_and_wraps_round_to_no_other() {
     for start in [u64::MAX - 10, i64::MAX as u64 - 10] {
         let sink = FileSink::new(file.reopen().unwrap(), "far").at(start);
         let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
-        match failed.error {
-            Error::Write { kind, .. } => assert_eq!(kind, io::ErrorKind::InvalidInput, "{start}"),
-            other => panic!("{other}"),
-        }
+        assert!(
+            matches!(failed.error, Error::Write { kind: io::ErrorKind::InvalidInput, .. }),
+            "{start}: {}",
+            failed.error
+        );
     }
     assert!(std::fs::read(file.path()).unwrap() == bytes);
     rig.all_is_back();
@@ -124,11 +83,8 @@ fn a_place_that_no_file_has_is_an_error_and_wraps_round_to_no_other() {
 #[test]
 fn a_part_of_a_file_can_be_named_again_and_anywhere_in_the_file() {
     let rig = Rig::plain();
-    let copier = rig.copier();
-    let bytes = pattern(4096, 5);
-    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    file.write_all(&bytes).unwrap();
-    let memory = rig.device.alloc(4096).unwrap();
+    let (copier, bytes, memory) = with(&rig, 4096, 5);
+    let file = file_of(&bytes);
     // Behind the first part, before it, around it.
     for (first, second) in [(0..10, 10..20), (5..10, 0..3), (10..20, 0..4096)] {
         let source = FileSource::open(file.path()).unwrap().range(first.clone()).unwrap();
@@ -157,11 +113,8 @@ fn a_part_of_a_file_can_be_named_again_and_anywhere_in_the_file() {
 #[test]
 fn a_file_opened_past_the_cache_is_read_to_its_last_byte() {
     let rig = Rig::plain();
-    let copier = rig.copier();
-    let bytes = pattern((1 << 20) + 1, 6);
-    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    file.write_all(&bytes).unwrap();
-    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let (copier, bytes, memory) = with(&rig, (1 << 20) + 1, 6);
+    let file = file_of(&bytes);
     for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
         for range in [0..bytes.len(), 1..bytes.len() - 2] {
             let mut how = OpenOptions::new();
@@ -186,11 +139,9 @@ fn a_file_opened_past_the_cache_is_read_to_its_last_byte() {
 #[test]
 fn a_target_opened_past_the_cache_takes_whole_pages_and_says_what_it_does_not_take() {
     let rig = Rig::plain();
-    let copier = rig.copier();
-    let bytes = pattern((1 << 20) + 1, 7);
-    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let (copier, bytes, memory) = with(&rig, (1 << 20) + 1, 7);
     copier.upload_slice(&bytes, &memory).unwrap();
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = file_of(&[]);
     let mut how = OpenOptions::new();
     let Ok(opened) = how.write(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
         skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
@@ -214,23 +165,6 @@ fn a_target_opened_past_the_cache_takes_whole_pages_and_says_what_it_does_not_ta
 }
 
 #[test]
-fn what_cannot_be_written_is_told_by_the_offset_of_the_file() {
-    let rig = Rig::plain();
-    let copier = rig.copier();
-    let memory = rig.device.alloc(4096).unwrap();
-    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let sink = FileSink::new(full, "/dev/full").at(1 << 30);
-    let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
-    match failed.error {
-        Error::Write { offset, kind, .. } => {
-            assert_eq!((offset, kind), (1 << 30, io::ErrorKind::StorageFull));
-        }
-        other => panic!("{other}"),
-    }
-    rig.all_is_back();
-}
-
-#[test]
 fn what_has_no_length_is_refused_with_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = folder.path().join("pipe");
@@ -245,17 +179,14 @@ fn what_has_no_length_is_refused_with_what_to_do() {
         FileSource::new(File::open("/dev/zero").unwrap(), "zeros"),
     ];
     for source in sources {
-        match source.unwrap_err() {
-            Error::Read { offset: 0, kind: io::ErrorKind::InvalidInput, text, what } => {
-                assert!(text.contains("no regular file") && text.contains("upload_read"), "{what}: {text}");
-            }
-            other => panic!("{other}"),
-        }
+        let error = source.unwrap_err();
+        let Error::Read { offset: 0, kind: io::ErrorKind::InvalidInput, text, what } = error else {
+            panic!("{error}")
+        };
+        assert!(text.contains("no regular file") && text.contains("upload_read"), "{what}: {text}");
     }
-    match FileSource::open(folder.path()).unwrap_err() {
-        Error::Read { offset: 0, kind: io::ErrorKind::IsADirectory, .. } => {}
-        other => panic!("{other}"),
-    }
+    let error = FileSource::open(folder.path()).unwrap_err();
+    assert!(matches!(error, Error::Read { offset: 0, kind: io::ErrorKind::IsADirectory, .. }), "{error}");
 }
 
 #[test]
@@ -278,16 +209,15 @@ fn a_pipe_is_no_target_and_the_error_names_what_takes_one() {
 }
 
 #[test]
-fn a_target_can_be_waited_for_until_it_is_on_the_disk() {
+fn a_download_lands_in_a_file_and_can_be_waited_for_until_it_is_on_the_disk() {
     let rig = Rig::plain();
-    let copier = rig.copier();
-    let bytes = pattern(100_000, 8);
-    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let (copier, bytes, memory) = with(&rig, 100_000, 8);
     copier.upload_slice(&bytes, &memory).unwrap();
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let sink = copier.download(&memory, FileSink::create(file.path()).unwrap()).unwrap().wait().unwrap();
-    sink.sync().unwrap();
-    assert!(std::fs::read(file.path()).unwrap() == bytes);
+    let file = file_of(&[]);
+    let sink = FileSink::create(file.path()).unwrap().at(5);
+    copier.download(&memory, sink).unwrap().wait().unwrap().sync().unwrap();
+    let back = std::fs::read(file.path()).unwrap();
+    assert!(back[5..] == bytes && back[..5] == [0; 5]);
     // It takes bytes and has no disk.
     let null = OpenOptions::new().write(true).open("/dev/null").unwrap();
     let sink = copier.download(&memory, FileSink::new(null, "null").at(7)).unwrap().wait().unwrap();
@@ -300,8 +230,7 @@ fn a_target_can_be_waited_for_until_it_is_on_the_disk() {
 
 /// A file on a disk that says how much of it is read. `None`: there is none here.
 fn disk_file(bytes: &[u8]) -> Option<tempfile::NamedTempFile> {
-    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    file.write_all(bytes).unwrap();
+    let file = file_of(bytes);
     if cold::counts(file.as_file(), file.path()) {
         return Some(file);
     }
@@ -416,8 +345,7 @@ fn a_wrapped_part_of_a_file_is_read_from_the_parts_first_byte() {
     let rig = Rig::plain();
     let copier = rig.copier();
     let bytes = pattern(1000, 9);
-    let mut file = tempfile::NamedTempFile::new().unwrap();
-    file.write_all(&bytes).unwrap();
+    let file = file_of(&bytes);
     let memory = rig.device.alloc(100).unwrap();
     let part = || Wrapped(FileSource::open(file.path()).unwrap().range(500..600).unwrap());
     copier.upload(part(), &memory).unwrap().wait().unwrap();
@@ -430,8 +358,7 @@ fn a_wrapped_part_of_a_file_is_read_from_the_parts_first_byte() {
 
 #[test]
 fn a_file_opened_past_the_cache_stays_open_and_so_a_lock_on_it() {
-    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    file.write_all(&[1; 4096]).unwrap();
+    let file = file_of(&[1; 4096]);
     let mut how = OpenOptions::new();
     let Ok(opened) = how.read(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
         skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));

@@ -1,19 +1,17 @@
 //! How a copier behaves beside others: how much it takes, the order of bulk and foreground, and what it does when
 //! there is nothing to do.
 
-use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::support::downloaded;
-use pinpool::copier::{Canceller, Fill, Priority, Sink, Source, Transfer};
-use pinpool::host::{Call, HostConfig};
+use crate::support::{downloaded, in_use};
+use pinpool::copier::{Canceller, Fill, Priority, Transfer};
+use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::{Copier, Error};
 
-use super::{Rig, Whole, pattern};
+use super::{Rig, Whole, io, pattern, sink, source, until, with};
 
 #[test]
 fn settings_that_make_no_sense_are_refused_and_say_why() {
@@ -49,40 +47,36 @@ fn settings_that_make_no_sense_are_refused_and_say_why() {
     }
 }
 
-/// A source that looks at the pool whenever a chunk is filled.
-struct Looks {
-    bytes: Vec<u8>,
-    pool: pinpool::Pool,
-    most: Arc<AtomicUsize>,
-}
-
-impl Source for Looks {
-    fn len(&self) -> u64 {
-        self.bytes.len() as u64
-    }
-    fn name(&self) -> Cow<'_, str> {
-        "looks".into()
-    }
-    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        let stats = self.pool.stats();
-        self.most.fetch_max(stats.checked_out_bytes + stats.in_flight_bytes, Ordering::Relaxed);
-        into.push(&self.bytes[offset as usize..]);
-        Ok(())
-    }
-}
-
 #[test]
 fn a_load_stays_within_its_share_and_leaves_some_of_it_to_the_foreground() {
     let rig = Rig::late();
     let copier = rig.builder().threads(4).share(1 << 20).build().unwrap();
     let most = Arc::new(AtomicUsize::new(0));
     let memory = rig.device.alloc(6 << 20).unwrap();
-    let source = Looks { bytes: pattern(6 << 20, 1), pool: rig.pool.clone(), most: most.clone() };
-    copier.upload(source, &memory).unwrap().wait().map_err(|failed| failed.error).unwrap();
+    let (bytes, pool, seen) = (pattern(6 << 20, 1), rig.pool.clone(), most.clone());
+    let looks = source("looks", bytes.len(), move |offset, into: &mut Fill<'_>| {
+        seen.fetch_max(in_use(&pool), Ordering::Relaxed);
+        into.push(&bytes[offset as usize..]);
+        Ok(())
+    });
+    copier.upload(looks, &memory).unwrap().wait().map_err(|failed| failed.error).unwrap();
     let most = most.load(Ordering::Relaxed);
     assert!(most > 200_000, "several segments were in use: {most}");
     assert!(most <= (1 << 20) - 80_000, "one segment at least is not theirs: {most}");
     rig.all_is_back();
+}
+
+/// The next so many copies get stuck on their streams. Returns a function that waits for a number of copies.
+fn stall(rig: &Rig, count: u64) -> impl Fn(usize) + '_ {
+    rig.node.start_trace();
+    (0..count)
+        .for_each(|nth| rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Stall }));
+    |most| {
+        let copies = || rig.node.trace().iter().filter(|call| **call == Call::Copy).count();
+        until("so many are submitted", || copies() >= most);
+        std::thread::sleep(Duration::from_millis(30));
+        assert_eq!(copies(), most, "no more are submitted");
+    }
 }
 
 #[test]
@@ -90,27 +84,18 @@ fn at_most_so_many_bulk_chunks_are_on_the_wire_and_the_foreground_goes_past_them
     let rig = Rig::plain();
     let copier = rig.builder().depth(2).build().unwrap();
     let (bytes, memory) = (pattern(2 << 20, 2), rig.device.alloc(2 << 20).unwrap());
-    let small = rig.device.alloc(1000).unwrap();
-    // The first two copies get stuck on their streams.
-    rig.node.start_trace();
-    for nth in 0..2 {
-        let failure = pinpool::host::Failure::Stall;
-        rig.node.fail(pinpool::host::Fault { device: 0, call: Call::Copy, nth, failure });
-    }
+    let small = rig.device.alloc(300_000).unwrap();
+    let submitted = stall(&rig, 2);
     let load = copier.upload(bytes.clone(), &memory).unwrap();
-    let copies = || rig.node.trace().iter().filter(|call| **call == Call::Copy).count();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while copies() < 2 {
-        assert!(Instant::now() < deadline);
-        std::thread::yield_now();
-    }
-    std::thread::sleep(Duration::from_millis(30));
-    assert_eq!(copies(), 2, "no third is submitted");
+    submitted(2);
     assert!(!load.is_over() && load.progress().done == 0);
-    // A foreground transfer still gets through.
+    // A foreground transfer still gets through, on the caller's thread.
     let first = copier.with_priority(Priority::Foreground);
-    first.upload_slice(&bytes[..1000], &small).unwrap();
-    assert!(downloaded(&first, &small) == bytes[..1000]);
+    first.upload_slice(&bytes[..1000], small.slice(..1000)).unwrap();
+    assert!(downloaded(&first, small.slice(..1000)) == bytes[..1000]);
+    // Through the workers, which see it while the watcher waits for the others.
+    let sent = first.upload(bytes[..300_000].to_vec(), &small).unwrap();
+    assert!(sent.wait_timeout(Duration::from_secs(10)).is_ok(), "no worker looks");
     assert!(!load.is_over());
     rig.node.resume(0);
     load.wait().unwrap();
@@ -124,26 +109,11 @@ fn while_a_foreground_copy_is_on_the_wire_bulk_chunks_go_one_by_one() {
     let copier = rig.builder().build().unwrap();
     let (bytes, memory) = (pattern(2 << 20, 2), rig.device.alloc(2 << 20).unwrap());
     let small = rig.device.alloc(1000).unwrap();
-    // The first copies get stuck on their streams.
-    rig.node.start_trace();
-    for nth in 0..6 {
-        let failure = pinpool::host::Failure::Stall;
-        rig.node.fail(pinpool::host::Fault { device: 0, call: Call::Copy, nth, failure });
-    }
-    let copies = || rig.node.trace().iter().filter(|call| **call == Call::Copy).count();
-    let reaches = |most: usize| {
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while copies() < most {
-            assert!(Instant::now() < deadline, "{} of {most}", copies());
-            std::thread::yield_now();
-        }
-        std::thread::sleep(Duration::from_millis(30));
-        assert_eq!(copies(), most);
-    };
+    let submitted = stall(&rig, 6);
     let first = copier.with_priority(Priority::Foreground).upload(vec![1; 1000], &small).unwrap();
-    reaches(1);
+    submitted(1);
     let load = copier.upload(bytes.clone(), &memory).unwrap();
-    reaches(2);
+    submitted(2);
     for _ in 0..100 {
         rig.node.resume(0);
         if load.is_over() {
@@ -153,21 +123,8 @@ fn while_a_foreground_copy_is_on_the_wire_bulk_chunks_go_one_by_one() {
     }
     load.wait().unwrap();
     first.wait().unwrap();
-    assert!(copies() > 2 && downloaded(&copier, &memory) == bytes);
+    assert!(downloaded(&copier, &memory) == bytes);
     rig.all_is_back();
-}
-
-/// A sink that is slower than anything.
-struct Slow(Duration);
-
-impl Sink for Slow {
-    fn name(&self) -> Cow<'_, str> {
-        "slow".into()
-    }
-    fn put(&self, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
-        std::thread::sleep(self.0);
-        Ok(())
-    }
 }
 
 #[test]
@@ -179,7 +136,11 @@ fn the_foreground_goes_before_what_has_landed_in_bulk() {
     let (bytes, small) = (pattern(300_000, 3), rig.device.alloc(300_000).unwrap());
     let memory = rig.device.alloc(6 << 20).unwrap();
     copier.upload_slice(&pattern(6 << 20, 2), &memory).unwrap();
-    let saves = copier.download(&memory, Slow(Duration::from_millis(30))).unwrap();
+    let slow = sink(|_, _: &[u8]| {
+        std::thread::sleep(Duration::from_millis(30));
+        Ok(())
+    });
+    let saves = copier.download(&memory, slow).unwrap();
     while saves.progress().done < 200_000 {
         std::thread::yield_now();
     }
@@ -189,34 +150,6 @@ fn the_foreground_goes_before_what_has_landed_in_bulk() {
     assert!(!done.over && done.done < 4 << 20, "it had to wait for the whole of it: {done:?}");
     saves.cancel();
     drop(saves);
-    rig.all_is_back();
-}
-
-#[test]
-fn the_foreground_is_seen_to_arrive_before_bulk_chunks_that_went_earlier() {
-    let rig = Rig::plain();
-    let copier = rig.builder().depth(2).build().unwrap();
-    let first = copier.with_priority(Priority::Foreground);
-    let (bytes, memory) = (pattern(2 << 20, 2), rig.device.alloc(2 << 20).unwrap());
-    let small = rig.device.alloc(300_000).unwrap();
-    rig.node.start_trace();
-    for nth in 0..2 {
-        let failure = pinpool::host::Failure::Stall;
-        rig.node.fail(pinpool::host::Fault { device: 0, call: Call::Copy, nth, failure });
-    }
-    let load = copier.upload(bytes.clone(), &memory).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while rig.node.trace().iter().filter(|call| **call == Call::Copy).count() < 2 {
-        assert!(Instant::now() < deadline);
-        std::thread::yield_now();
-    }
-    std::thread::sleep(Duration::from_millis(30));
-    // Through the workers, which see it while the watcher waits for the others.
-    let sent = first.upload(bytes[..300_000].to_vec(), &small).unwrap();
-    assert!(sent.wait_timeout(Duration::from_secs(10)).is_ok(), "no worker looks");
-    assert!(!load.is_over());
-    rig.node.resume(0);
-    load.wait().unwrap();
     rig.all_is_back();
 }
 
@@ -272,11 +205,7 @@ fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
     let (bytes, memory) = (pattern(1 << 20, 4), rig.device.alloc(1 << 20).unwrap());
     let mut all = rig.emptied();
     let load = copier.upload(bytes.clone(), &memory).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while rig.pool.stats().waiting == 0 {
-        assert!(Instant::now() < deadline, "it waits like any other");
-        std::thread::yield_now();
-    }
+    until("it waits like any other", || rig.pool.stats().waiting > 0);
     std::thread::sleep(Duration::from_millis(20));
     assert!(rig.pool.stats().waiting <= 1, "one request, however many threads");
     assert!(!load.is_over());
@@ -303,8 +232,7 @@ fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
 #[test]
 fn a_transfer_keeps_its_copier() {
     let rig = Rig::plain();
-    let copier = rig.copier();
-    let (bytes, memory) = (pattern(1 << 20, 5), rig.device.alloc(1 << 20).unwrap());
+    let (copier, bytes, memory) = with(&rig, 1 << 20, 5);
     let load = copier.upload(bytes, &memory).unwrap();
     drop(copier);
     load.wait().unwrap();
@@ -401,13 +329,25 @@ fn neither_direction_keeps_sources_and_sinks_of_the_other_from_going() {
             Box::new(move || sent.is_over())
         };
         others.iter().for_each(|other| copier.upload_slice(&bytes, other).unwrap());
-        let source = copier.upload(Filled(LEN as u64), &memory).unwrap();
-        beside(&download, &|| source.is_over());
-        source.wait().unwrap();
+        let filled = source("sevens", LEN, |_, into: &mut Fill<'_>| {
+            into.push(&vec![7; into.remaining()]);
+            Ok(())
+        });
+        let filled = copier.upload(filled, &memory).unwrap();
+        beside(&download, &|| filled.is_over());
+        filled.wait().map_err(|failed| failed.error).unwrap();
         let landed = Arc::new(AtomicUsize::new(0));
-        let sink = copier.download(&memory, Counts(landed.clone())).unwrap();
-        beside(&upload, &|| sink.is_over());
-        sink.wait().unwrap();
+        let counts = || {
+            let landed = landed.clone();
+            let counted = sink(move |_, bytes: &[u8]| {
+                landed.fetch_add(bytes.len(), Ordering::Relaxed);
+                Ok(())
+            });
+            copier.download(&memory, counted).unwrap()
+        };
+        let save = counts();
+        beside(&upload, &|| save.is_over());
+        save.wait().unwrap();
         // Without a segment.
         let pinned = |n: usize| -> Box<dyn Fn() -> bool> {
             let mut buf = rig.pool.checkout(LEN).unwrap();
@@ -415,9 +355,9 @@ fn neither_direction_keeps_sources_and_sinks_of_the_other_from_going() {
             let sent = copier.upload_pages(vec![(buf, others[n].slice(..).unwrap())]).unwrap();
             Box::new(move || sent.is_over())
         };
-        let sink = copier.download(&memory, Counts(landed.clone())).unwrap();
-        beside(&pinned, &|| sink.is_over());
-        sink.wait().unwrap();
+        let save = counts();
+        beside(&pinned, &|| save.is_over());
+        save.wait().unwrap();
         assert_eq!(landed.load(Ordering::Relaxed), 2 * LEN);
         rig.all_is_back();
     }
@@ -448,30 +388,6 @@ fn the_foreground_finds_a_segment_beside_all_that_wait_for_the_rate() {
             said.unwrap();
         });
         rig.all_is_back();
-    }
-}
-
-/// A source of so many bytes.
-struct Filled(u64);
-
-impl Source for Filled {
-    fn len(&self) -> u64 {
-        self.0
-    }
-
-    fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        into.push(&vec![7; into.remaining()]);
-        Ok(())
-    }
-}
-
-/// A sink that counts bytes.
-struct Counts(Arc<AtomicUsize>);
-
-impl Sink for Counts {
-    fn put(&self, _: u64, bytes: &[u8]) -> io::Result<()> {
-        self.0.fetch_add(bytes.len(), Ordering::Relaxed);
-        Ok(())
     }
 }
 

@@ -8,7 +8,7 @@ use crate::support::downloaded;
 use pinpool::Error;
 use pinpool::copier::CopyRange;
 
-use super::{Rig, block_on, pattern};
+use super::{Rig, block_on, pattern, reader, with};
 
 #[test]
 fn slices_go_up_and_come_back() {
@@ -29,22 +29,9 @@ fn slices_go_up_and_come_back() {
 }
 
 #[test]
-fn a_pool_is_left_with_nothing_in_use() {
-    let rig = Rig::late();
-    let copier = rig.copier();
-    let memory = rig.device.alloc(3 << 20).unwrap();
-    copier.upload_slice(&pattern(3 << 20, 1), &memory).unwrap();
-    rig.all_is_back();
-    downloaded(&copier, &memory);
-    rig.all_is_back();
-}
-
-#[test]
 fn owned_bytes_go_up_by_themselves_and_come_back() {
     let rig = Rig::late();
-    let copier = rig.copier();
-    let bytes = pattern(3 << 20, 2);
-    let memory = rig.device.alloc(bytes.len()).unwrap();
+    let (copier, bytes, memory) = with(&rig, 3 << 20, 2);
     let transfer = copier.upload(bytes.clone(), &memory).unwrap();
     assert!(transfer.wait_landed(1 << 20));
     let progress = transfer.progress();
@@ -67,26 +54,20 @@ fn what_cannot_work_is_refused_and_gives_the_source_back() {
     let rig = Rig::plain();
     let copier = rig.copier();
     let memory = rig.device.alloc(100).unwrap();
-    assert!(matches!(
-        copier.upload_slice(&[], &memory),
-        Err(Error::Argument(text)) if text.contains("nothing to copy")
-    ));
+    let says = |error: Error, word: &str| {
+        assert!(matches!(&error, Error::Argument(text) if text.contains(word)), "{error}")
+    };
+    says(copier.upload_slice(&[], &memory).unwrap_err(), "nothing to copy");
     assert!(matches!(copier.upload_slice(&[0; 101], &memory), Err(Error::TooSmall { need: 101, have: 100 })));
     let refused = copier.upload(vec![1_u8; 101], &memory).unwrap_err();
     assert!(matches!(refused.error, Error::TooSmall { .. }) && refused.buffer == Some(vec![1; 101]));
-    let refused = copier.upload(vec![1_u8; 50], vec![CopyRange::new(1, &memory)]).unwrap_err();
-    assert!(
-        matches!(
-            &refused.error,
-            Error::Argument(text) if text.contains("range")
-        ) && refused.buffer.is_some()
-    );
-    let refused = copier.upload(vec![1_u8; 50], vec![CopyRange::new(u64::MAX, &memory)]).unwrap_err();
-    assert!(matches!(&refused.error, Error::Argument(text) if text.contains("range")));
-    // In the last chunk that there is.
+    // The last one is in the last chunk that there is.
     let last = CopyRange::new(u64::MAX - 100, memory.slice(..50).unwrap());
-    let refused = copier.upload(vec![1_u8; 50], vec![last]).unwrap_err();
-    assert!(matches!(&refused.error, Error::Argument(text) if text.contains("range")));
+    for range in [CopyRange::new(1, &memory), CopyRange::new(u64::MAX, &memory), last] {
+        let refused = copier.upload(vec![1_u8; 50], vec![range]).unwrap_err();
+        assert!(refused.buffer.is_some());
+        says(refused.error, "range");
+    }
     assert!(matches!(copier.download_slice(&memory, &mut [0; 99]), Err(Error::TooSmall { .. })));
     let other = Rig::plain();
     let theirs = other.device.alloc(100).unwrap();
@@ -97,18 +78,13 @@ fn what_cannot_work_is_refused_and_gives_the_source_back() {
 #[test]
 fn readers_and_writers_are_served_in_order() {
     for rig in [Rig::plain(), Rig::late()] {
-        let copier = rig.copier();
-        let bytes = pattern((2 << 20) + 333, 4);
-        let memory = rig.device.alloc(bytes.len()).unwrap();
-        // A reader that gives a little at a time.
-        struct Slow<'a>(&'a [u8]);
-        impl Read for Slow<'_> {
-            fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-                let n = into.len().min(self.0.len()).min(7001);
-                self.0.read(&mut into[..n])
-            }
-        }
-        assert_eq!(copier.upload_read(&mut Slow(&bytes), &memory).unwrap(), bytes.len() as u64);
+        let (copier, bytes, memory) = with(&rig, (2 << 20) + 333, 4);
+        let mut left = &bytes[..];
+        let mut slow = reader(|into| {
+            let n = into.len().min(left.len()).min(7001);
+            left.read(&mut into[..n])
+        });
+        assert_eq!(copier.upload_read(&mut slow, &memory).unwrap(), bytes.len() as u64);
         let mut back = Vec::new();
         assert_eq!(copier.download_write(&memory, &mut back).unwrap(), bytes.len() as u64);
         assert!(back == bytes);
@@ -124,28 +100,9 @@ fn readers_and_writers_are_served_in_order() {
 }
 
 #[test]
-fn what_is_pinned_is_not_staged() {
-    let rig = Rig::late();
-    let copier = rig.copier();
-    let bytes = pattern(1 << 20, 6);
-    let memory = rig.device.alloc(bytes.len()).unwrap();
-    let mut buf = rig.pool.checkout(bytes.len()).unwrap();
-    buf.extend_from_slice(&bytes);
-    let before = rig.pool.stats().checkouts;
-    let bufs = copier.upload_pages(vec![(buf, memory.slice(..).unwrap())]).unwrap().wait().unwrap();
-    assert!(*bufs[0] == bytes[..]);
-    assert_eq!(rig.pool.stats().checkouts, before, "no segment was taken");
-    assert!(downloaded(&copier, &memory) == bytes);
-    drop(bufs);
-    rig.all_is_back();
-}
-
-#[test]
 fn a_vector_keeps_its_length_until_all_is_there() {
     let rig = Rig::late();
-    let copier = rig.copier();
-    let bytes = pattern(3 << 20, 4);
-    let memory = rig.device.alloc(3 << 20).unwrap();
+    let (copier, bytes, memory) = with(&rig, 3 << 20, 4);
     copier.upload_slice(&bytes, &memory).unwrap();
     let range =
         |at: u64, from: usize, len: usize| CopyRange::new(at, memory.slice(from..from + len).unwrap());

@@ -1,5 +1,5 @@
-//! Sources, files, sinks, readers and writers by a copier on the host device: what arrives, what goes wrong, what is left behind, and how it behaves beside
-//! others.
+//! Sources, files, sinks, readers and writers by a copier on the host device: what arrives, what goes wrong, what is left
+//! behind, and how it behaves beside others.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod ending;
@@ -12,4 +12,112 @@ mod shapes;
 mod trouble;
 mod waiting;
 
+use std::borrow::Cow;
+use std::io::{self, Read, Write};
+use std::sync::Mutex;
+use std::sync::mpsc::{Sender, channel};
+
+use pinpool::copier::{Fill, Sink, Source};
+use pinpool::{Copier, DeviceSlice};
+
+use crate::setup::{HANG, until};
 pub use crate::support::rig::{Rig, Whole, block_on, pattern};
+
+/// A rig's copier, bytes, and device memory of their length.
+fn with(rig: &Rig, len: usize, seed: u64) -> (Copier, Vec<u8>, DeviceSlice) {
+    (rig.copier(), pattern(len, seed), rig.device.alloc(len).unwrap().slice(..).unwrap())
+}
+
+/// A file on a disk with these bytes.
+fn file_of(bytes: &[u8]) -> tempfile::NamedTempFile {
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(bytes).unwrap();
+    file
+}
+
+/// A source, sink, reader or writer that a function stands for.
+struct Calls<F>(F, &'static str, u64);
+
+impl<F> std::fmt::Debug for Calls<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.1)
+    }
+}
+
+fn source<F>(name: &'static str, len: usize, fill: F) -> Calls<F>
+where
+    F: Fn(u64, &mut Fill<'_>) -> io::Result<()> + Send + Sync + 'static,
+{
+    Calls(fill, name, len as u64)
+}
+
+impl<F: Fn(u64, &mut Fill<'_>) -> io::Result<()> + Send + Sync + 'static> Source for Calls<F> {
+    fn len(&self) -> u64 {
+        self.2
+    }
+    fn name(&self) -> Cow<'_, str> {
+        self.1.into()
+    }
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        (self.0)(offset, into)
+    }
+}
+
+fn sink<F: Fn(u64, &[u8]) -> io::Result<()> + Send + Sync + 'static>(put: F) -> Calls<F> {
+    Calls(put, "a sink", 0)
+}
+
+impl<F: Fn(u64, &[u8]) -> io::Result<()> + Send + Sync + 'static> Sink for Calls<F> {
+    fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        (self.0)(offset, bytes)
+    }
+}
+
+fn reader<F: FnMut(&mut [u8]) -> io::Result<usize>>(read: F) -> Calls<F> {
+    Calls(read, "a reader", 0)
+}
+
+impl<F: FnMut(&mut [u8]) -> io::Result<usize>> Read for Calls<F> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        (self.0)(into)
+    }
+}
+
+/// A writer, which is given the number of the call, from 0.
+fn writer<F: FnMut(u64, &[u8]) -> io::Result<usize>>(write: F) -> Calls<F> {
+    Calls(write, "a writer", 0)
+}
+
+impl<F: FnMut(u64, &[u8]) -> io::Result<usize>> Write for Calls<F> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.2 += 1;
+        (self.0)(self.2 - 1, bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A writer that makes a call when it has its first bytes.
+fn first(mut call: impl FnMut()) -> impl Write {
+    writer(move |nth, bytes| {
+        if nth == 0 {
+            call();
+        }
+        Ok(bytes.len())
+    })
+}
+
+/// A source of sevens that waits behind its first `free` bytes until it is told, or its sender is dropped.
+fn told(len: usize, free: u64) -> (Sender<()>, impl Source + std::fmt::Debug + use<>) {
+    let (tell, told) = channel::<()>();
+    let told = Mutex::new(told);
+    let fill = move |offset: u64, into: &mut Fill<'_>| {
+        if offset >= free {
+            _ = told.lock().unwrap().recv_timeout(3 * HANG);
+        }
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
+    };
+    (tell, source("what is told", len, fill))
+}

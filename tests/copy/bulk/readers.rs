@@ -1,19 +1,15 @@
 //! What the caller's own thread brings or takes: where it ends, what it costs, and both at once.
 
-use std::io::{self, Read};
-use std::sync::Mutex;
-use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
-use std::time::{Duration, Instant};
+use std::io::Read;
+use std::sync::mpsc::{channel, sync_channel};
+use std::time::Duration;
 
 use crate::support::downloaded;
-use pinpool::copier::{Fill, Priority, Source};
+use pinpool::copier::Priority;
 use pinpool::host::{Call, Failure, Fault};
 use pinpool::{Copier, Error};
 
-use super::{Rig, Whole, pattern};
-
-/// Longer than anything takes.
-const HANG: Duration = Duration::from_secs(10);
+use super::{HANG, Rig, Whole, first, io, pattern, reader, told, until, with, writer};
 
 #[test]
 fn a_reader_may_end_where_a_chunk_does() {
@@ -33,59 +29,23 @@ fn a_reader_may_end_where_a_chunk_does() {
     rig.all_is_back();
 }
 
-/// A reader that records what it is given.
-struct Looks {
-    left: usize,
-    given: u64,
-}
-
-impl Read for Looks {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.given += into.len() as u64;
-        let n = into.len().min(self.left).min(1000);
-        // What is behind the bytes that are there is as the last call left it.
-        into.fill(7);
-        self.left -= n;
-        Ok(n)
-    }
-}
-
 #[test]
 fn a_reader_of_small_parts_fills_chunks() {
     let rig = Rig::plain();
-    let copier = rig.copier();
-    let memory = rig.device.alloc(1 << 20).unwrap();
-    let mut reader = Looks { left: 300_000, given: 0 };
-    assert_eq!(copier.upload_read(&mut reader, &memory).unwrap(), 300_000);
-    assert!(reader.given > 300_000);
+    let (copier, _, memory) = with(&rig, 1 << 20, 1);
+    let (mut left, mut given) = (300_000, 0);
+    let mut small = reader(|into| {
+        given += into.len() as u64;
+        let n = into.len().min(left).min(1000);
+        // What is behind the bytes that are there is as the last call left it.
+        into.fill(7);
+        left -= n;
+        Ok(n)
+    });
+    assert_eq!(copier.upload_read(&mut small, &memory).unwrap(), 300_000);
+    assert!(given > 300_000);
     assert!(downloaded(&copier, memory.slice(..300_000).unwrap()).iter().all(|byte| *byte == 7));
     rig.all_is_back();
-}
-
-/// What is written to it can be read, by another thread.
-#[derive(Default)]
-struct Pipe<E>(E, Vec<u8>);
-
-impl io::Write for Pipe<SyncSender<Vec<u8>>> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.send(bytes.to_vec()).map_err(io::Error::other)?;
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Read for Pipe<Receiver<Vec<u8>>> {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        if self.1.is_empty() {
-            self.1 = self.0.recv().unwrap_or_default();
-        }
-        let n = into.len().min(self.1.len());
-        into[..n].copy_from_slice(&self.1[..n]);
-        self.1.drain(..n);
-        Ok(n)
-    }
 }
 
 /// From the device to the device, by way of a writer and a reader.
@@ -94,15 +54,29 @@ fn round_trip(rig: &Rig, copier: Copier) {
     let bytes = pattern(4 << 20, 2);
     rig.copier().upload_slice(&bytes, &from).unwrap();
     let (done, is_done) = channel();
-    let (written, read) = sync_channel(0);
+    let (written, read) = sync_channel::<Vec<u8>>(0);
     let target = to.slice(..).unwrap();
     let (down, both) = (copier.clone(), done.clone());
     let threads = [
         std::thread::spawn(move || {
-            both.send(down.download_write(&from, &mut Pipe(written, Vec::new())).unwrap()).unwrap();
+            let mut to = writer(|_, bytes| {
+                written.send(bytes.to_vec()).map_err(io::Error::other)?;
+                Ok(bytes.len())
+            });
+            both.send(down.download_write(&from, &mut to).unwrap()).unwrap();
         }),
         std::thread::spawn(move || {
-            done.send(copier.upload_read(&mut Pipe(read, Vec::new()), target).unwrap()).unwrap();
+            let mut there = Vec::new();
+            let mut from = reader(|into| {
+                if there.is_empty() {
+                    there = read.recv().unwrap_or_default();
+                }
+                let n = into.len().min(there.len());
+                into[..n].copy_from_slice(&there[..n]);
+                there.drain(..n);
+                Ok(n)
+            });
+            done.send(copier.upload_read(&mut from, target).unwrap()).unwrap();
         }),
     ];
     for _ in 0..2 {
@@ -125,51 +99,30 @@ fn a_download_can_be_read_by_an_upload_of_the_same_copier() {
 #[test]
 fn a_slow_writer_of_the_foreground_leaves_room() {
     let rig = Rig::plain();
-    let first = rig.copier().with_priority(Priority::Foreground);
+    let urgent = rig.copier().with_priority(Priority::Foreground);
     let (from, to) = (rig.device.alloc(4 << 20).unwrap(), rig.device.alloc(4 << 20).unwrap());
     let bytes = pattern(4 << 20, 3);
-    first.upload_slice(&bytes, &from).unwrap();
-    struct Slow<F: FnMut()>(F, usize);
-    impl<F: FnMut()> io::Write for Slow<F> {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.1 += 1;
-            if self.1 == 3 {
-                (self.0)();
-            }
-            Ok(bytes.len())
+    urgent.upload_slice(&bytes, &from).unwrap();
+    let mut slow = writer(|nth, part| {
+        if nth == 2 {
+            // All that the writer's transfer may have has landed.
+            std::thread::sleep(Duration::from_millis(100));
+            let load = urgent.upload(bytes.clone(), &to).unwrap();
+            assert!(load.wait_timeout(HANG).is_ok(), "it has segments of its own");
         }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-    let beside = || {
-        // All that the writer's transfer may have has landed.
-        std::thread::sleep(Duration::from_millis(100));
-        let since = Instant::now();
-        let load = first.upload(bytes.clone(), &to).unwrap();
-        assert!(load.wait_timeout(HANG).is_ok(), "it has segments of its own");
-        assert!(since.elapsed() < HANG);
-    };
-    first.download_write(&from, &mut Slow(beside, 0)).unwrap();
-    assert!(downloaded(&first, &to) == bytes);
+        Ok(part.len())
+    });
+    urgent.download_write(&from, &mut slow).unwrap();
+    assert!(downloaded(&urgent, &to) == bytes);
     rig.all_is_back();
 }
 
-/// A writer that makes a call when it has its first bytes.
-struct Calls<F: FnMut()>(Option<F>);
-
-impl<F: FnMut()> io::Write for Calls<F> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if let Some(mut call) = self.0.take() {
-            // All that its transfer may have has landed.
-            std::thread::sleep(Duration::from_millis(100));
-            call();
-        }
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+/// A writer that makes a call when it has its first bytes, and all that its transfer may have has landed.
+fn calls(mut call: impl FnMut()) -> impl io::Write {
+    first(move || {
+        std::thread::sleep(Duration::from_millis(100));
+        call();
+    })
 }
 
 #[test]
@@ -186,14 +139,14 @@ fn a_writer_may_wait_for_another_download() {
             };
             assert!(back.unwrap().into_vec() == bytes);
         };
-        copier.download_write(&memory[0], &mut Calls(Some(beside))).unwrap();
+        copier.download_write(&memory[0], &mut calls(beside)).unwrap();
         // The same way once more, within.
         let (done, is_done) = channel();
         let (other, inner) = (copier.clone(), memory[1].slice(..).unwrap());
         let outer = memory[0].slice(..).unwrap();
         let thread = std::thread::spawn(move || {
             let nested = || assert_eq!(other.download_write(&inner, &mut io::sink()).unwrap(), 4 << 20);
-            copier.download_write(&outer, &mut Calls(Some(nested))).unwrap();
+            copier.download_write(&outer, &mut calls(nested)).unwrap();
             done.send(()).unwrap();
         });
         is_done.recv_timeout(HANG).expect("each has segments of its own");
@@ -220,7 +173,7 @@ fn writers_of_two_downloads_may_wait_for_others() {
                 let (copier, done) = (copier.clone(), done.clone());
                 std::thread::spawn(move || {
                     let beside = || drop(downloaded(&copier, &other));
-                    copier.download_write(&from, &mut Calls(Some(beside))).unwrap();
+                    copier.download_write(&from, &mut calls(beside)).unwrap();
                     done.send(()).unwrap();
                 })
             })
@@ -241,16 +194,12 @@ fn readers_that_fail_leave_no_segment_in_use() {
     let chunk = copier.stats().chunk;
     for round in 0..12 {
         // The only worker.
-        let (told, hears) = channel::<()>();
-        let hears = Mutex::new(hears);
-        let held = copier.upload(Held(chunk, hears), &memory[0]).unwrap();
-        let since = Instant::now();
-        while rig.pool.stats().checked_out_bytes == 0 {
-            assert!(since.elapsed() < HANG);
-            std::thread::yield_now();
-        }
+        let (told, source) = told(chunk, 0);
+        let held = copier.upload(source, &memory[0]).unwrap();
+        until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
         let bytes = pattern(2 * chunk + 10, round);
-        let failed = copier.upload_read(&mut (&bytes[..]).chain(Broken), &memory[1]).unwrap_err();
+        let broken = reader(|_| Err(io::Error::other("the line is dead")));
+        let failed = copier.upload_read(&mut (&bytes[..]).chain(broken), &memory[1]).unwrap_err();
         assert!(matches!(failed, Error::Read { .. }), "round {round}: {failed}");
         // With a segment too few the reader would have had to wait for the worker.
         assert!(!held.progress().over, "round {round}: segments are still in use");
@@ -279,26 +228,4 @@ fn a_device_that_fails_under_a_reader_leaves_no_segment_in_use() {
     let after = copier.upload(vec![3; 4 * chunk], &memory).unwrap();
     after.wait_timeout(HANG).expect("a segment is left").unwrap();
     rig.all_is_back();
-}
-
-struct Broken;
-
-impl Read for Broken {
-    fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
-        Err(io::Error::other("the line is dead"))
-    }
-}
-
-/// So many bytes, when its sender is dropped.
-struct Held(usize, Mutex<Receiver<()>>);
-
-impl Source for Held {
-    fn len(&self) -> u64 {
-        self.0 as u64
-    }
-    fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        let _ = self.1.lock().unwrap().recv_timeout(HANG);
-        into.push(&vec![7; into.remaining()]);
-        Ok(())
-    }
 }

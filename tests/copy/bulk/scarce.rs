@@ -1,20 +1,15 @@
 //! Transfers by a pool that others hold: what is free in shorter pieces than a chunk is used, and a deadline ends what
 //! finds none.
 
-use std::borrow::Cow;
-use std::io::{self, Write};
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{FileSink, FileSource, Fill, Source};
+use pinpool::copier::{FileSink, FileSource};
 use pinpool::host::HostConfig;
 use pinpool::{Copier, DeviceSlice, Error, PinnedBuf, Request, Waited};
 
-use super::{Rig, block_on, pattern};
+use super::{HANG, Rig, block_on, file_of, pattern, told, until};
 
-/// Longer than anything takes.
-const HANG: Duration = Duration::from_secs(20);
 const PAGE: usize = 4096;
 const CHUNK: usize = 256 << 10;
 const BYTES: usize = (1 << 20) + 77;
@@ -58,8 +53,7 @@ const FORMS: [(&str, Form); 10] = [
         copier.upload_slices(&pieces)
     }),
     ("upload of a file", |copier, memory, bytes| {
-        let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        file.write_all(bytes).unwrap();
+        let file = file_of(bytes);
         file.as_file().sync_all().unwrap();
         copier.upload(FileSource::open(file.path())?, memory)?.wait()?;
         Ok(())
@@ -157,10 +151,7 @@ fn one_short_piece_that_comes_back_moves_every_transfer() {
     let piece = all.swap_remove(all.len() / 2);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // The first form waits in the pool's queue by then.
-            while rig.pool.stats().waiting == 0 {
-                std::thread::yield_now();
-            }
+            until("the first form waits in the pool's queue", || rig.pool.stats().waiting > 0);
             drop(piece);
         });
         all_forms_end(&rig, &copier);
@@ -200,13 +191,9 @@ fn a_blocked_source_keeps_no_other_transfer_from_short_pieces() {
     let pieces = all.len() / 2;
     drop((all.swap_remove(pieces), all.swap_remove(pieces / 2)));
     // A single chunk.
-    let (tell, _, source) = Told::new(1000);
+    let (tell, source) = told(1000, 0);
     let blocked = copier.upload(source, &memory).unwrap();
-    let since = Instant::now();
-    while rig.pool.stats().free_bytes > 16 * PAGE {
-        assert!(since.elapsed() < HANG, "it has no segment");
-        std::thread::yield_now();
-    }
+    until("it has a segment", || rig.pool.stats().free_bytes <= 16 * PAGE);
     all_forms_end(&rig, &copier);
     drop(tell);
     blocked.wait().unwrap();
@@ -244,42 +231,12 @@ fn a_deadline_ends_every_transfer_that_finds_no_memory() {
         }
     });
     // By the thread that finds no work any more.
-    let since = Instant::now();
-    while rig.pool.stats().waiting > 0 {
-        assert!(since.elapsed() < HANG, "its place in the queue is not given up");
-        std::thread::yield_now();
-    }
+    until("its place in the queue is given up", || rig.pool.stats().waiting == 0);
     drop(all);
     // Nothing is lost, and a deadline that does not pass changes nothing.
     rig.all_is_back();
     all_forms_end(&rig, &copier.with_timeout(10 * HANG));
     rig.all_is_back();
-}
-
-/// Gives bytes when it is told to, and says when it is dropped.
-#[derive(Debug)]
-struct Told(Mutex<mpsc::Receiver<()>>, usize, #[allow(dead_code, reason = "kept")] Arc<()>);
-
-impl Told {
-    fn new(len: usize) -> (mpsc::Sender<()>, Weak<()>, Self) {
-        let ((tell, told), kept) = (mpsc::channel(), Arc::new(()));
-        (tell, Arc::downgrade(&kept), Self(Mutex::new(told), len, kept))
-    }
-}
-
-impl Source for Told {
-    fn len(&self) -> u64 {
-        self.1 as u64
-    }
-    fn name(&self) -> Cow<'_, str> {
-        "what is told".into()
-    }
-    fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        // An error: the test is over.
-        let _ = self.0.lock().unwrap().recv();
-        into.push(&vec![1; into.remaining()]);
-        Ok(())
-    }
 }
 
 #[test]
@@ -293,7 +250,7 @@ fn a_deadline_says_what_was_waited_for() {
     let waited = late(slow.with_timeout(SOON).upload_slice(&vec![2; BYTES], &memory));
     assert!(waited.to_string().contains("bytes in memory"), "{waited}");
     // A source that does not return is waited for: it is lent, and has its place in a segment.
-    let (tell, _, source) = Told::new(BYTES);
+    let (tell, source) = told(BYTES, 0);
     let slow = in_time.upload(source, &memory).unwrap();
     let refused = slow.wait_timeout(5 * SOON).unwrap_err();
     let slow = refused.buffer.expect("it is not over");
@@ -312,13 +269,10 @@ fn a_deadline_ends_what_nobody_waits_for() {
     let copier = copier(&rig);
     let memory = rig.device.alloc(BYTES).unwrap();
     let all = taken(&rig, 16);
-    let (_tell, alive, source) = Told::new(BYTES);
+    let (tell, source) = told(BYTES, 0);
     drop(copier.with_timeout(SOON).upload(source, &memory).unwrap());
     let since = Instant::now();
-    while alive.strong_count() > 0 {
-        assert!(since.elapsed() < HANG, "it has its source still");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    until("the source is dropped", || tell.send(()).is_err());
     assert!(since.elapsed() >= SOON / 2);
     // What waits behind it goes on.
     drop(all);
@@ -357,20 +311,14 @@ fn a_bounded_queue_refuses_no_transfer() {
     let bytes = pattern(BYTES, 3);
     for (_, form) in FORMS {
         // A worker that found no chunk for its segment returns it shortly after a transfer has ended.
-        let since = Instant::now();
-        let all = loop {
-            match pool.checkout((1 << 20) - PAGE) {
-                Ok(all) => break all,
-                Err(error) => assert!(since.elapsed() < HANG, "{error}"),
-            }
-        };
+        let mut all = None;
+        until("all is free", || {
+            all = pool.checkout((1 << 20) - PAGE).ok();
+            all.is_some()
+        });
         std::thread::scope(|scope| {
             let ended = scope.spawn(|| form(&copier, &memory, &bytes));
-            let since = Instant::now();
-            while pool.stats().waiting == 0 && !ended.is_finished() {
-                assert!(since.elapsed() < HANG, "it does not wait");
-                std::thread::yield_now();
-            }
+            until("it waits", || pool.stats().waiting > 0 || ended.is_finished());
             drop(all);
             ended.join().unwrap().unwrap();
         });

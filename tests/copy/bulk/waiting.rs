@@ -1,43 +1,24 @@
 //! Transfers that wait for a segment, for a permit or for the pool, where only other transfers can make
 //! room: they go on when there is some.
 
-use std::borrow::Cow;
-use std::io;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use crate::setup::{Node, Setup};
 use crate::support::downloaded;
-use pinpool::copier::{FileSink, Fill, Priority, Sink, Source};
+use pinpool::copier::{FileSink, Fill, Priority, Source};
 use pinpool::host::HostConfig;
 use pinpool::{Error, Request};
 
-use super::{Rig, Whole, pattern};
-
-/// Longer than anything takes.
-const HANG: Duration = Duration::from_secs(10);
+use super::{HANG, Rig, Whole, file_of, first, io, pattern, reader, sink, source, told, until};
 
 /// Bytes that the copier cannot take for memory.
-struct Opaque(Vec<u8>);
-
-impl Source for Opaque {
-    fn len(&self) -> u64 {
-        self.0.len() as u64
-    }
-    fn name(&self) -> Cow<'_, str> {
-        "opaque".into()
-    }
-    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        into.push(&self.0[offset as usize..]);
+fn opaque(bytes: Vec<u8>) -> impl Source {
+    let len = bytes.len();
+    source("opaque", len, move |offset, into: &mut Fill<'_>| {
+        into.push(&bytes[offset as usize..]);
         Ok(())
-    }
-}
-
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + HANG;
-    while !so() {
-        assert!(Instant::now() < deadline, "{what}");
-        std::thread::yield_now();
-    }
+    })
 }
 
 #[test]
@@ -48,11 +29,11 @@ fn what_needs_no_segment_goes_past_what_waits_for_one() {
     let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
     let mut pinned = rig.pool.checkout(1 << 20).unwrap();
     pinned.try_extend_from_slice(&bytes).unwrap();
-    let (told, hears) = std::sync::mpsc::channel::<()>();
     // The only segment.
-    let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+    let (told, source) = told(64 << 10, 0);
+    let slow = copier.upload(source, &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 2 << 19);
-    let staged = copier.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
+    let staged = copier.upload(opaque(bytes.clone()), &memory[1]).unwrap();
     let plain = copier.upload_pages(vec![(pinned, memory[2].slice(..).unwrap())]).unwrap();
     plain.wait_timeout(HANG).expect("it waits for no segment").unwrap();
     assert!(!staged.is_over());
@@ -104,29 +85,17 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
 }
 
 /// A reader that makes a call before it gives its first bytes.
-struct Reads<'a, F: FnMut()>(Option<F>, &'a [u8]);
-
-impl<F: FnMut()> io::Read for Reads<'_, F> {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.0.take().iter_mut().for_each(|call| call());
-        self.1.read(into)
-    }
+fn reads(call: impl FnOnce(), mut bytes: &[u8]) -> impl io::Read {
+    let mut call = Some(call);
+    reader(move |into| {
+        call.take().into_iter().for_each(|call| call());
+        io::Read::read(&mut bytes, into)
+    })
 }
 
 /// A call does not take the last two segments of the pool: its reader may wait for a transfer that needs the second one.
 #[test]
 fn a_reader_leaves_a_segment_to_the_transfer_that_it_waits_for() {
-    struct Second<F: FnMut()>(usize, F);
-    impl<F: FnMut()> io::Read for Second<F> {
-        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-            self.0 += 1;
-            if self.0 == 2 {
-                (self.1)();
-            }
-            into.fill(7);
-            Ok(into.len())
-        }
-    }
     // The first copy is not complete when the second segment is filled.
     let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 2 << 20);
     let copier = rig.copier();
@@ -136,11 +105,17 @@ fn a_reader_leaves_a_segment_to_the_transfer_that_it_waits_for() {
     let mut whole: Vec<_> = std::iter::from_fn(|| rig.pool.try_checkout(segment).ok()).collect();
     let _rest = rig.emptied();
     whole.truncate(whole.len() - 2);
-    let beside = || {
-        let load = copier.upload(bytes.clone(), &memory[0]).unwrap();
-        assert!(load.wait_timeout(HANG).is_ok(), "the call has both");
-    };
-    copier.upload_read(&mut Second(0, beside), &memory[1]).unwrap();
+    let mut calls = 0;
+    let mut second = reader(|into| {
+        calls += 1;
+        if calls == 2 {
+            let load = copier.upload(bytes.clone(), &memory[0]).unwrap();
+            assert!(load.wait_timeout(HANG).is_ok(), "the call has both");
+        }
+        into.fill(7);
+        Ok(into.len())
+    });
+    copier.upload_read(&mut second, &memory[1]).unwrap();
     assert!(downloaded(&copier, &memory[0]) == bytes);
 }
 
@@ -169,7 +144,7 @@ fn a_reader_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_ba
             assert!(waits(), "upload: {upload}");
         }
     };
-    copier.upload_read(&mut Reads(Some(beside), &bytes), &memory[1]).unwrap();
+    copier.upload_read(&mut reads(beside, &bytes), &memory[1]).unwrap();
     assert!(downloaded(&copier, &memory[1]) == bytes);
     rig.all_is_back();
 }
@@ -187,20 +162,19 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
             let mut pinned = rig.pool.checkout(200_000).unwrap();
             pinned.try_extend_from_slice(&bytes).unwrap();
             let all = rig.emptied();
-            let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-            let (download, upload) = match up {
-                false => {
-                    let sink = FileSink::create(file.path()).unwrap();
-                    (Some(copier.download(&memory[0], sink).unwrap()), None)
-                }
-                true => (None, Some(copier.upload(Opaque(bytes.clone()), &memory[0]).unwrap())),
+            let file = file_of(&[]);
+            let staged: Box<dyn FnOnce() -> bool> = if up {
+                let load = copier.upload(opaque(bytes.clone()), &memory[0]).unwrap();
+                Box::new(move || load.wait_timeout(HANG).is_ok())
+            } else {
+                let load = copier.download(&memory[0], FileSink::create(file.path()).unwrap()).unwrap();
+                Box::new(move || load.wait_timeout(HANG).is_ok())
             };
             until("it waits for the pool", || rig.pool.stats().waiting == 1);
             let plain = copier.upload_pages(vec![(pinned, memory[1].slice(..).unwrap())]).unwrap();
             assert!(plain.wait_timeout(HANG).is_ok(), "it needs no segment");
             drop(all);
-            assert!(download.is_none_or(|staged| staged.wait_timeout(HANG).is_ok()));
-            assert!(upload.is_none_or(|staged| staged.wait_timeout(HANG).is_ok()));
+            assert!(staged());
         }
     }
     rig.all_is_back();
@@ -209,16 +183,6 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
 /// A chunk that lands for its caller is in flight no more, and wakes no worker by that.
 #[test]
 fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
-    struct Waits<F: FnMut()>(Option<F>);
-    impl<F: FnMut()> io::Write for Waits<F> {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.take().iter_mut().for_each(|call| call());
-            Ok(bytes.len())
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
     let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 16 << 20);
     let copier = rig.builder().depth(1).build().unwrap();
     let bytes = pattern(1 << 20, 8);
@@ -230,7 +194,7 @@ fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
         };
         assert!(back.unwrap().into_vec() == bytes);
     };
-    copier.download_write(&memory[0], &mut Waits(Some(beside))).unwrap();
+    copier.download_write(&memory[0], &mut first(beside)).unwrap();
     rig.all_is_back();
 }
 
@@ -253,19 +217,6 @@ fn who_waits_for_the_pool_keeps_his_place() {
     rig.all_is_back();
 }
 
-/// A sink that makes a call for the bytes it is given.
-struct Puts<F>(F);
-
-impl<F: Fn() + Send + Sync + 'static> Sink for Puts<F> {
-    fn name(&self) -> Cow<'_, str> {
-        "puts".into()
-    }
-    fn put(&self, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
-        (self.0)();
-        Ok(())
-    }
-}
-
 /// An arrival makes room for a copy and brings a chunk to be drained: two workers are woken.
 #[test]
 fn a_place_on_the_wire_is_told_beside_what_has_landed() {
@@ -275,8 +226,11 @@ fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let hears = std::sync::Mutex::new(hears);
     rig.node.hang(0);
-    let sink = Puts(move || _ = hears.lock().unwrap().recv_timeout(2 * HANG));
-    let slow = copier.download(&memory[0], sink).unwrap();
+    let waits = sink(move |_, _| {
+        _ = hears.lock().unwrap().recv_timeout(2 * HANG);
+        Ok(())
+    });
+    let slow = copier.download(&memory[0], waits).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     let plain = copier.download(&memory[1], Whole::default()).unwrap();
     // Both workers have looked for a place.
@@ -289,23 +243,6 @@ fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     rig.all_is_back();
 }
 
-/// That many bytes, when told.
-struct Told(usize, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
-
-impl Source for Told {
-    fn len(&self) -> u64 {
-        self.0 as u64
-    }
-    fn name(&self) -> Cow<'_, str> {
-        "told".into()
-    }
-    fn fill(&self, _offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        _ = self.1.lock().unwrap().recv_timeout(3 * HANG);
-        into.push(&vec![7; into.remaining()]);
-        Ok(())
-    }
-}
-
 /// A caller with a reader asks the pool itself while all workers are busy, also where they wait for the rate.
 #[test]
 fn a_reader_is_served_while_all_workers_are_busy() {
@@ -316,16 +253,16 @@ fn a_reader_is_served_while_all_workers_are_busy() {
         let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
         copier.upload_slice(&pattern(64 << 10, 1), &memory[2]).unwrap();
         rig.all_is_back();
-        let (told, hears) = std::sync::mpsc::channel::<()>();
-        let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+        let (told, source) = told(64 << 10, 0);
+        let slow = copier.upload(source, &memory[0]).unwrap();
         until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
         let all = rig.emptied();
         let (done, hears_done) = std::sync::mpsc::channel();
         let urgent = copier.with_priority(Priority::Foreground);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let reads = || done.send(()).unwrap();
-                urgent.upload_read(&mut Reads(Some(reads), &[7; 1000]), &memory[1]).unwrap();
+                let mut reads = reads(|| done.send(()).unwrap(), &[7; 1000]);
+                urgent.upload_read(&mut reads, &memory[1]).unwrap();
             });
             // It has asked the pool in vain, more than once.
             std::thread::sleep(Duration::from_millis(rounds * 250));
@@ -349,16 +286,16 @@ fn a_reader_is_served_beside_a_busy_wire() {
     let pinned =
         rig.pool.checkout(128 << 20).map(|mut buf| buf.try_resize(128 << 20, 1).map(|()| buf)).unwrap();
     let place = rig.device.alloc(128 << 20).unwrap();
-    let (told, hears) = std::sync::mpsc::channel::<()>();
-    let slow = copier.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+    let (told, source) = told(64 << 10, 0);
+    let slow = copier.upload(source, &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
     let all = rig.emptied();
     let wire = copier.upload_pages(vec![(pinned.unwrap(), place.slice(..).unwrap())]).unwrap();
     let (done, hears_done) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let reads = || done.send(wire.is_over()).unwrap();
-            copier.upload_read(&mut Reads(Some(reads), &[7; 1000]), &memory[1]).unwrap();
+            let mut reads = reads(|| done.send(wire.is_over()).unwrap(), &[7; 1000]);
+            copier.upload_read(&mut reads, &memory[1]).unwrap();
         });
         std::thread::sleep(Duration::from_millis(400));
         drop(all);
@@ -404,10 +341,9 @@ fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
     let rig = Rig::plain();
     let copier = rig.builder().threads(1).build().unwrap();
     let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let (told, hears) = std::sync::mpsc::channel::<()>();
-    let hears = std::sync::Mutex::new(hears);
     // The only worker, with a segment.
-    let slow = copier.upload(Told(64 << 10, hears), &memory[0]).unwrap();
+    let (told, source) = told(64 << 10, 0);
+    let slow = copier.upload(source, &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
     let all = rig.emptied();
     let (done, hears_done) = std::sync::mpsc::channel();
@@ -466,16 +402,16 @@ fn copiers_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
 }
 
 #[test]
-fn on_a_stepped_device_polling_for_a_part_moves_it() {
-    let rig = Rig::new(HostConfig::new().stepped(7), 4 << 20);
-    let memory = rig.device.alloc(1 << 20).unwrap();
-    let mut transfer = rig.copier().upload(pattern(1 << 20, 3), &memory).unwrap();
+fn polling_for_a_part_moves_a_device_by_hand() {
+    let Some(node) = Node::by_hand(7) else { return };
+    let s = Setup::new(node, 4 << 20, |copier| copier.chunk(64 << 10).share(1 << 20));
+    let transfer = s.copier.upload(pattern(1 << 20, 3), s.memory.slice(..1 << 20)).unwrap();
     let mut cx = Context::from_waker(Waker::noop());
     let landed = (0..10_000).any(|_| {
-        rig.node.step();
+        s.node.step();
         transfer.poll_landed(&mut cx, 1 << 20) == Poll::Ready(true)
     });
     assert!(landed, "{:?}", transfer.progress());
     transfer.wait().unwrap();
-    rig.all_is_back();
+    s.all_back();
 }

@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn it_grows_up_to_the_cap_and_is_trimmed() {
     let gone: Arc<Mutex<Vec<RegionInfo>>> = Arc::default();
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let told = gone.clone();
     let pool = rig
         .builder(1 << 20)
@@ -51,7 +51,7 @@ fn it_grows_up_to_the_cap_and_is_trimmed() {
     assert!(trimmed > 0 && left >= 600 << 10, "{trimmed} trimmed");
     pool.trim(0);
     assert_eq!(checked(&pool).pinned_bytes, 256 << 10);
-    assert_eq!(rig.node.live(0).pinned_bytes, 256 << 10);
+    assert_eq!(rig.pinned(), 256 << 10);
     assert_eq!(gone.lock().unwrap().iter().map(|r| r.len).sum::<usize>(), 768 << 10);
     // It grows again.
     let again: Vec<_> = std::iter::from_fn(|| pool.try_checkout(pages(32)).ok()).collect();
@@ -127,10 +127,10 @@ fn trimming_leaves_a_region_alone_that_is_being_pinned() {
 
 #[test]
 fn growing_that_fails_is_the_waiters_error() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.builder(256 << 10).initial(32 << 10).region(64 << 10).build().unwrap();
     let fail = || rig.refuse_pins(1);
-    let refused = |error: &Error| matches!(error, Error::Device(e) if e.call == "pin");
+    let refused = |error: &Error| matches!(error, Error::Device(e) if e.call == "cuMemHostRegister");
     // The growth of a region, and that of what is needed; from then on growths are no longer than that.
     rig.refuse_pins(2);
     let error = pool.checkout(pages(12)).unwrap_err();
@@ -156,7 +156,7 @@ fn growing_that_fails_is_the_waiters_error() {
 
 #[test]
 fn what_fits_no_region_makes_idle_ones_go() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.builder(256 << 10).initial(128 << 10).region(128 << 10).build().unwrap();
     // The request fits into the capacity, but not into what is left of it, nor into the existing region while that is
     // in use.
@@ -197,7 +197,7 @@ fn what_fits_no_region_waits_on_threads() {
 
 #[test]
 fn buffers_that_do_not_fit_together_are_not_waited_for() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let aligned = |n: usize| pages(n).align(64 << 10);
     // Each alone would fit, but both only at the start.

@@ -1,8 +1,8 @@
 //! What happens when the pool has nothing left: failing, waiting, growing, trimming, and closing.
 //!
-//! A waiter is mostly a future here, polled by hand, on a stepped device: then the test determines the order of events,
-//! and needs no clock. What only threads can show (a parked waiter, pinning in the background) is on the threaded
-//! device.
+//! A waiter is mostly a future here, polled by hand, on a simulated GPU that the test moves: then the test determines the
+//! order of events, and needs no clock. What only threads can show (a parked waiter, pinning in the background) is on the
+//! host device.
 
 mod growing;
 mod retries;
@@ -12,7 +12,7 @@ mod windows;
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
@@ -23,28 +23,43 @@ use pinpool::{
     Checkout, Device, Error, PinnedBuf, Pool, PoolBuilder, PoolStats, RegionInfo, Request, Stream, Unpinned,
 };
 
+use crate::HANG;
+use crate::support::hand::Machine;
+use crate::support::rig::block_on;
+
 const PAGE: usize = 4096;
-/// Longer than anything takes here.
-const HANG: Duration = Duration::from_secs(20);
+/// cuda.h: CUDA_ERROR_OUT_OF_MEMORY, which may pass.
+const OUT_OF_MEMORY: u32 = 2;
+
+/// What a device is of.
+enum Node {
+    Hand(Machine),
+    Threads(HostNode),
+}
 
 struct Rig {
-    node: HostNode,
+    node: Node,
     device: Device,
 }
 
 impl Rig {
-    fn stepped() -> Self {
-        Self::on(HostConfig::new().memory(8 << 20).stepped(7))
+    fn by_hand() -> Self {
+        let machine = Machine::new(1, 8 << 20, 7);
+        Self { device: machine.device(0), node: Node::Hand(machine) }
     }
 
     fn threads() -> Self {
-        Self::on(HostConfig::new().memory(8 << 20))
+        let node = HostNode::new(HostConfig::new().memory(8 << 20)).unwrap();
+        Self { device: Device::on(&node, 0).unwrap(), node: Node::Threads(node) }
     }
 
-    fn on(config: HostConfig) -> Self {
-        let node = HostNode::new(config).unwrap();
-        let device = Device::on(&node, 0).unwrap();
-        Self { node, device }
+    /// One of each kind, by turns.
+    fn both() -> impl Iterator<Item = Self> {
+        [Self::by_hand, Self::threads].into_iter().map(|rig| rig())
+    }
+
+    fn has_threads(&self) -> bool {
+        matches!(self.node, Node::Threads(_))
     }
 
     fn pool(&self, capacity: usize) -> Pool {
@@ -57,16 +72,65 @@ impl Rig {
 
     /// The next so many calls that pin fail for a reason that may pass.
     fn refuse_pins(&self, count: u64) {
-        for _ in 0..count {
-            self.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+        for nth in 0..count {
+            match &self.node {
+                Node::Hand(machine) => machine.fail("cuMemHostRegister_v2", nth + 1, OUT_OF_MEMORY),
+                Node::Threads(node) => {
+                    node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+                }
+            }
         }
     }
 
-    /// Everything is back where it came from, with threads a little later.
+    /// While it is set nothing runs.
+    fn hang(&self, hung: bool) {
+        match &self.node {
+            Node::Hand(machine) => machine.hang(hung),
+            Node::Threads(node) if hung => node.hang(0),
+            Node::Threads(node) => node.resume(0),
+        }
+    }
+
+    /// The same of the first stream.
+    fn hang_stream(&self, hung: bool) {
+        assert!(match &self.node {
+            Node::Hand(machine) if hung => machine.hold(0, 0),
+            Node::Hand(machine) => {
+                machine.resume(0, Some(0));
+                true
+            }
+            Node::Threads(node) if hung => node.hang_stream(0, 0),
+            Node::Threads(node) => node.resume_stream(0, 0),
+        });
+    }
+
+    fn kill(&self) {
+        match &self.node {
+            Node::Hand(machine) => machine.kill(0),
+            Node::Threads(node) => node.kill(0),
+        }
+    }
+
+    /// Bytes that the driver has pinned.
+    fn pinned(&self) -> usize {
+        match &self.node {
+            Node::Hand(machine) => machine.registered(),
+            Node::Threads(node) => node.live(0).pinned_bytes,
+        }
+    }
+
+    /// Everything is back where it came from, with threads a little later; and no rule of the driver's was broken.
     fn all_is_given_back(self) {
         let Self { node, device } = self;
         drop(device);
-        eventually(|| (node.live(0) == HostUsage::default()).then_some(()), || format!("{:?}", node.live(0)));
+        let left = || match &node {
+            Node::Hand(machine) => (!machine.is_clean()).then(|| machine.report()),
+            Node::Threads(node) => {
+                let live = node.live(0);
+                (live != HostUsage::default()).then(|| format!("{live:?}"))
+            }
+        };
+        eventually(|| left().is_none().then_some(()), || format!("{:?}", left()));
     }
 }
 
@@ -138,25 +202,6 @@ impl<F: Future> Waiter<F> {
     }
 }
 
-fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(std::thread::Thread);
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-    let mut future = pin!(future);
-    let since = Instant::now();
-    loop {
-        assert!(since.elapsed() < HANG, "a future hangs");
-        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(value) => return value,
-            Poll::Pending => std::thread::park_timeout(HANG),
-        }
-    }
-}
-
 #[track_caller]
 fn checked(pool: &Pool) -> PoolStats {
     pool.check().unwrap();
@@ -176,5 +221,6 @@ fn send(stream: &Stream, mut buf: PinnedBuf) {
 }
 
 fn drain(rig: &Rig) {
-    while rig.node.step() | rig.device.reap() {}
+    let step = || matches!(&rig.node, Node::Hand(machine) if machine.step());
+    while step() | rig.device.reap() {}
 }

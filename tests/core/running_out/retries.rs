@@ -63,15 +63,22 @@ fn all_who_wait_are_served_after_a_refusal_that_passes() {
 /// There is no room to grow for who came first, so what was refused is tried again for who can be served.
 #[test]
 fn a_refusal_strands_nobody_behind_one_that_growing_cannot_serve() {
-    for (capacity, refusals) in [(26, 1), (26, 5), (30, 1), (30, 5)] {
+    let one = vec![pages(8)];
+    let two = vec![pages(4); 2];
+    for (capacity, refusals, request) in
+        [(26, 1, &one), (26, 5, &one), (30, 1, &one), (30, 5, &one), (26, 0, &two), (26, 1, &two)]
+    {
         let rig = Rig::threads();
         let pool = rig.builder(capacity * PAGE).region(16 * PAGE).initial(16 * PAGE).build().unwrap();
         let tier = pool.checkout(pages(12)).unwrap();
         let mut first = Waiter::new(pool.checkout_async(pages(16)));
         rig.refuse_pins(refusals);
-        drop(pool.checkout_timeout(pages(8), HANG).unwrap());
+        let bufs = match &request[..] {
+            [one] => vec![pool.checkout_timeout(*one, HANG).unwrap()],
+            several => pool.checkout_many(several, Some(HANG)).unwrap(),
+        };
         first.still_waits();
-        drop(tier);
+        drop((bufs, tier));
         drop((first.ready().unwrap(), pool));
         rig.all_is_given_back();
     }
@@ -79,8 +86,8 @@ fn a_refusal_strands_nobody_behind_one_that_growing_cannot_serve() {
 
 /// Without a clock, the next call that finds nothing at hand has the growth tried again.
 #[test]
-fn on_a_stepped_device_calls_are_the_pauses() {
-    let rig = Rig::stepped();
+fn by_hand_calls_are_the_pauses() {
+    let rig = Rig::by_hand();
     let (pool, tier) = held(&rig);
     let small = pool.checkout(pages(1)).unwrap();
     rig.refuse_pins(4);
@@ -149,7 +156,7 @@ fn memory_that_went_unpinned_is_pinned_later() {
     eventually(|| (pool.stats().unpinned_bytes == 0).then_some(()), || format!("{pool:?}"));
     assert!(pool.regions().iter().all(|region| region.pinned == region.len), "{:?}", pool.regions());
     let pinned = checked(&pool).pinned_bytes;
-    assert_eq!(rig.node.live(0).pinned_bytes, pinned);
+    assert_eq!(rig.pinned(), pinned);
     drop((buf, pool));
     rig.all_is_given_back();
 }
@@ -175,21 +182,4 @@ fn whoever_waits_gets_the_room_that_the_first_in_the_queue_cannot_use() {
     drop(first.ready().unwrap());
     drop(pool);
     rig.all_is_given_back();
-}
-
-#[test]
-fn a_refusal_strands_no_request_for_several_buffers_behind_one_that_growing_cannot_serve() {
-    for refusals in [0, 1] {
-        let rig = Rig::threads();
-        let pool = rig.builder(26 * PAGE).region(16 * PAGE).initial(16 * PAGE).build().unwrap();
-        let tier = pool.checkout(pages(12)).unwrap();
-        let mut first = Waiter::new(pool.checkout_async(pages(16)));
-        rig.refuse_pins(refusals);
-        let both = pool.checkout_many(&[pages(4), pages(4)], Some(HANG)).unwrap();
-        first.still_waits();
-        drop((both, tier));
-        drop(first.ready().unwrap());
-        drop(pool);
-        rig.all_is_given_back();
-    }
 }

@@ -4,11 +4,10 @@ use super::*;
 
 #[test]
 fn waiting_ends_when_quarantine_has_made_it_impossible() {
-    for threads in [false, true] {
-        let rig = if threads { Rig::threads() } else { Rig::stepped() };
+    for rig in Rig::both() {
         let pool = rig.pool(64 << 10);
         let stream = rig.device.stream().unwrap();
-        rig.node.hang(0);
+        rig.hang(true);
         let kept = pool.checkout(pages(6)).unwrap();
         send(&stream, pool.checkout(pages(10)).unwrap());
         let mut possible = Waiter::new(pool.checkout_async(pages(6)));
@@ -17,7 +16,7 @@ fn waiting_ends_when_quarantine_has_made_it_impossible() {
             Waiter::new(pool.checkout_many_async([pages(3), pages(4)])),
             Waiter::new(pool.checkout_many_async([pages(4), pages(4)])),
         ];
-        rig.node.kill(0);
+        rig.kill();
         eventually(
             || {
                 rig.device.reap();
@@ -49,11 +48,10 @@ fn waiting_ends_when_quarantine_has_made_it_impossible() {
 
 #[test]
 fn a_stuck_stream_keeps_only_its_own_buffers() {
-    for threads in [false, true] {
-        let rig = if threads { Rig::threads() } else { Rig::stepped() };
+    for rig in Rig::both() {
         let pool = rig.pool(64 << 10);
         let (stuck, going) = (rig.device.stream().unwrap(), rig.device.stream().unwrap());
-        assert!(rig.node.hang_stream(0, 0));
+        rig.hang_stream(true);
         send(&stuck, pool.checkout(pages(4)).unwrap());
         let held = stuck.hold(pool.checkout(pages(1)).unwrap()).unwrap();
         for _ in 0..50 {
@@ -71,7 +69,7 @@ fn a_stuck_stream_keeps_only_its_own_buffers() {
         assert!(!held.is_done().unwrap());
         let error = held.wait_timeout(Duration::from_millis(1)).unwrap_err();
         assert!(matches!(error.error, Error::Timeout(_)));
-        assert!(rig.node.resume_stream(0, 0));
+        rig.hang_stream(false);
         drop(error.buffer.unwrap().wait().unwrap());
         stuck.synchronize().unwrap();
         let stats =
@@ -123,6 +121,7 @@ fn a_panic_in_the_callers_code_loses_nothing() {
     let stats =
         eventually(|| Some(pool.stats()).filter(|s| s.checkouts == s.returns), || format!("{pool:?}"));
     assert_eq!((stats.in_flight_bytes, stats.checked_out_bytes, stats.quarantined_bytes), (0, 0, 0));
+    assert_eq!(stats.errors, Default::default());
     checked(&pool);
     drop((stream, pool));
     rig.all_is_given_back();
@@ -151,12 +150,12 @@ fn a_panic_in_a_callback_loses_nothing() {
     let bomb = Waker::from(Arc::new(Bomb));
     let mut cx = Context::from_waker(&bomb);
     // Woken by the reaper, which has other waiters to wake and other buffers to return.
-    rig.node.hang(0);
+    rig.hang(true);
     let mut sent = Box::pin(stream.hold(pool.checkout(pages(30)).unwrap()).unwrap());
     assert!(sent.as_mut().poll(&mut cx).is_pending());
     let mut waiting: Pin<Box<Checkout>> = Box::pin(pool.checkout_async(pages(3)));
     assert!(waiting.as_mut().poll(&mut cx).is_pending());
-    rig.node.resume(0);
+    rig.hang(false);
     let landed = eventually(
         || match sent.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(buf) => Some(buf.unwrap()),
@@ -177,8 +176,7 @@ fn a_panic_in_a_callback_loses_nothing() {
 
 #[test]
 fn buffers_outlive_their_pool() {
-    for threads in [false, true] {
-        let rig = if threads { Rig::threads() } else { Rig::stepped() };
+    for rig in Rig::both() {
         let stream = rig.device.stream().unwrap();
         let memory = rig.device.alloc(4096).unwrap();
         let pool = rig.pool(1 << 20);
@@ -196,7 +194,7 @@ fn buffers_outlive_their_pool() {
         let waiting = pool.clone().checkout_async(10);
         drop(pool);
         drop(waiting);
-        assert!(rig.node.live(0).pinned_bytes == 1 << 20);
+        assert!(rig.pinned() == 1 << 20);
         // All of it works on.
         out.extend_from_slice(&[8; 4096]);
         drop(sent.wait().unwrap());
@@ -211,13 +209,13 @@ fn buffers_outlive_their_pool() {
 
 #[test]
 fn shutting_down_ends_all_waits() {
-    for threads in [false, true] {
-        let rig = if threads { Rig::threads() } else { Rig::stepped() };
+    for rig in Rig::both() {
         let pool = rig.pool(128 << 10);
         let stream = rig.device.stream().unwrap();
         let all = [(); 2].map(|()| pool.checkout(pages(16)).unwrap());
         let one = Waiter::new(pool.checkout_async(1));
         let several = Waiter::new(pool.checkout_many_async([Request::new(1), Request::new(2)]));
+        let threads = rig.has_threads();
         std::thread::scope(|scope| {
             let parked = threads.then(|| scope.spawn(|| pool.checkout(7)));
             if threads {
@@ -225,6 +223,7 @@ fn shutting_down_ends_all_waits() {
             }
             let end = pool.shutdown(Duration::ZERO);
             assert_eq!((end.drained, end.outstanding, end.quarantined_bytes), (false, 2, 0));
+            checked(&pool);
             if let Some(parked) = parked {
                 assert!(matches!(parked.join().unwrap(), Err(Error::Closed)));
             }

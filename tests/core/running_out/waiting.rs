@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn it_fails_at_once_if_told_so() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
     for _ in 0..3 {
@@ -19,23 +19,45 @@ fn it_fails_at_once_if_told_so() {
     drop(pool.try_checkout(100).unwrap());
 }
 
+/// A timeout says how long it waited and what there was; a wait that is given up is no timeout.
 #[test]
-fn a_deadline_leaves_no_trace() {
+fn a_wait_that_ends_leaves_no_trace() {
     let rig = Rig::threads();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
-    // The error's waiting time is the timeout, at least.
-    let (since, timeout) = (Instant::now(), Duration::from_millis(20));
-    let error = pool.checkout_timeout(100, timeout).unwrap_err();
-    let Error::Timeout(waited) = error else { panic!("{error}") };
-    assert!(timeout <= waited.time && waited.time <= since.elapsed(), "{timeout:?} {waited:?}");
-    let error = pool.checkout_many(&[pages(1), pages(2)], Some(Duration::ZERO)).unwrap_err();
+    let timeout = Duration::from_millis(20);
+    let ways: [&dyn Fn() -> Error; 2] = [&|| pool.checkout_timeout(100, timeout).unwrap_err(), &|| {
+        block_on(pool.checkout_async(100).timeout(timeout)).unwrap_err()
+    }];
+    for way in ways {
+        let since = Instant::now();
+        let error = way();
+        let Error::Timeout(waited) = &error else { panic!("{error}") };
+        assert!(timeout <= waited.time && waited.time <= since.elapsed(), "{timeout:?} {waited:?}");
+        let shortage = waited.shortage.as_ref().unwrap();
+        assert_eq!((shortage.requested, shortage.free, shortage.pool.as_str()), (100, 0, pool.name()));
+    }
+    let both = [pages(1), pages(2)];
+    let error = pool.checkout_many(&both, Some(Duration::ZERO)).unwrap_err();
     assert!(matches!(error, Error::Timeout(_)), "{error}");
+    let error = block_on(pool.checkout_many_async(both).timeout(Duration::ZERO)).unwrap_err();
+    assert!(matches!(error, Error::Timeout(_)), "{error}");
+    // A future that is dropped while it waits is abandoned, and one that never waited is not.
+    drop(Waiter::new(pool.checkout_async(1)));
+    drop(Waiter::new(pool.checkout_many_async(both)));
+    drop(Waiter::new(pool.checkout_async(100).timeout(HANG)));
+    drop(pool.checkout_async(1));
+    drop(pool.checkout_async(100).timeout(HANG));
+    let served = Waiter::new(pool.checkout_async(pages(1)));
     let stats = checked(&pool);
-    assert_eq!((stats.waits, stats.timeouts, stats.waiting), (2, 2, 0));
+    assert_eq!((stats.waits, stats.timeouts, stats.abandoned, stats.waiting), (8, 4, 3, 1));
     drop(all);
-    assert_eq!(checked(&pool).checked_out_bytes, 0);
+    drop(served);
+    let stats = checked(&pool);
+    assert_eq!((stats.waits, stats.timeouts, stats.abandoned, stats.waiting), (8, 4, 3, 0));
+    assert_eq!(stats.checked_out_bytes, 0);
     drop(pool.try_checkout(pages(16)).unwrap());
+    assert_eq!(block_on(pool.checkout_async(100).timeout(timeout)).unwrap().capacity(), 100);
 }
 
 #[test]
@@ -65,8 +87,8 @@ fn a_thread_waits_until_something_comes_back() {
 }
 
 #[test]
-fn on_a_stepped_device_the_waiter_moves_the_device() {
-    let rig = Rig::stepped();
+fn by_hand_the_waiter_moves_the_device() {
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let stream = rig.device.stream().unwrap();
     send(&stream, pool.checkout(pages(16)).unwrap());
@@ -81,11 +103,14 @@ fn on_a_stepped_device_the_waiter_moves_the_device() {
 
 #[test]
 fn nonsense_is_refused_in_every_call() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     for _ in 0..2 {
         assert!(matches!(pool.checkout(0), Err(Error::ZeroLength)));
-        assert!(matches!(pool.checkout(usize::MAX), Err(Error::TooLong { .. })));
+        for len in [2 << 20, usize::MAX / 2, usize::MAX] {
+            let error = pool.checkout(len).unwrap_err();
+            assert!(matches!(error, Error::TooLong { largest, .. } if largest <= 64 << 10), "{len}: {error}");
+        }
         assert!(matches!(
             pool.checkout(Request::new(1).align(3)),
             Err(Error::Argument(text)) if text.contains("no alignment")
@@ -98,22 +123,36 @@ fn nonsense_is_refused_in_every_call() {
     assert_eq!(checked(&pool).checkouts, 0);
 }
 
+/// Whatever fits into an extent can be had, also where the segments of its size class are longer than that.
 #[test]
 fn the_longest_request_is_an_extent() {
-    let rig = Rig::stepped();
-    let pool = rig.builder(256 << 10).extent(32 << 10).region(32 << 10).build().unwrap();
-    // A class would round this up to more than an extent.
-    let largest = (32 << 10) - 32;
-    let bufs: Vec<_> = (0..8).map(|_| pool.checkout(largest).unwrap()).collect();
-    assert_eq!(checked(&pool).pinned_bytes, 256 << 10);
-    drop(bufs);
-    assert_eq!(pool.checkout(largest + 1).unwrap_err(), Error::TooLong { len: largest + 1, largest });
-    drop(pool.checkout(Request::new(largest).align(PAGE)).unwrap());
+    let rig = Rig::by_hand();
+    // 278 pages: a request for 1,095,520 bytes has a class of 1,179,712.
+    for (extent, lens) in [
+        (8 * PAGE, vec![]),
+        (16 * PAGE, vec![16 * PAGE - 33, 15 * PAGE, 14 * PAGE]),
+        (278 * PAGE, vec![1_095_520]),
+    ] {
+        let builder = rig.builder(8 * extent).extent(extent).region(extent).initial(0);
+        let pool = builder.build().unwrap();
+        let largest = extent - 32;
+        for len in lens.into_iter().chain([largest]) {
+            let buf = pool.try_checkout(len).unwrap_or_else(|e| panic!("{len}: {e}"));
+            assert_eq!((buf.capacity(), checked(&pool).pinned_bytes), (len, extent));
+        }
+        let bufs: Vec<_> = (0..8).map(|_| pool.checkout(largest).unwrap()).collect();
+        assert_eq!(checked(&pool).pinned_bytes, 8 * extent);
+        drop(bufs);
+        let refused = Error::TooLong { len: largest + 1, largest };
+        assert_eq!(pool.checkout(largest + 1).unwrap_err(), refused);
+        assert_eq!(pool.try_checkout(largest + 1).unwrap_err(), refused);
+        drop(pool.checkout(Request::new(largest).align(PAGE)).unwrap());
+    }
 }
 
 #[test]
 fn first_come_first_served() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
     let first = Waiter::new(pool.checkout_async(pages(6)));
@@ -135,7 +174,7 @@ fn first_come_first_served() {
 
 #[test]
 fn what_waits_in_order_is_not_passed() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
     let mut all = Waiter::new(pool.checkout_async(pages(16)));
@@ -152,7 +191,7 @@ fn what_waits_in_order_is_not_passed() {
 
 #[test]
 fn what_the_head_could_use_is_not_given_past_it() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
     let one = Waiter::new(pool.checkout_async(32));
@@ -166,7 +205,7 @@ fn what_the_head_could_use_is_not_given_past_it() {
 
 #[test]
 fn several_buffers_come_together_or_not_at_all() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
     let mut both = Waiter::new(pool.checkout_many_async([pages(8), pages(4), pages(4)]));
@@ -183,12 +222,14 @@ fn several_buffers_come_together_or_not_at_all() {
     // More than the pool can ever have.
     let error = pool.checkout_many(&[pages(8), pages(9)], None).unwrap_err();
     assert!(matches!(error, Error::Impossible { quarantined: 0, .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("capacity of 64 KiB;") && !text.contains("quarantined"), "{text}");
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
 #[test]
 fn a_dropped_future_leaves_no_trace() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
     // Never polled.
@@ -220,7 +261,7 @@ fn a_dropped_future_leaves_no_trace() {
 
 #[test]
 fn a_waker_is_replaced_by_the_last_one() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
     let mut future: Pin<Box<Checkout>> = Box::pin(pool.checkout_async(9));
@@ -257,22 +298,6 @@ fn a_deadline_that_is_changed_wakes_the_task() {
     }
     drop(all);
     assert_eq!(checked(&pool).timeouts, 4);
-}
-
-#[test]
-fn a_dropped_wait_is_abandoned_and_no_timeout() {
-    let rig = Rig::threads();
-    let pool = rig.pool(64 << 10);
-    let all = pool.checkout(pages(16)).unwrap();
-    drop(Waiter::new(pool.checkout_async(1)));
-    drop(Waiter::new(pool.checkout_many_async([pages(1), pages(2)])));
-    drop(pool.checkout_async(1));
-    assert!(pool.checkout_timeout(1, Duration::ZERO).is_err());
-    let served = Waiter::new(pool.checkout_async(pages(1)));
-    drop(all);
-    drop(served);
-    let stats = checked(&pool);
-    assert_eq!((stats.waits, stats.abandoned, stats.timeouts, stats.waiting), (4, 2, 1, 0));
 }
 
 #[test]
@@ -361,14 +386,6 @@ fn refused_checkouts_are_counted_by_reason() {
     assert_eq!((refused.total(), pool.stats().errors.total()), (5, 6));
 }
 
-#[test]
-fn what_is_impossible_names_quarantined_bytes_only_where_there_are_some() {
-    let rig = Rig::stepped();
-    let pool = rig.pool(64 << 10);
-    let text = pool.checkout_many(&[pages(9), pages(9)], None).unwrap_err().to_string();
-    assert!(text.contains("capacity of 64 KiB;") && !text.contains("quarantined"), "{text}");
-}
-
 /// A task's waker may own the task, and the task buffers.
 #[test]
 fn a_waker_may_own_buffers_of_the_pool() {
@@ -378,7 +395,7 @@ fn a_waker_may_own_buffers_of_the_pool() {
             self.0.lock().unwrap().take();
         }
     }
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let stream = rig.device.stream().unwrap();
     for way in 0..4 {
@@ -414,7 +431,7 @@ fn a_waker_may_own_buffers_of_the_pool() {
 /// Otherwise a thread that asks for a second buffer while it holds the first would wait for itself.
 #[test]
 fn one_small_buffer_does_not_use_up_a_small_pool() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(256 << 10);
     let first = pool.checkout(5000).unwrap();
     assert!(checked(&pool).free_bytes > 240 << 10);
@@ -427,7 +444,7 @@ fn one_small_buffer_does_not_use_up_a_small_pool() {
 /// stream.
 #[test]
 fn a_claim_does_not_pass_a_waiter() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let (stream, memory) = (rig.device.stream().unwrap(), rig.device.alloc(50_000).unwrap());
     let landing = pool.checkout_on(&stream, 50_000).unwrap();

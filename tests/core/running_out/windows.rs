@@ -6,14 +6,10 @@ use super::*;
 
 const MIB: usize = 1 << 20;
 
-fn big(config: HostConfig) -> Rig {
-    Rig::on(config.memory(64 << 20))
-}
-
 /// The example of the page: 4 MiB are held for long, and a request for 5 MiB waits.
 #[test]
 fn what_a_large_request_waits_for_is_all_that_others_go_without() {
-    let rig = big(HostConfig::new());
+    let rig = Rig::threads();
     let pool = rig.pool(8 * MIB);
     let held = pool.checkout(4 * MIB - 32).unwrap();
     std::thread::scope(|scope| {
@@ -48,7 +44,7 @@ fn what_a_large_request_waits_for_is_all_that_others_go_without() {
 #[test]
 fn a_request_that_gives_up_counts_its_own_window_as_free() {
     let patience = Duration::from_millis(20);
-    let rig = big(HostConfig::new());
+    let rig = Rig::threads();
     let pool = rig.pool(8 * MIB);
     let held = pool.checkout(4 * MIB - 32).unwrap();
     let alone = |error: Error| {
@@ -69,7 +65,7 @@ fn a_request_that_gives_up_counts_its_own_window_as_free() {
         waiter.join().unwrap().unwrap();
     });
     // On a device that does not move by itself.
-    let rig = big(HostConfig::new().stepped(1));
+    let rig = Rig::by_hand();
     let pool = rig.pool(8 * MIB);
     let held = pool.checkout(4 * MIB - 32).unwrap();
     alone(pool.checkout(5 << 20).unwrap_err());
@@ -79,7 +75,7 @@ fn a_request_that_gives_up_counts_its_own_window_as_free() {
 
 #[test]
 fn several_large_requests_have_windows_of_their_own() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(48 * PAGE);
     let held = [(); 6].map(|()| pool.checkout(pages(8)).unwrap());
     let waiters = [(); 2].map(|()| Waiter::new(pool.checkout_async(pages(12))));
@@ -101,7 +97,7 @@ fn several_large_requests_have_windows_of_their_own() {
 
 #[test]
 fn a_small_request_that_waits_is_served_by_what_comes_back_elsewhere() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(256 << 10);
     let mut held: Vec<_> = std::iter::from_fn(|| pool.try_checkout(4096).ok()).collect();
     assert!(held.len() > 50);
@@ -120,7 +116,7 @@ fn a_small_request_that_waits_is_served_by_what_comes_back_elsewhere() {
 /// A window begins inside of a run, at a page that a segment crosses: that segment lies in the window.
 #[test]
 fn a_window_begins_at_a_segments_edge_and_not_at_a_pages() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     // Segments that do not divide a page, in runs of several pages.
     for len in [200, 1000, 3000, 5000, 7000] {
         let pool = rig.pool(64 * PAGE);
@@ -143,15 +139,12 @@ fn a_window_begins_at_a_segments_edge_and_not_at_a_pages() {
     }
 }
 
-/// No region is long enough, and small requests keep coming.
-#[test]
-fn regions_that_are_to_be_replaced_get_idle_under_constant_load() {
-    let rig = big(HostConfig::new());
-    let pool = rig.builder(MIB).region(128 << 10).build().unwrap();
+/// These requests are served beside a thread for each of the other sizes, which holds so many bytes of it at most.
+fn served_under_load(pool: &Pool, sizes: &[usize], most: usize, requests: impl Iterator<Item = usize>) {
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
-        for len in [1000, 4096] {
-            let (pool, stop) = (&pool, &stop);
+        for len in sizes.iter().copied() {
+            let stop = &stop;
             scope.spawn(move || {
                 let mut held = std::collections::VecDeque::new();
                 while !stop.load(Ordering::Relaxed) {
@@ -159,66 +152,49 @@ fn regions_that_are_to_be_replaced_get_idle_under_constant_load() {
                         Ok(buf) => held.push_back(buf),
                         Err(_) => drop(held.pop_front()),
                     }
-                    if held.len() > (200 << 10) / len {
+                    if held.len() > most / len {
                         held.pop_front();
                     }
                 }
             });
         }
-        for len in [300 << 10, 500 << 10, 400 << 10] {
+        for len in requests {
             let buf = pool.checkout_timeout(len, HANG);
             assert!(buf.is_ok(), "{len}: {buf:?} {:?}", pool.stats());
         }
         stop.store(true, Ordering::Relaxed);
     });
-    assert_eq!(checked(&pool).checked_out_bytes, 0);
+    assert_eq!(checked(pool).checked_out_bytes, 0);
+}
+
+/// No region is long enough, and small requests keep coming.
+#[test]
+fn regions_that_are_to_be_replaced_get_idle_under_constant_load() {
+    let rig = Rig::threads();
+    let pool = rig.builder(MIB).region(128 << 10).build().unwrap();
+    served_under_load(&pool, &[1000, 4096], 200 << 10, [300, 500, 400].into_iter().map(|kib| kib << 10));
 }
 
 /// The only memory that is ever free is what a thread takes and returns from its cache.
 #[test]
 fn a_request_is_served_under_constant_load_of_other_sizes() {
-    let rig = big(HostConfig::new());
+    let rig = Rig::threads();
     let pool = rig.pool(2 * MIB);
-    let stop = std::sync::atomic::AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        for len in [3000, 4096, 20_000, 60_000] {
-            let (pool, stop) = (&pool, &stop);
-            scope.spawn(move || {
-                let mut held = std::collections::VecDeque::new();
-                while !stop.load(Ordering::Relaxed) {
-                    match pool.try_checkout(len) {
-                        Ok(buf) => held.push_back(buf),
-                        Err(_) => drop(held.pop_front()),
-                    }
-                    if held.len() > (500 << 10) / len {
-                        held.pop_front();
-                    }
-                }
-            });
-        }
-        for len in [MIB, MIB / 2, 9000, 100, MIB] {
-            for _ in 0..20 {
-                let buf = pool.checkout_timeout(len, HANG);
-                assert!(buf.is_ok(), "{len}: {buf:?} {:?}", pool.stats());
-            }
-        }
-        stop.store(true, Ordering::Relaxed);
-    });
-    assert_eq!(checked(&pool).checked_out_bytes, 0);
+    let requests = [MIB, MIB / 2, 9000, 100, MIB].into_iter().flat_map(|len| [len; 20]);
+    served_under_load(&pool, &[3000, 4096, 20_000, 60_000], 500 << 10, requests);
 }
 
 /// A buffer in the window is never returned, and another range would do.
 #[test]
 fn a_window_that_does_not_empty_is_exchanged() {
-    for stepped in [true, false] {
-        let rig = if stepped { Rig::stepped() } else { Rig::threads() };
+    for rig in Rig::both() {
         let pool = rig.pool(64 * PAGE);
         // The first half has fewer bytes out than the second, in one buffer that is kept.
         let halves = [pool.checkout(pages(31)).unwrap(), pool.checkout(pages(33)).unwrap()];
         let [first, second] = halves;
         let waiter = Waiter::new(pool.checkout_async(pages(20)));
         drop(second);
-        let waited = if stepped {
+        let waited = if !rig.has_threads() {
             // There is no clock: calls on the slow path count.
             let mut waiter = Some(waiter);
             (0..1000).find_map(|_| {
@@ -237,13 +213,13 @@ fn a_window_that_does_not_empty_is_exchanged() {
 
 #[test]
 fn a_quarantined_buffer_ends_a_window() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(32 * PAGE);
     let stream = rig.device.stream().unwrap();
     let (sent, kept) = (pool.checkout(pages(14)).unwrap(), pool.checkout(pages(18)).unwrap());
     let waiter = Waiter::new(pool.checkout_async(pages(12)));
     send(&stream, sent);
-    rig.node.kill(0);
+    rig.kill();
     drain(&rig);
     assert!(checked(&pool).quarantined_bytes > 0);
     drop(kept);
@@ -253,7 +229,7 @@ fn a_quarantined_buffer_ends_a_window() {
 
 #[test]
 fn a_storm_of_waiters_is_served_in_order() {
-    let rig = Rig::stepped();
+    let rig = Rig::by_hand();
     let pool = rig.pool(MIB);
     let all = pool.checkout(MIB - 32).unwrap();
     let waiters: Vec<_> = (0..240).map(|_| Waiter::new(pool.checkout_async(4096))).collect();
@@ -261,26 +237,4 @@ fn a_storm_of_waiters_is_served_in_order() {
     drop(all);
     let bufs: Vec<_> = waiters.into_iter().map(|waiter| waiter.ready().unwrap()).collect();
     assert_eq!((bufs.len(), checked(&pool).waiting), (240, 0));
-}
-
-#[test]
-fn a_task_has_a_deadline_without_a_runtime() {
-    let rig = Rig::threads();
-    let pool = rig.pool(64 << 10);
-    let all = pool.checkout(pages(16)).unwrap();
-    let (since, timeout) = (Instant::now(), Duration::from_millis(20));
-    let error = block_on(pool.checkout_async(100).timeout(timeout)).unwrap_err();
-    let Error::Timeout(waited) = &error else { panic!("{error}") };
-    assert!(waited.time >= timeout && waited.time <= since.elapsed(), "{waited:?}");
-    let shortage = waited.shortage.as_ref().unwrap();
-    assert_eq!((shortage.requested, shortage.free, shortage.pool.as_str()), (100, 0, pool.name()));
-    let error = block_on(pool.checkout_many_async([pages(1), pages(2)]).timeout(Duration::ZERO)).unwrap_err();
-    assert!(matches!(error, Error::Timeout(_)), "{error}");
-    // A future that is dropped while it waits is abandoned, and one that never waited is not.
-    drop(Waiter::new(pool.checkout_async(100).timeout(HANG)));
-    drop(pool.checkout_async(100).timeout(HANG));
-    let stats = checked(&pool);
-    assert_eq!((stats.waits, stats.timeouts, stats.abandoned, stats.waiting), (3, 2, 1, 0));
-    drop(all);
-    assert_eq!(block_on(pool.checkout_async(100).timeout(timeout)).unwrap().capacity(), 100);
 }

@@ -1,4 +1,4 @@
-//! The rules of the stand-in that no code shows: what calls *do* that succeed.
+//! The rules of the simulation that no code shows: what calls *do* that succeed.
 //!
 //! `tests/cuda/standin` compares codes. Here a stream is held up, the test does what a careful program would not do,
 //! and then looks at where the bytes are. The stand-in, where nothing runs before a call asks for it, and a GPU, which
@@ -175,38 +175,31 @@ pub fn effects(gpu: &Gpu) {
     seen.push(("wait", "and then that event is complete, too", raw.query(first) == 0));
     raw.synchronize(stream);
 
-    // EVT-3.
-    back.fill(0);
-    bench.stall(stream);
-    // SAFETY: as above.
-    unsafe { raw.download(back.at, memory, LEN, stream) };
-    raw.record(first, stream);
-    raw.record(first, other);
-    bench.release();
+    // Behind a download that is held up.
+    let held = |stream: usize, work: &dyn Fn()| {
+        back.fill(0);
+        bench.stall(stream);
+        // SAFETY: as above.
+        unsafe { raw.download(back.at, memory, LEN, stream) };
+        work();
+        bench.release();
+    };
+    held(stream, &|| {
+        raw.record(first, stream);
+        raw.record(first, other);
+    });
     bench.wait(first);
     seen.push(("EVT-3", "an event recorded again covers the new place only", back.has(0)));
     raw.synchronize(stream);
     seen.push(("EVT-3", "and what it covered before still runs", back.has(3)));
-
-    // EVT-4.
-    back.fill(0);
-    bench.stall(stream);
-    // SAFETY: as above.
-    unsafe { raw.download(back.at, memory, LEN, stream) };
-    raw.record(second, stream);
-    raw.destroy_event(second);
-    bench.release();
+    held(stream, &|| {
+        raw.record(second, stream);
+        raw.destroy_event(second);
+    });
     raw.synchronize(stream);
     seen.push(("EVT-4", "what a destroyed event covered still runs", back.has(3)));
-
-    // STR-2.
-    back.fill(0);
     let gone = raw.stream();
-    bench.stall(gone);
-    // SAFETY: as above.
-    unsafe { raw.download(back.at, memory, LEN, gone) };
-    raw.destroy(gone);
-    bench.release();
+    held(gone, &|| raw.destroy(gone));
     let since = std::time::Instant::now();
     while !back.has(3) && since.elapsed() < HANG {
         std::thread::sleep(std::time::Duration::from_millis(1));

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pinpool::Pool;
 
-use super::{Gpu, doubles, filled, open};
+use super::{Gpu, doubles, open};
 use crate::support::exits::{self, Way};
 
 const EXIT: &str = "PINPOOL_HARDWARE_EXIT";
@@ -44,25 +44,6 @@ fn end(number: u64) -> ! {
     std::process::exit(0)
 }
 
-pub fn copies(gpu: &Gpu) {
-    let Some(number) = again("a_process_may_end_while_copies_are_in_flight") else { return };
-    // Enough to keep a link busy for a while; on the stand-in nothing moves anyway.
-    let (len, copies) = if gpu.real { (4 << 20, 256) } else { (256 << 10, 16) };
-    let device = open(0);
-    let pool = Pool::builder(&device).capacity(len * (copies + 16)).build().expect("a pool");
-    let (stream, memory) = (device.stream().expect("a stream"), device.alloc(len).expect("device memory"));
-    // Ready first, then submitted at once, so that many are in flight when the process ends.
-    let ready: Vec<_> = (0..copies).map(|n| filled(&pool, len, n as u64)).collect();
-    let mut flights: Vec<_> =
-        ready.into_iter().map(|buf| stream.upload(buf, &memory).expect("an upload")).collect();
-    // Some waited for on another thread, some dropped, the others leaked with everything else.
-    let waited = flights.split_off(copies / 2);
-    std::thread::spawn(move || waited.into_iter().for_each(|flight| drop(flight.wait())));
-    drop(flights.split_off(copies / 4));
-    println!("{} bytes are in flight", pool.stats().in_flight_bytes);
-    end(number)
-}
-
 pub fn growing(gpu: &Gpu) {
     let Some(number) = again("a_process_may_end_while_the_pool_grows") else { return };
     let capacity = if gpu.real { 4 << 30 } else { 256 << 20 };
@@ -83,34 +64,7 @@ pub fn growing(gpu: &Gpu) {
     end(number)
 }
 
-pub fn returns(_gpu: &Gpu) {
-    exits::all("a_process_may_end_by_its_main_returning", "cuda:0", &[Way::Return], &[]);
-}
-
-pub fn returns_busy(_gpu: &Gpu) {
-    exits::all("a_process_may_end_by_its_main_returning_from_work", "cuda:0", &[Way::ReturnBusy], &[]);
-}
-
-pub fn exits(_gpu: &Gpu) {
-    exits::all("a_process_may_end_by_exit", "cuda:0", &[Way::Exit], &[]);
-}
-
-pub fn exits_elsewhere(_gpu: &Gpu) {
-    exits::all("a_process_may_end_by_exit_on_another_thread", "cuda:0", &[Way::ExitElsewhere], &[]);
-}
-
-pub fn panics(_gpu: &Gpu) {
-    exits::all("a_process_may_end_by_a_panic", "cuda:0", &[Way::Panic], &[]);
-}
-
-pub fn signalled(_gpu: &Gpu) {
-    exits::all("a_process_may_end_by_a_signal", "cuda:0", &[Way::Signal], &[]);
-}
-
-pub fn unloads(_gpu: &Gpu) {
-    exits::all("a_process_may_end_after_a_library_was_unloaded", "cuda:0", &[Way::Unload], &[]);
-}
-
-pub fn forks(_gpu: &Gpu) {
-    exits::all("a_process_may_end_after_its_child_of_a_fork", "cuda:0", &[Way::Fork], &[]);
+/// The ways in which a program can end, each of which is tried by a test of its own.
+pub fn way(test: &str, way: Way) {
+    exits::all(test, "cuda:0", &[way], &[]);
 }

@@ -2,8 +2,8 @@
 //! at once, and processes that end in the middle of it all.
 //!
 //! Each test has a process of its own, so that a broken context, a setting of the whole process or a crash stays with
-//! its test and is reported. Where there is no GPU, those that need no kernels run on the stand-in of `tests/doubles`;
-//! the others are skipped and say so, which fails while `PINPOOL_REQUIRE` names a GPU. `PINPOOL_HARDWARE_CHECKOUTS`
+//! its test and is reported. Where there is no GPU, those that need no kernels run on the simulated driver; the
+//! others are skipped and say so, which fails while `PINPOOL_REQUIRE` names a GPU. `PINPOOL_HARDWARE_CHECKOUTS`
 //! says how many checkouts the longest test makes (20,000; the full run is 1,000,000).
 //!
 //! pinpool is used through its public face, and the driver beside it by plain calls (`tests/support/kernels`).
@@ -12,11 +12,9 @@
 #![allow(unsafe_code, reason = "calling the driver")]
 
 mod adopted;
-mod bridge;
 mod churn;
 mod effects;
 mod exit;
-mod graphs;
 mod pointers;
 mod poison;
 mod runtime;
@@ -24,11 +22,14 @@ mod short;
 mod two;
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Stream};
+use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Result, Stream, cuda};
 
+use crate::rig::passes_in_a_child;
+use crate::support::doubles::gpu::until;
 use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::exits::Way;
 use crate::support::kernels::{self, Kernels, Raw};
 
 /// What the child is to run on: `real` or `stand-in`.
@@ -110,15 +111,7 @@ fn on_gpu(test: &str, needs: Needs, body: impl FnOnce(&Gpu)) {
             vec![(KIND, "stand-in"), (doubles::PATH, built.to_str().expect("a path in UTF-8"))]
         }
     };
-    let child = doubles::child(test, &environment, LIMIT);
-    crate::support::process::forward(&child.stdout, &child.stderr);
-    assert!(
-        child.status.is_some_and(|status| status.success()),
-        "{test}: the child {}: {}",
-        child.how(),
-        child.last_words()
-    );
-    assert!(child.stdout.contains("1 passed"), "{test} did not run");
+    passes_in_a_child(test, &environment, LIMIT);
 }
 
 /// A checked-out buffer with the pattern of a seed.
@@ -142,13 +135,15 @@ fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: u64) -> 
     kernels::wrong(&back, seed)
 }
 
-/// Waits until it is so; no test asserts how long that takes.
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+/// The driver's handle of a stream.
+fn raw_stream(stream: &Stream) -> usize {
+    cuda::raw_stream(stream).expect("a stream of a GPU") as usize
+}
+
+/// Memory of the test's own, which stays allocated until all that uses it is complete.
+fn raw_memory(device: &Device, address: u64, len: usize) -> Result<DeviceSlice> {
+    // SAFETY: the tests keep it, or see to it that a copy to it is refused.
+    unsafe { device.raw_memory(address, len, ()) }.map_err(|refused| refused.error)
 }
 
 fn open(ordinal: usize) -> Device {
@@ -187,27 +182,33 @@ macro_rules! tests {
 tests! {
     rules_without_codes_have_the_effects_of_the_stand_in (Driver) effects::effects;
     memory_is_unregistered_after_its_copies (Driver) effects::unregistered;
-    every_byte_is_checked_while_the_host_refills (Driver) churn::sixteen_threads;
+    every_byte_is_checked_while_the_host_refills (Kernels) churn::sixteen_threads;
     memory_of_the_devices_heap_is_refused (Kernels) pointers::heap;
     addresses_are_looked_at_before_they_are_used (Driver) pointers::addresses;
-    a_graph_replays_with_its_buffers_held (Kernels) graphs::replay;
-    a_graph_keeps_what_it_was_given (Driver) graphs::keeps;
-    a_capture_elsewhere_survives_the_pool (Driver) graphs::survives;
     an_illegal_address_poisons_and_nothing_hangs (Driver) poison::illegal_address;
     a_wrong_argument_poisons_nothing (Driver) poison::wrong_argument;
     the_runtime_api_works_beside_the_pool (Kernels) runtime::beside;
-    one_pool_for_two_gpus (Driver) two::both;
+    one_pool_for_two_gpus (Kernels) two::both;
     a_dead_gpu_leaves_the_other_serving (Driver) two::one_dies;
     the_legacy_default_stream_is_in_order_with_its_caller (Driver) adopted::legacy;
-    a_handle_that_comes_again_is_another_stream (Driver) adopted::recreated;
-    a_process_may_end_while_copies_are_in_flight (Driver) exit::copies;
     a_process_may_end_while_the_pool_grows (Driver) exit::growing;
-    a_process_may_end_by_its_main_returning (Driver) exit::returns;
-    a_process_may_end_by_its_main_returning_from_work (Driver) exit::returns_busy;
-    a_process_may_end_by_exit (Driver) exit::exits;
-    a_process_may_end_by_exit_on_another_thread (Driver) exit::exits_elsewhere;
-    a_process_may_end_by_a_panic (Driver) exit::panics;
-    a_process_may_end_by_a_signal (Driver) exit::signalled;
-    a_process_may_end_after_a_library_was_unloaded (Driver) exit::unloads;
-    a_process_may_end_after_its_child_of_a_fork (Driver) exit::forks;
+}
+
+macro_rules! ways {
+    ($($name:ident $way:ident;)*) => {
+        $(#[test] fn $name() {
+            on_gpu(stringify!($name), Needs::Driver, |_| exit::way(stringify!($name), Way::$way));
+        })*
+    };
+}
+
+ways! {
+    a_process_may_end_by_its_main_returning Return;
+    a_process_may_end_by_its_main_returning_from_work ReturnBusy;
+    a_process_may_end_by_exit Exit;
+    a_process_may_end_by_exit_on_another_thread ExitElsewhere;
+    a_process_may_end_by_a_panic Panic;
+    a_process_may_end_by_a_signal Signal;
+    a_process_may_end_after_a_library_was_unloaded Unload;
+    a_process_may_end_after_its_child_of_a_fork Fork;
 }

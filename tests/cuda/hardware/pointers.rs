@@ -1,20 +1,19 @@
 //! Addresses that copies cannot use are refused, with words that say what they are.
 
-use super::{Gpu, bridge, open, pool, round_trip, skip};
-use crate::support::kernels::{HEAP, Kernels};
+use pinpool::cuda::{device_heap_limit, set_device_heap_limit};
+
+use super::{Gpu, open, pool, raw_memory, round_trip};
+use crate::support::kernels::HEAP;
 
 /// Memory from a kernel's own malloc: no copy call accepts it, and drivers only say "invalid value".
 pub fn heap(gpu: &Gpu) {
     const TEST: &str = "memory_of_the_devices_heap_is_refused";
     const LEN: u64 = 4096;
     let device = open(0);
-    let Some(before) = bridge::heap_limit(&device) else {
-        return skip(TEST, "the heap's limit and raw memory are not switched on");
-    };
-    let before = before.expect("the heap's limit");
+    let before = device_heap_limit(&device).expect("the heap's limit");
     // Before any module that uses the heap is loaded.
-    bridge::set_heap_limit(&device, 32 << 20).expect("switched on").expect("nothing uses the heap yet");
-    let after = bridge::heap_limit(&device).expect("switched on").expect("the heap's limit");
+    set_device_heap_limit(&device, 32 << 20).expect("nothing uses the heap yet");
+    let after = device_heap_limit(&device).expect("the heap's limit");
     assert!(after >= 32 << 20, "{before} before, {after} after 32 MiB were asked for");
     gpu.raw.enter(0);
     let heap_alloc = gpu.raw.kernel(gpu.raw.module(HEAP), c"heap_alloc");
@@ -25,12 +24,12 @@ pub fn heap(gpu: &Gpu) {
     gpu.raw.read(out, &mut word);
     let address = u64::from_le_bytes(word);
     assert_ne!(address, 0, "the kernel's malloc gave nothing");
-    let refused = bridge::raw_memory(&device, address, LEN as usize).expect("switched on");
+    let refused = raw_memory(&device, address, LEN as usize);
     let refused = refused.expect_err("no copy accepts memory of the device's heap").to_string();
     println!("{TEST}: {address:#x} from a kernel's malloc: {refused}");
     assert!(refused.contains("heap") || refused.contains("malloc"), "it does not say what it is: {refused}");
     // Too late now.
-    let late = bridge::set_heap_limit(&device, 64 << 20).expect("switched on");
+    let late = set_device_heap_limit(&device, 64 << 20);
     let late = late.expect_err("a module that uses the heap is loaded").to_string();
     assert!(late.contains("module"), "it does not say why: {late}");
     // Nothing is poisoned by either.
@@ -46,10 +45,7 @@ pub fn addresses(gpu: &Gpu) {
     let device = open(0);
     gpu.raw.enter(0);
     let memory = gpu.raw.alloc(LEN);
-    let Some(good) = bridge::raw_memory(&device, memory, LEN) else {
-        return skip(TEST, "raw memory is not switched on");
-    };
-    let good = good.expect("an allocation of the caller's");
+    let good = raw_memory(&device, memory, LEN).expect("an allocation of the caller's");
     let pool = pool(&device);
     let (pinned, plain) = (pool.checkout(4096).expect("a buffer"), vec![0_u8; 4096]);
     for (what, address, len) in [
@@ -60,7 +56,7 @@ pub fn addresses(gpu: &Gpu) {
         ("nothing at all", 0x10, 1),
         ("null", 0, 1),
     ] {
-        match bridge::raw_memory(&device, address, len).expect("switched on") {
+        match raw_memory(&device, address, len) {
             Ok(_) => panic!("{what}: {len} bytes at {address:#x} were taken"),
             Err(error) => println!("{TEST}: {what}: {error}"),
         }
@@ -68,7 +64,7 @@ pub fn addresses(gpu: &Gpu) {
     if gpu.raw.devices() > 1 {
         gpu.raw.enter(1);
         let foreign = gpu.raw.alloc(LEN);
-        let error = bridge::raw_memory(&device, foreign, LEN).expect("switched on");
+        let error = raw_memory(&device, foreign, LEN);
         println!("{TEST}: another device's: {}", error.expect_err("memory of cuda:1 on cuda:0"));
         gpu.raw.free(foreign);
         // Not while it is current.
@@ -79,10 +75,6 @@ pub fn addresses(gpu: &Gpu) {
     let stream = device.stream().expect("a stream");
     let sent = super::filled(&pool, 1 << 20, 9);
     stream.upload(sent, &good).expect("an upload").wait().expect("it is done");
-    let checked = match gpu.kernels() {
-        Some(kernels) => by_kernel(gpu, &kernels, memory),
-        None => "on the host",
-    };
     let landing = pool.checkout(1 << 20).expect("a buffer");
     let sent = good.slice(..1 << 20).expect("within it");
     let back = stream.download(&sent, landing).expect("a download").wait().expect("it lands");
@@ -91,13 +83,4 @@ pub fn addresses(gpu: &Gpu) {
     gpu.raw.free(memory);
     assert_eq!(device.lost(), None);
     gpu.no_violations();
-    println!("{TEST}: 8 MiB of the caller's used and checked {checked}");
-}
-
-fn by_kernel(gpu: &Gpu, kernels: &Kernels<'_>, memory: u64) -> &'static str {
-    let (counts, stream) = (kernels.counts(), gpu.raw.stream());
-    kernels.check(memory, 1 << 20, 9, counts, stream);
-    gpu.raw.synchronize(stream);
-    assert_eq!(kernels.read(counts).wrong, 0);
-    "by a kernel"
 }

@@ -2,22 +2,21 @@
 
 use pinpool::{Device, ErrorClass, Stream};
 
-use super::{Gpu, bridge, filled, open, pool, round_trip, skip, until};
+use super::{Gpu, filled, open, pool, raw_memory, raw_stream, round_trip, until};
 use crate::support::kernels::POKE;
 
 /// Longer than the calls meanwhile take; a fault ends it at once.
 const STALL_NANOSECONDS: u64 = 10_000_000_000;
 
-/// Keeps what is submitted to the stream from now on from running. `false`: that cannot be done here.
-pub fn stall(gpu: &Gpu, ordinal: usize, stream: &Stream) -> bool {
-    if let Some(stand_in) = gpu.stand_in() {
-        stand_in.hang(true);
-        return true;
+/// Keeps what is submitted to the stream from now on from running.
+pub fn stall(gpu: &Gpu, ordinal: usize, stream: &Stream) {
+    match gpu.stand_in() {
+        Some(stand_in) => stand_in.hang(true),
+        None => {
+            let kernels = gpu.kernels_of(ordinal).expect("a real GPU");
+            kernels.spin(STALL_NANOSECONDS, raw_stream(stream));
+        }
     }
-    let Some(raw) = bridge::raw_stream(stream) else { return false };
-    let kernels = gpu.kernels_of(ordinal).expect("a real GPU");
-    kernels.spin(STALL_NANOSECONDS, raw);
-    true
 }
 
 /// Ends a GPU's context with a sticky error. Made before anything is stalled: loading a module may wait for that.
@@ -76,9 +75,7 @@ pub fn illegal_address(gpu: &Gpu) {
     let (pool, stream, memory) = (pool(&device), device.stream(), device.alloc(LEN));
     let (stream, memory) = (stream.expect("a stream"), memory.expect("device memory"));
     let fault = Fault::new(gpu, 0);
-    if !stall(gpu, 0, &stream) {
-        return skip(TEST, "raw streams are not switched on");
-    }
+    stall(gpu, 0, &stream);
     let waited: Vec<_> =
         (0..4).map(|n| stream.upload(filled(&pool, LEN, n), &memory).expect("an upload")).collect();
     for n in 0..4 {
@@ -127,10 +124,7 @@ pub fn wrong_argument(gpu: &Gpu) {
         // Device memory that its owner frees too early, against the contract: the driver says so.
         gpu.raw.enter(0);
         let freed = gpu.raw.alloc(LEN);
-        let Some(slice) = bridge::raw_memory(&device, freed, LEN) else {
-            return skip(TEST, "raw memory is not switched on");
-        };
-        let slice = slice.expect("an allocation of the caller's");
+        let slice = raw_memory(&device, freed, LEN).expect("an allocation of the caller's");
         gpu.raw.free(freed);
         stream.upload(filled(&pool, 100, 1), slice).expect_err("the memory is gone").error
     };

@@ -12,7 +12,8 @@ use std::path::Path;
 
 use pinpool::{Device, Pool, Stream};
 
-use super::{Gpu, HANG, bridge, filled, open, pool, round_trip, until};
+use super::{Gpu, HANG, filled, open, pool, raw_memory, raw_stream, round_trip, until};
+use crate::rig::adopt;
 use crate::support::doubles::gpu::Raw;
 use crate::support::kernels::{self, Kernels};
 use crate::support::skip;
@@ -145,11 +146,10 @@ pub fn beside(gpu: &Gpu) {
 
     let (memory, landing) = (runtime.made("cudaMalloc", &[LEN]), runtime.made("cudaMallocHost", &[LEN]));
     let theirs = runtime.made("cudaStreamCreateWithFlags", &[NON_BLOCKING]);
-    let slice = bridge::raw_memory(&device, memory as u64, LEN).expect("switched on");
-    let slice = slice.expect("the runtime's memory");
-    let adopted = bridge::adopt_stream(&device, theirs).expect("switched on").expect("the runtime's stream");
+    let slice = raw_memory(&device, memory as u64, LEN).expect("the runtime's memory");
+    let adopted = adopt(&device, theirs).expect("the runtime's stream");
     let own = device.stream().expect("a stream");
-    let given = bridge::raw_stream(&own).expect("switched on");
+    let given = raw_stream(&own);
     let both = Both { runtime: &runtime, kernels: &kernels, pool: &pool, memory, landing };
     let wrong = both.rounds(&adopted, theirs, &slice) + both.rounds(&own, given, &slice);
     assert_eq!(wrong, 0, "wrong bytes");
@@ -160,7 +160,7 @@ pub fn beside(gpu: &Gpu) {
     let at = device.alloc(4096).expect("device memory");
     assert_eq!(runtime.attributes(buf.as_ptr() as usize).0, TYPE_HOST);
     assert_eq!(runtime.attributes(at.address() as usize), (TYPE_DEVICE, 0));
-    bridge::raw_memory(&device, landing as u64, LEN).expect("switched on").expect_err("it is the host's");
+    raw_memory(&device, landing as u64, LEN).expect_err("it is the host's");
     drop((buf, at));
 
     let refusals = refused(gpu, &runtime, &device, &pool, &adopted);
@@ -198,8 +198,7 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
     let at = registered.as_ptr().cast_mut();
     gpu.raw.register(at, registered.len());
     let gone = runtime.made("cudaMalloc", &[64 << 20]);
-    let slice = bridge::raw_memory(device, gone as u64, 64 << 20).expect("switched on");
-    let slice = slice.expect("the runtime's memory");
+    let slice = raw_memory(device, gone as u64, 64 << 20).expect("the runtime's memory");
     runtime.ok("cudaFree", &[gone]);
     let twice = || {
         let refused = device.register(registered).expect_err("it is registered");
@@ -209,7 +208,7 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
     };
     let into_nothing = || stream.upload(filled(pool, LEN, 1), slice).expect_err("its memory is gone").error;
     let too_much = || device.alloc(1 << 60).expect_err("no GPU has as much");
-    let nobodys = || bridge::raw_memory(device, 0x10, 8).expect("switched on").expect_err("no memory");
+    let nobodys = || raw_memory(device, 0x10, 8).expect_err("no memory");
     let calls: [(&str, Failing<'_>); 4] = [
         ("registering twice", Box::new(twice)),
         ("an upload to memory that is gone", Box::new(into_nothing)),

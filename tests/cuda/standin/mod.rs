@@ -1,8 +1,8 @@
-//! The stand-in libcuda keeps its rules: each is broken on purpose, and its id is seen.
+//! The simulated libcuda keeps its rules: each is broken on purpose, and its id is seen.
 //!
 //! A double shares its author's misreadings, so what it does is written down here call by call, without pinpool in
-//! between, and the same calls are made on a real driver where there is one; see `probe/mod.rs`. The last tests show
-//! that copies are late and that a call which is told to fail does.
+//! between, and the same calls are made on a real driver where there is one; see `probe/mod.rs`. What calls do that no
+//! code shows is in `hardware/effects.rs`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling a driver")]
@@ -21,7 +21,7 @@ mod rules {
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use probe::judge::{Got, judge, table};
+use probe::judge::{Got, judge};
 use probe::listed::{LISTED, Listed, OnDriver};
 use probe::{PAGE, Rule};
 
@@ -40,7 +40,7 @@ rules! {
         says!(d, 101, "cuDeviceGet", &raw mut count, devices);
         says!(d, 101, "cuDeviceGet", &raw mut count, -1_i32);
         let version = made!(d, "cuDriverGetVersion");
-        assert!(!d.is_stand_in() || (devices, version) == (2, 12_080));
+        assert!(!d.is_stand_in() || (devices, version) == (d.ordinal(2), 12_080));
     }
 
     ctx_1_a_context_must_be_current (ready) |d| {
@@ -50,7 +50,10 @@ rules! {
         // And on the thread that calls, not on another one.
         d.current(0);
         std::thread::scope(|scope| {
-            scope.spawn(|| says!(d, 201, "cuMemAlloc_v2", &raw mut at, 1));
+            scope.spawn(|| {
+                d.enter();
+                says!(d, 201, "cuMemAlloc_v2", &raw mut at, 1)
+            });
         });
         d.broken(&["CTX-1", "CTX-1"]);
         d.memory(1);
@@ -351,97 +354,6 @@ rules! {
 }
 
 behaviour! {
-    copies_are_as_late_as_they_may_be (ready) |d| {
-        let (stream, other, event) = (d.stream(), d.stream(), d.event());
-        let (memory, mut bytes, mut back) = (d.memory(64), vec![1; 64], vec![0; 64]);
-        assert_eq!((d.register(&mut bytes), d.register(&mut back)), (0, 0));
-        assert_eq!(d.upload(memory, &bytes, stream), 0);
-        // Too early: the copy reads what is there when it runs.
-        bytes.fill(2);
-        assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
-        assert_eq!(call!(d, "cuStreamWaitEvent", other, event, 0), 0);
-        assert_eq!(d.download(&mut back, memory, other), 0);
-        assert_eq!(back, [0; 64], "no call has asked yet");
-        assert_eq!(call!(d, "cuStreamSynchronize", other), 0);
-        assert_eq!(back, [2; 64]);
-        d.broken(&[]);
-    }
-
-    memory_that_is_not_registered_is_copied_during_the_call (ready) |d| {
-        let (stream, memory) = (d.stream(), d.memory(64));
-        let (mut bytes, mut back, mut late) = (vec![1; 64], vec![0; 64], vec![0; 64]);
-        assert_eq!(d.register(&mut late), 0);
-        assert_eq!(d.upload(memory, &bytes, stream), 0);
-        bytes.fill(2);
-        assert_eq!(d.download(&mut late, memory, stream), 0);
-        assert_eq!(late, [0; 64]);
-        assert_eq!(d.download(&mut back, memory, stream), 0);
-        assert_eq!(back, [1; 64], "as it was when the call was made");
-        assert_eq!(late, [1; 64], "in the stream's order");
-        d.broken(&[]);
-    }
-
-    a_query_says_no_first_and_only_covers_what_came_before (ready) |d| {
-        let (stream, memory, bytes, mut back) = (d.stream(), d.memory(64), vec![1; 64], vec![0; 64]);
-        assert_eq!(d.register(&mut back), 0);
-        let mut refused = 0;
-        for _ in 0..20 {
-            let event = d.event();
-            assert_eq!(d.upload(memory, &bytes, stream), 0);
-            assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
-            assert_eq!(d.download(&mut back, memory, stream), 0);
-            refused += d.wait(event);
-            assert_eq!(back, [0; 64], "what came after the event is still to come");
-            call!(d, "cuStreamSynchronize", stream);
-            assert_eq!(back, [1; 64]);
-            back.fill(0);
-        }
-        assert!(refused > 0);
-        d.broken(&[]);
-    }
-
-    while_it_hangs_nothing_is_ready (ready) |d| {
-        let (stream, event) = (d.stream(), d.event());
-        assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
-        d.stand_in.hang(true);
-        for _ in 0..100 {
-            assert_eq!(call!(d, "cuEventQuery", event), 600);
-        }
-        d.stand_in.hang(false);
-        d.wait(event);
-    }
-
-    a_sticky_error_stays_and_ends_all_copies (ready) |d| {
-        let (stream, event) = (d.stream(), d.event());
-        let (memory, mut back) = (d.memory(64), vec![0; 64]);
-        assert_eq!(d.register(&mut back), 0);
-        assert_eq!(d.download(&mut back, memory, stream), 0);
-        assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
-        d.stand_in.kill(0, 700);
-        assert_eq!(call!(d, "cuEventQuery", event), 700);
-        assert_eq!(call!(d, "cuStreamSynchronize", stream), 700);
-        assert_eq!(call!(d, "cuMemFree_v2", memory), 700);
-        assert_eq!(back, [0; 64]);
-        // The other GPU is not affected.
-        d.current(1);
-        assert_eq!(call!(d, "cuStreamSynchronize", d.stream()), 0);
-    }
-
-    a_call_fails_once_when_told_to (ready) |d| {
-        d.stand_in.fail("standin_nothing", 2, 2, false);
-        let codes = [(); 4].map(|()| call!(d, "standin_nothing"));
-        assert_eq!((codes, d.stand_in.struck()), ([0, 2, 0, 0], 1));
-        // Afterwards: it was done all the same.
-        d.stand_in.fail("cuMemAlloc_v2", 1, 2, true);
-        let mut at = 0_usize;
-        assert_eq!(call!(d, "cuMemAlloc_v2", &raw mut at, 64), 2);
-        assert_eq!(call!(d, "cuMemFree_v2", at), 0);
-        // The end of the driver is for good.
-        d.stand_in.fail("cuEventCreate", 1, 4, false);
-        assert_eq!(call!(d, "cuEventCreate", &raw mut at, 2), 4);
-        assert_eq!(call!(d, "cuInit", 0), 4);
-    }
-
     what_is_left_is_reported (ready) |d| {
         let (stream, _event, memory) = (d.stream(), d.event(), d.memory(64));
         let mut bytes = vec![0; PAGE];
@@ -471,19 +383,6 @@ fn rules() -> Vec<&'static Rule> {
     ALL.iter().copied().flatten().collect()
 }
 
-/// A rule for the runner's own test: what must be seen is seen, whatever happens at a step.
-const UPS_AND_DOWNS: &[&Rule] = &[&Rule {
-    name: "own_1_ups_and_downs",
-    ready: true,
-    body: |d| {
-        says!(d, 0, "cuStreamSynchronize", d.stream());
-        d.step("abort", 0, || std::process::abort());
-        says!(d, 1, "cuStreamSynchronize", d.stream());
-        d.step("panic", 0, || panic!("on purpose"));
-        says!(d, 0, "cuMemFree_v2", d.memory(1));
-    },
-}];
-
 /// Every rule on the machine's own driver.
 #[test]
 fn the_rules_on_the_real_driver() {
@@ -502,11 +401,14 @@ fn the_rules_on_the_real_driver() {
     };
     let (rows, mut wrong) = probe::try_all(&rules, TEST, &library, &[]);
     wrong.extend(judge(&rows, LISTED));
+    for row in &rows {
+        let listed = LISTED.iter().find(|l| (l.rule, l.step) == (row.rule, row.step));
+        println!("{row}{}", listed.map_or(String::new(), |l| format!(" ({})", l.why)));
+    }
     let short: Vec<_> = rows.iter().filter(|row| matches!(row.got, Got::Short(_))).collect();
     if doubles::required_device("cuda:1") {
         wrong.extend(short.iter().map(|row| format!("{row}, and PINPOOL_REQUIRE names cuda:1")));
     }
-    println!("\n{}", table(&rows, LISTED));
     let same = rows.iter().filter(|row| row.same()).count();
     println!(
         "{TEST}: {} rules, {} steps, {same} the same, {} listed, {} rules without enough GPUs; {text}",
@@ -518,100 +420,65 @@ fn the_rules_on_the_real_driver() {
     assert!(wrong.is_empty(), "{} things are wrong:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// The same with the stand-in in the driver's place: nothing may differ, and what is made to differ is told.
+/// The same with the simulation in the driver's place, for two rules: what is made to differ is told, and so is what is
+/// listed and does not differ.
 #[test]
 fn the_comparison_sees_what_differs() {
     const TEST: &str = "the_comparison_sees_what_differs";
-    let rules = rules();
-    if probe::tried_as_child(if std::env::var_os("OWN").is_some() { UPS_AND_DOWNS } else { &rules }) {
+    let mut rules = rules();
+    rules.retain(|rule| ["mem_4", "str_1"].iter().any(|id| rule.name.starts_with(id)));
+    if probe::tried_as_child(&rules) {
         return;
     }
     let Some(library) = doubles::named_or_built() else {
-        skip!("there is no cargo to build the stand-in libcuda with");
+        skip!("the simulated libcuda is not beside the executable");
         return;
     };
-    let (rows, wrong) = probe::try_all(&rules, TEST, &library, &[]);
-    assert_eq!(wrong, Vec::<String>::new());
-    // Those listed as not tried are not, and nothing else differs from what the sequences say.
-    let not_tried: Vec<Listed> =
-        LISTED.iter().filter(|l| l.on_driver == OnDriver::NotTried).copied().collect();
-    assert_eq!(judge(&rows, &not_tried), Vec::<String>::new());
-    assert!(rows.len() > 100 && rows.iter().filter(|row| !row.same()).count() == not_tried.len());
-    // What is listed to differ does not, here: that is told for each.
-    assert_eq!(judge(&rows, LISTED).len(), LISTED.len() - not_tried.len());
-    // A code of its own.
-    let one = rules.iter().find(|rule| rule.name.starts_with("mem_4")).expect("a rule that unregisters");
-    let (name, one) = (one.name, &[*one]);
-    let (rows, wrong) =
-        probe::try_all(one, TEST, &library, &[("PINPOOL_STANDIN_FAIL", "cuMemHostUnregister:1:713")]);
-    assert_eq!(wrong, Vec::<String>::new());
-    let said = judge(&rows, &[]).join("\n");
-    assert!(
-        said.contains("mem_4") && said.contains("713 (CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED): a difference"),
-        "{said}"
-    );
+    let unregisters = rules.iter().find(|rule| rule.name.starts_with("mem_4")).expect("it unregisters").name;
     let known = |step, code| Listed {
-        rule: name,
+        rule: unregisters,
         step,
         call: "cuMemHostUnregister",
         stand_in: 0,
         on_driver: OnDriver::Says(code, None),
         why: "",
     };
-    assert_eq!(judge(&rows, &[known(3, 713)]), Vec::<String>::new());
-    assert!(judge(&rows, &[known(3, 712)])[0].contains("not as the list says"));
-    assert!(judge(&rows, &[known(3, 713), known(9, 713)])[0].contains("no such step"));
-    assert!(judge(&rows, &[known(2, 713)])[0].contains("the list has step 2 as"));
-    // A death hides nothing but its own step.
-    let (rows, wrong) = probe::try_all(UPS_AND_DOWNS, TEST, &library, &[("OWN", "1")]);
+    let not_tried: Vec<Listed> =
+        LISTED.iter().filter(|l| rules.iter().any(|rule| rule.name == l.rule)).copied().collect();
+    // As it is: only what is listed as not tried is left out.
+    let (rows, wrong) = probe::try_all(&rules, TEST, &library, &[]);
+    assert_eq!((wrong, judge(&rows, &not_tried)), (vec![], vec![]));
+    assert_eq!(rows.iter().filter(|row| !row.same()).count(), not_tried.len());
+    let differs = |known: &[Listed]| judge(&rows, &[&not_tried[..], known].concat()).join("\n");
+    assert!(differs(&[known(3, 713)]).contains("it is listed, and the driver does not differ"));
+    // With a code of its own.
+    let fault = ("PINPOOL_STANDIN_FAIL", "cuMemHostUnregister:1:713");
+    let (rows, wrong) = probe::try_all(&rules, TEST, &library, &[fault]);
     assert_eq!(wrong, Vec::<String>::new());
-    let got: Vec<_> = rows.iter().map(|row| (row.step, &*row.call, row.same())).collect();
-    let sync = "cuStreamSynchronize";
-    assert_eq!(
-        got,
-        [
-            (1, sync, true),
-            (2, "abort", false),
-            (3, sync, false),
-            (4, "panic", false),
-            (5, "cuMemFree_v2", true)
-        ]
+    let differs = |known: &[Listed]| judge(&rows, &[&not_tried[..], known].concat()).join("\n");
+    assert!(
+        differs(&[]).contains("713 (CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED): a difference that is not listed")
     );
-    assert!(matches!(&rows[1].got, Got::Ended(how) if how.contains("signal: 6")), "{:?}", rows[1]);
-    assert_eq!(judge(&rows, &[]).len(), 3, "{:?}", judge(&rows, &[]));
+    assert_eq!(differs(&[known(3, 713)]), "");
+    assert!(differs(&[known(3, 712)]).contains("not as the list says"));
+    assert!(differs(&[known(3, 713), known(9, 713)]).contains("no such step"));
+    assert!(differs(&[known(2, 713)]).contains("the list has step 2 as"));
+    // A death at a step is told.
+    let (_, wrong) = probe::try_all(&rules, TEST, &library, &[(probe::DIES, "2")]);
+    assert!(wrong.len() == 1 && wrong[0].contains("at step 2"), "{wrong:?}");
 }
 
-/// A report of any length is read to its end: after thousands of broken rules it says what is left.
+/// The page of the simulation has these rules.
 #[test]
-fn a_long_report_is_read_to_its_end() {
-    doubles::gpu::on_stand_in("a_long_report_is_read_to_its_end", |gpu, stand_in| {
-        const BROKEN: usize = 50_000;
-        for _ in 0..BROKEN {
-            assert_eq!(gpu.call("cuMemFree_v2", &[64]), 1);
-        }
-        let report = stand_in.report();
-        assert!(report.violations.iter().all(|line| line == "MEM-7 0x40 is no allocation"));
-        assert_eq!((report.violations.len(), report.leaks), (BROKEN, vec!["contexts 1".to_owned()]));
-        assert!(report.calls.contains(&("cuMemFree_v2".into(), BROKEN as u64)));
-    });
-}
-
-/// The stand-in's page: its rules are those that are broken here, and its differences those of the list.
-#[test]
-fn the_page_of_the_stand_in_has_these_rules_and_differences() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/doubles/cuda/src/lib.rs");
+fn the_page_of_the_simulation_has_these_rules() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/pinpool-sim/src/cuda/mod.rs");
     let Ok(page) = std::fs::read_to_string(&page) else {
         skip!("{} is not here", page.display());
         return;
     };
-    let lines: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("//! ")).collect();
-    let id = |line: &&str| line.split(' ').nth(1).unwrap_or_default().to_owned();
-    let is_rule = |line: &&&str| line.starts_with("| ") && id(line).contains('-') && !line.contains("---");
-    let (of_rules, of_driver): (Vec<&str>, Vec<&str>) =
-        lines.iter().filter(is_rule).partition(|line| line.matches('|').count() == 4);
+    let rows = page.lines().filter_map(|line| line.strip_prefix("//! | "));
+    let of_page: BTreeSet<&str> =
+        rows.filter_map(|row| row.split(' ').next()).filter(|id| id.contains('-') && *id != "---").collect();
     let tested: BTreeSet<String> = rules().iter().map(|rule| probe::id(rule.name)).collect();
-    assert_eq!(of_rules.iter().map(id).collect::<BTreeSet<_>>(), tested, "rules of the page, and tests");
-    let expected: Vec<String> = LISTED.iter().map(Listed::row).collect();
-    let wanted: String = expected.iter().map(|row| format!("//! {row}\n")).collect();
-    assert!(of_driver == expected, "the page's table of differences is to be:\n{wanted}");
+    assert_eq!(of_page, tested.iter().map(String::as_str).collect(), "rules of the page, and tests");
 }

@@ -1,4 +1,4 @@
-//! Misdeeds while a GPU's driver misbehaves, too: on the stand-in driver, each in a process of its own.
+//! Misdeeds while a GPU's driver misbehaves, too: on a simulated GPU, each in a process of its own.
 
 use std::panic::panic_any;
 use std::time::Duration;
@@ -6,7 +6,8 @@ use std::time::Duration;
 use pinpool::{Copier, Device, Pool, Unpinned};
 
 use super::hostile::{Bomb, Call, Turn};
-use crate::support::doubles;
+use crate::support::doubles::{self, gpu_name};
+use crate::support::own_process;
 
 fn panics_at_events(turn: &Turn) {
     turn.act(|heard| {
@@ -20,10 +21,10 @@ fn panics_at_events(turn: &Turn) {
 /// that reports this; the borrow must not end before the copy is complete.
 #[test]
 fn a_subscriber_panics_before_borrowed_memory_has_come_back() {
-    let test = "standing_in::a_subscriber_panics_before_borrowed_memory_has_come_back";
-    doubles::on_stand_in(test, |stand_in| {
+    own_process!();
+    doubles::on_stand_in(|stand_in| {
         let turn = Turn::take();
-        let device = Device::open("cuda:0").unwrap();
+        let device = Device::open(&gpu_name(0)).unwrap();
         let pool = Pool::builder(&device)
             .capacity(1 << 20)
             .thread_cache(0)
@@ -52,10 +53,10 @@ fn a_subscriber_panics_before_borrowed_memory_has_come_back() {
 /// must not read as complete.
 #[test]
 fn a_subscriber_panics_inside_the_submission_of_a_batch() {
-    let test = "standing_in::a_subscriber_panics_inside_the_submission_of_a_batch";
-    doubles::on_stand_in(test, |stand_in| {
+    own_process!();
+    doubles::on_stand_in(|stand_in| {
         let turn = Turn::take();
-        let device = Device::open("cuda:0").unwrap();
+        let device = Device::open(&gpu_name(0)).unwrap();
         let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
         let (stream, memory) = (device.stream().unwrap(), device.alloc(64).unwrap());
         stream.upload_blocking(&[0xaa; 64], &memory).unwrap();

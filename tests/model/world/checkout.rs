@@ -25,7 +25,7 @@ impl World<'_> {
         let bytes = pattern(id, size.len);
         let mut buf = buf;
         buf.extend_from_slice(&bytes);
-        self.bufs.push(Live { buf, bytes });
+        self.bufs.push(Held { buf, bytes });
     }
 
     /// A refusal must have its reason.
@@ -88,12 +88,7 @@ impl World<'_> {
                 Patience::Timeout => pool.checkout_timeout(request, Duration::from_secs(3600)),
             }
         };
-        let result = match who {
-            Who::Main => job(),
-            Who::Helper => self.helper.run(job),
-            Who::Fresh => std::thread::spawn(job).join().unwrap(),
-        };
-        match result {
+        match self.on(who, job) {
             Ok(buf) => {
                 assert!(!self.is_bad(size), "a bad request was served: {size:?}");
                 self.tally.note("checkout");
@@ -138,9 +133,12 @@ impl World<'_> {
             return;
         }
         let requests: Vec<_> = sizes.iter().map(|s| Self::request(*s)).collect();
-        let future = match &requests[..] {
-            [request] => Pending::One(self.pool().checkout_async(*request)),
-            _ => Pending::Many(self.pool().checkout_many_async(&requests)),
+        let future: Pin<Box<dyn Future<Output = _>>> = match &requests[..] {
+            [request] => {
+                let one = self.pool().checkout_async(*request);
+                Box::pin(async { one.await.map(|buf| vec![buf]) })
+            }
+            _ => Box::pin(self.pool().checkout_many_async(&requests)),
         };
         let mut waiting = Waiting { future, flag: Arc::default(), sizes: sizes.to_vec() };
         match waiting.poll() {

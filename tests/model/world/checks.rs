@@ -64,9 +64,7 @@ impl World<'_> {
         assert_eq!(s.granted_bytes, s.requested_bytes + s.rounding_bytes, "{s:?}");
         let streams = all.devices.iter().flat_map(|device| &device.streams);
         let flying: usize = streams.map(|stream| stream.in_flight_bytes).sum();
-        let other = self.other.as_ref().map_or(0, |other| other.stats().in_flight_bytes);
-        // The streams have what is the other pool's, too.
-        assert!(flying <= s.in_flight_bytes + other, "{flying}: {all:#?}");
+        assert!(flying <= s.in_flight_bytes, "{flying}: {all:#?}");
         for device in &all.devices {
             assert!(device.completed <= device.submitted, "{device:?}");
         }
@@ -100,12 +98,10 @@ impl World<'_> {
         self.flights.clear();
         self.drain();
         // The devices now hold what was sent, however late the copies ran.
-        for at in 0..self.regions.len() {
-            let (device, slice) = (self.regions[at].device, self.regions[at].memory.slice(..).unwrap());
-            if !self.dead[device] {
-                // Submitted with an error and not queued, or lost, are not in the list.
-                assert!(self.peek(device, &slice) == self.regions[at].bytes, "wrong bytes arrived");
-            }
+        for Region { memory, bytes, lane, .. } in &self.regions {
+            // Submitted with an error and not queued, or lost, are not in the list.
+            let dead = self.dead[self.lanes[*lane].device];
+            assert!(dead || self.machine.read(memory) == *bytes, "wrong bytes arrived");
         }
         self.regions.clear();
         self.ruins = Default::default();
@@ -125,24 +121,19 @@ impl World<'_> {
             self.tally.note("ended quietly");
         }
         self.pool = None;
-        self.other = None;
         self.lanes.clear();
-        self.probes.clear();
         self.copies.clear();
-        self.helper = Helper::new();
+        self.helper = Helper::new(self.machine);
         if let Some(failure) = self.setup.closing {
-            self.node.fail(Fault { device: 0, call: Call::DestroyEvent, nth: 0, failure });
+            self.machine.fault("cuEventDestroy_v2", 1, failure);
             self.trouble = true;
         }
         self.devices.clear();
-        if let (0, Some(failure)) = (self.node.clear_faults(), self.setup.closing) {
-            self.tally.fault(Call::DestroyEvent, failure);
+        if let (0, Some(failure)) = (self.machine.calm(), self.setup.closing) {
+            self.tally.fault("cuEventDestroy_v2", failure);
         }
         if !stuck && !self.trouble {
-            for device in 0..DEVICES {
-                let left = self.node.live(device as u32);
-                assert_eq!(left, pinpool::host::HostUsage::default(), "host:{device} has kept something");
-            }
+            assert_eq!(self.machine.wrong(), "", "rules were broken, or something was kept");
         }
     }
 

@@ -2,17 +2,19 @@
 
 use super::*;
 
+const UPLOAD: &str = "cuMemcpyHtoDAsync_v2";
+const DOWNLOAD: &str = "cuMemcpyDtoHAsync_v2";
+
 impl World<'_> {
-    pub(super) fn take_buf(&mut self, at: usize) -> Option<Live> {
+    pub(super) fn take_buf(&mut self, at: usize) -> Option<Held<PinnedBuf>> {
         (!self.bufs.is_empty()).then(|| self.bufs.swap_remove(at % self.bufs.len()))
     }
 
     /// A buffer whose bytes can be told from blank memory, which a download may have brought.
-    pub(super) fn take_sendable(&mut self, at: usize) -> Option<Live> {
+    fn take_sendable(&mut self, at: usize) -> Option<Held<PinnedBuf>> {
         let mut live = self.take_buf(at)?;
         if live.bytes.contains(&BLANK) {
-            let id = self.id();
-            live.bytes = pattern(id, live.bytes.len());
+            live.bytes = pattern(self.id(), live.bytes.len());
             live.buf.copy_from_slice(&live.bytes);
         }
         Some(live)
@@ -24,41 +26,68 @@ impl World<'_> {
 
     /// Blank device memory.
     pub(super) fn memory(&mut self, device: usize, len: usize) -> Option<DeviceSlice> {
-        if self.dead[device] {
-            return None;
-        }
-        let (handle, probe) = (self.devices[device].clone(), self.probes[device].clone());
-        self.calmly(|world| {
-            let memory = handle.alloc(len).ok();
-            let blank = memory.as_ref().map(|m| probe.upload_blocking(&vec![BLANK; len], m));
-            if let Some(Err(error)) = blank {
-                // Only a device that died by a fault in this very call does that.
-                assert!(error.is_device_lost() && world.tolerant(), "{error}");
-                return None;
-            }
-            memory
-        })
-    }
-
-    pub(super) fn keep_region(&mut self, region: Region) {
-        if self.regions.len() >= REGIONS {
-            self.regions.remove(0);
-        }
-        self.regions.push(region);
+        let alloc = || self.devices[device].alloc(len).ok();
+        if self.dead[device] { None } else { self.machine.calmly(alloc) }
     }
 
     /// An error of a submit.
-    pub(super) fn submit_error(&mut self, error: &Error) {
+    fn submit_error(&self, error: &Error) {
         assert!(self.tolerant(), "no fault, and yet: {error}");
         assert!(matches!(error, Error::Device(_)), "unexpected: {error}");
     }
 
-    /// Whether a submit that failed is queued all the same.
-    pub(super) fn runs_anyway(&mut self, device: usize) -> bool {
-        let armed = self.armed;
-        armed.is_some_and(|f| {
-            f.call == Call::Copy && f.failure == Failure::RunsAnyway && f.device == device as u32
-        }) && self.struck()
+    /// Whether a submit is queued: one that failed may be all the same.
+    fn is_queued<T, E>(&self, result: &Result<T, E>, call: &str) -> bool {
+        let anyway = self.armed == Some((call, Failure::RunsAnyway)) && !self.machine.is_armed();
+        result.is_ok() || anyway
+    }
+
+    /// A copy was queued that uses this host memory.
+    fn queued(&mut self, lane: usize, host: Range, seen: Seen, allowed: Vec<Vec<u8>>) -> u64 {
+        let id = self.id();
+        self.copies.push(Copy { id, lane, host, seen, allowed, dead: false });
+        id
+    }
+
+    /// The same of an upload.
+    fn sent(&mut self, lane: usize, host: Range, memory: DeviceSlice, bytes: Vec<u8>) -> u64 {
+        let seen = Seen::Device(memory.slice(..).unwrap());
+        let copy = self.queued(lane, host, seen, vec![bytes.clone()]);
+        if self.regions.len() >= REGIONS {
+            self.regions.remove(0);
+        }
+        self.regions.push(Region { memory, lane, copy, bytes });
+        copy
+    }
+
+    /// What came of the submit of a buffer with these bytes.
+    fn submitted(
+        &mut self,
+        result: Result<InFlight<PinnedBuf>, SubmitError<PinnedBuf>>,
+        bytes: Vec<u8>,
+        trip: Trip,
+        keep: Keep,
+    ) {
+        match result {
+            Ok(flight) => self.keep(Flight { handle: Handle::Own(flight), trip, flag: None }, keep),
+            Err(SubmitError { error, buffer: Some(buf) }) => {
+                assert!(trip.after.is_empty(), "queued, and yet the buffer came back");
+                self.submit_error(&error);
+                self.tally.note("submit refused, buffer back");
+                self.bufs.push(Held { buf, bytes });
+            }
+            Err(SubmitError { error, buffer: None }) => {
+                self.submit_error(&error);
+                if !trip.after.is_empty() {
+                    self.tally.note("submit that failed but runs");
+                }
+                self.detached.push(trip.capacity);
+                // Its device may have died by it.
+                if self.devices[self.lanes[trip.lane].device].lost().is_some() {
+                    self.graves.extend(trip.range);
+                }
+            }
+        }
     }
 
     pub(super) fn upload(
@@ -70,8 +99,7 @@ impl World<'_> {
         orphan: bool,
     ) {
         let lane = self.lane(lane);
-        let device = self.lanes[lane].device;
-        let Some(Live { buf, bytes }) = self.take_sendable(at) else { return };
+        let Some(Held { buf, bytes }) = self.take_sendable(at) else { return };
         let (start, end) = match part {
             None => (0, bytes.len()),
             Some((a, b)) => {
@@ -81,184 +109,79 @@ impl World<'_> {
             }
         };
         if start >= end {
-            return self.bufs.push(Live { buf, bytes });
+            return self.bufs.push(Held { buf, bytes });
         }
-        let Some(memory) = self.memory(device, end - start) else {
+        let Some(memory) = self.memory(self.lanes[lane].device, end - start) else {
             let buf = self.upload_to_ruins(buf, lane);
-            return self.bufs.push(Live { buf, bytes });
+            return self.bufs.push(Held { buf, bytes });
         };
-        let range = (buf.as_ptr() as usize, span(buf.capacity()));
-        let (capacity, id) = (buf.capacity(), self.id());
-        let sent = bytes[start..end].to_vec();
         let stream = self.lanes[lane].stream.clone();
+        let (host, mut trip) = (range(&buf), Trip::of(&buf, lane, vec![bytes.clone()]));
         let result = match part {
             None => stream.upload(buf, &memory),
             Some(_) => stream.upload_part(buf, start..end, memory.slice(..)),
         };
-        let queued = result.is_ok() || self.runs_anyway(device);
-        if queued {
+        if self.is_queued(&result, UPLOAD) {
             self.tally.note(if part.is_some() { "upload of a part" } else { "upload" });
-            if orphan {
+            trip.after.push(if orphan {
+                // No copy that the model looks for has this number.
                 self.tally.note("device memory dropped under a copy");
+                0
             } else {
-                let slice = memory.slice(..).unwrap();
-                self.copies.push(Copy {
-                    id,
-                    device,
-                    lane,
-                    host: range,
-                    seen: Seen::Device(slice),
-                    allowed: vec![sent.clone()],
-                    dead: false,
-                });
-                self.keep_region(Region { memory, device, lane, copy: id, bytes: sent });
-            }
+                self.sent(lane, host, memory, bytes[start..end].to_vec())
+            });
         }
-        match result {
-            Ok(flight) => {
-                let flight = Flight {
-                    handle: Handle::Own(flight),
-                    range: Some(range),
-                    capacity,
-                    expect: Expect::Same(bytes),
-                    after: if orphan { Vec::new() } else { vec![id] },
-                    flag: None,
-                };
-                self.keep(flight, keep, &[lane]);
-            }
-            Err(SubmitError { error, buffer: Some(buf) }) => {
-                assert!(!queued, "queued, and yet the buffer came back");
-                self.submit_error(&error);
-                self.tally.note("upload refused, buffer back");
-                self.bufs.push(Live { buf, bytes });
-            }
-            Err(SubmitError { error, buffer: None }) => {
-                self.submit_error(&error);
-                if queued {
-                    self.tally.note("upload that failed but runs");
-                }
-                self.detached.push(capacity);
-                self.bury_if_dead(device, range);
-            }
-        }
+        self.submitted(result, bytes, trip, keep);
     }
 
     /// A dead device refuses the copy, and the buffer comes back as it was.
-    pub(super) fn upload_to_ruins(&mut self, buf: PinnedBuf, lane: usize) -> PinnedBuf {
-        let device = self.lanes[lane].device;
-        let Some(memory) = self.ruins[device].as_ref().filter(|m| m.len() >= buf.len()) else { return buf };
-        if self.devices[device].lost().is_none() {
+    fn upload_to_ruins(&mut self, buf: PinnedBuf, lane: usize) -> PinnedBuf {
+        let Lane { stream, device, .. } = &self.lanes[lane];
+        let Some(memory) = self.ruins[*device].as_ref().filter(|m| m.len() >= buf.len()) else { return buf };
+        if self.devices[*device].lost().is_none() {
             return buf; // No call has found the device dead yet.
         }
-        match self.lanes[lane].stream.upload(buf, memory) {
+        match stream.upload(buf, memory) {
             Err(SubmitError { error, buffer: Some(buf) }) => {
                 assert!(error.is_device_lost(), "{error}");
-                self.tally.note("upload refused, buffer back");
+                self.tally.note("upload refused by a dead device");
                 buf
             }
             other => panic!("the device is dead, and yet: {other:?}"),
         }
     }
 
-    /// A copy that was submitted to a device that died by it.
-    pub(super) fn bury_if_dead(&mut self, device: usize, range: Range) {
-        if self.devices[device].lost().is_some() {
-            self.graves.push(range);
-        }
-    }
-
-    pub(super) fn keep(&mut self, flight: Flight, keep: Keep, lanes: &[usize]) {
-        match keep {
-            Keep::Keep => self.flights.push(flight),
-            Keep::Drop => self.let_go(flight, lanes),
-            Keep::Forget => {
-                let Flight { handle, range, capacity, .. } = flight;
-                // A claimed segment's address is not known.
-                if let Some(range) = range {
-                    self.forgotten.push((range, capacity));
-                } else {
-                    self.forgotten.push(((0, 0), capacity));
-                }
-                self.tally.note("in flight: forgotten");
-                std::mem::forget(handle);
-            }
-        }
-    }
-
-    pub(super) fn let_go(&mut self, flight: Flight, lanes: &[usize]) {
-        self.tally.note("in flight: dropped");
-        if !matches!(flight.handle, Handle::Nothing(_)) {
-            self.detached.push(flight.capacity);
-        }
-        // A shared buffer has other handles too; its copies stand for it.
-        if let (Handle::Own(_), Some(range)) = (&flight.handle, flight.range) {
-            self.holds.push(Hold { range, after: flight.after.clone(), lanes: lanes.to_vec() });
-        }
-        drop(flight);
-    }
-
     pub(super) fn download(&mut self, at: usize, lane: usize, region: usize, keep: Keep) {
         let lane = self.lane(lane);
-        let device = self.lanes[lane].device;
-        let Some((slice, allowed)) = self.source(device, lane, region) else { return };
-        let Some(fits) = self.bufs.iter().position(|b| b.buf.capacity() >= slice.len()) else { return };
-        let fit = (0..self.bufs.len()).map(|i| (i + at) % self.bufs.len());
-        let at = { fit }.find(|&i| self.bufs[i].buf.capacity() >= slice.len()).unwrap_or(fits);
-        let Live { mut buf, mut bytes } = self.bufs.swap_remove(at);
+        let Some((slice, allowed)) = self.source(lane, region) else { return };
+        let mut fit = (0..self.bufs.len()).map(|i| (i + at) % self.bufs.len());
+        let Some(at) = fit.find(|&i| self.bufs[i].buf.capacity() >= slice.len()) else { return };
+        let Held { mut buf, mut bytes } = self.bufs.swap_remove(at);
         while buf.len() < slice.len() || allowed.contains(&buf[..slice.len()].to_vec()) {
             // So that the bytes before the copy are known, and differ from those that the copy brings.
-            let id = self.id();
-            bytes = pattern(id, slice.len());
+            bytes = pattern(self.id(), slice.len());
             buf.clear();
             buf.extend_from_slice(&bytes);
         }
-        let range = (buf.as_ptr() as usize, span(buf.capacity()));
-        let (capacity, id) = (buf.capacity(), self.id());
+        let (host, mut trip) = (range(&buf), Trip::of(&buf, lane, allowed.clone()));
         let before = bytes[..slice.len()].to_vec();
-        let result = self.lanes[lane].stream.clone().download(slice, buf);
-        let queued = result.is_ok() || self.runs_anyway(device);
-        if queued {
+        let result = self.lanes[lane].stream.download(slice, buf);
+        if self.is_queued(&result, DOWNLOAD) {
             self.tally.note("download");
-            let seen = Seen::Host(range.0, before);
-            let allowed = allowed.clone();
-            self.copies.push(Copy { id, device, lane, host: range, seen, allowed, dead: false });
+            trip.after.push(self.queued(lane, host, Seen::Host(host.0, before), allowed));
         }
-        match result {
-            Ok(flight) => {
-                let flight = Flight {
-                    handle: Handle::Own(flight),
-                    range: Some(range),
-                    capacity,
-                    expect: Expect::OneOf(allowed),
-                    after: vec![id],
-                    flag: None,
-                };
-                self.keep(flight, keep, &[lane]);
-            }
-            Err(SubmitError { error, buffer: Some(buf) }) => {
-                assert!(!queued, "queued, and yet the buffer came back");
-                self.submit_error(&error);
-                self.bufs.push(Live { buf, bytes });
-            }
-            Err(SubmitError { error, buffer: None }) => {
-                self.submit_error(&error);
-                self.detached.push(capacity);
-                self.bury_if_dead(device, range);
-            }
-        }
+        self.submitted(result, bytes, trip, keep);
     }
 
     /// Device memory to download from, and what it may hold when a copy on that lane reads it.
-    pub(super) fn source(
-        &mut self,
-        device: usize,
-        lane: usize,
-        region: usize,
-    ) -> Option<(DeviceSlice, Vec<Vec<u8>>)> {
-        self.sweep_if_alive(device);
-        let there: Vec<usize> =
-            (0..self.regions.len()).filter(|&r| self.regions[r].device == device).collect();
-        let region = &self.regions[*there.get(region % there.len().max(1))?];
+    fn source(&mut self, lane: usize, region: usize) -> Option<(DeviceSlice, Vec<Vec<u8>>)> {
+        let device = self.lanes[lane].device;
+        if !self.dead[device] {
+            self.sweep();
+        }
+        let mut there: Vec<_> = self.regions.iter().collect();
+        there.retain(|region| self.lanes[region.lane].device == device);
+        let region = there.get(region % there.len().max(1))?;
         let ordered = region.lane == lane || !self.copies.iter().any(|c| c.id == region.copy);
         let mut allowed = vec![region.bytes.clone()];
         if !ordered {
@@ -267,91 +190,62 @@ impl World<'_> {
         Some((region.memory.slice(..).unwrap(), allowed))
     }
 
-    pub(super) fn sweep_if_alive(&mut self, device: usize) {
-        if !self.dead[device] {
-            self.sweep();
-        }
-    }
-
     pub(super) fn share(&mut self, at: usize, lane: usize, other: usize, keep: Keep) {
-        let Some(Live { buf, bytes }) = self.take_sendable(at) else { return };
+        let Some(Held { buf, bytes }) = self.take_sendable(at) else { return };
         if bytes.is_empty() {
-            return self.bufs.push(Live { buf, bytes });
+            return self.bufs.push(Held { buf, bytes });
         }
-        let range = (buf.as_ptr() as usize, span(buf.capacity()));
-        let capacity = buf.capacity();
         let buf = Arc::new(buf);
         for lane in [self.lane(lane), self.lane(other)] {
-            let device = self.lanes[lane].device;
-            let Some(memory) = self.memory(device, bytes.len()) else { continue };
-            let id = self.id();
-            let result = self.lanes[lane].stream.clone().upload(buf.clone(), &memory);
-            if result.is_ok() || self.runs_anyway(device) {
+            let Some(memory) = self.memory(self.lanes[lane].device, bytes.len()) else { continue };
+            let mut trip = Trip::of(&buf, lane, vec![bytes.clone()]);
+            let result = self.lanes[lane].stream.upload(buf.clone(), &memory);
+            if self.is_queued(&result, UPLOAD) {
                 self.tally.note("upload shared by two streams");
-                let seen = Seen::Device(memory.slice(..).unwrap());
-                let allowed = vec![bytes.clone()];
-                self.copies.push(Copy { id, device, lane, host: range, seen, allowed, dead: false });
-                self.keep_region(Region { memory, device, lane, copy: id, bytes: bytes.clone() });
+                trip.after.push(self.sent(lane, range(&buf), memory, bytes.clone()));
             }
             match result {
+                // Forgetting it would keep a count for ever, and the model with it.
                 Ok(flight) => {
-                    let flight = Flight {
-                        handle: Handle::Shared(flight),
-                        range: Some(range),
-                        capacity,
-                        expect: Expect::Same(bytes.clone()),
-                        after: vec![id],
-                        flag: None,
-                    };
-                    // Forgetting it would keep a count for ever, and the model with it.
                     let keep = if keep == Keep::Forget { Keep::Drop } else { keep };
-                    self.keep(flight, keep, &[lane]);
+                    self.keep(Flight { handle: Handle::Shared(flight), trip, flag: None }, keep);
                 }
                 Err(SubmitError { error, .. }) => self.submit_error(&error),
             }
         }
-        self.shared.push(Shared { buf, bytes });
+        self.shared.push(Held { buf, bytes });
     }
 
     pub(super) fn drop_shared(&mut self, at: usize) {
-        if self.shared.is_empty() {
-            return;
+        if !self.shared.is_empty() {
+            let shared = self.shared.swap_remove(at % self.shared.len());
+            self.detached.push(shared.buf.capacity());
         }
-        let shared = self.shared.swap_remove(at % self.shared.len());
-        self.detached.push(shared.buf.capacity());
     }
 
     pub(super) fn hold(&mut self, at: usize, lane: usize, keep: Keep) {
         let lane = self.lane(lane);
-        let Some(Live { buf, bytes }) = self.take_buf(at) else { return };
+        let Some(Held { buf, bytes }) = self.take_buf(at) else { return };
         self.sweep();
-        let range = (buf.as_ptr() as usize, span(buf.capacity()));
-        let capacity = buf.capacity();
-        let after = self.outstanding(lane);
-        match self.lanes[lane].stream.hold(buf) {
-            Ok(flight) => {
+        let mut trip = Trip::of(&buf, lane, vec![bytes.clone()]);
+        let result = self.lanes[lane].stream.hold(buf);
+        match &result {
+            Ok(_) => {
                 self.tally.note("hold");
-                let handle = Handle::Own(flight);
-                let expect = Expect::Same(bytes);
-                let flight = Flight { handle, range: Some(range), capacity, expect, after, flag: None };
-                self.keep(flight, keep, &[lane]);
+                trip.after = self.outstanding(lane);
             }
-            Err(SubmitError { error, buffer: Some(buf) }) => {
-                self.submit_error(&error);
-                self.bufs.push(Live { buf, bytes });
-            }
-            Err(SubmitError { error, buffer: None }) => {
-                self.submit_error(&error);
-                self.graves.push(range);
+            Err(SubmitError { buffer: Some(_), .. }) => {}
+            Err(SubmitError { buffer: None, .. }) => {
+                self.graves.extend(trip.range);
                 self.may_lose = true;
             }
         }
+        self.submitted(result, bytes, trip, keep);
     }
 
     pub(super) fn claim(&mut self, lane: usize, size: Size, usage: Use) {
         let lane = self.lane(lane);
-        let stream = self.lanes[lane].stream.clone();
-        let buf = match self.pool().try_checkout_on(&stream, Self::request(size)) {
+        let buf = match self.pool().try_checkout_on(&self.lanes[lane].stream, Self::request(size)) {
             Ok(buf) => buf,
             Err(error) => return self.refused(&[size], &error),
         };
@@ -369,18 +263,18 @@ impl World<'_> {
                         self.admit(buf, size);
                     }
                     // It returned to where it was.
-                    Err(Error::Timeout(_)) => self.detached.push(size.len),
                     Err(error) => {
-                        self.submit_error(&error);
                         self.detached.push(size.len);
+                        if !matches!(error, Error::Timeout(_)) {
+                            self.submit_error(&error);
+                        }
                     }
                 }
             }
             Use::OtherStream => {
                 let other = (lane + 1) % self.lanes.len();
-                let device = self.lanes[other].device;
-                let Some(memory) = self.memory(device, 1) else { return self.unclaim(buf) };
-                match self.lanes[other].stream.clone().download(&memory, buf) {
+                let Some(memory) = self.memory(self.lanes[other].device, 1) else { return self.unclaim(buf) };
+                match self.lanes[other].stream.download(&memory, buf) {
                     Err(SubmitError {
                         error: Error::Mismatch { what: "a stream-ready buffer", .. },
                         buffer: Some(buf),
@@ -410,39 +304,34 @@ impl World<'_> {
         }
     }
 
-    pub(super) fn unclaim(&mut self, buf: StreamBuf) {
+    fn unclaim(&mut self, buf: StreamBuf) {
         if buf.was_claimed() {
             self.tally.note("claim dropped unused");
             self.detached.push(buf.capacity());
         }
-        drop(buf);
     }
 
     /// Downloads into a stream-ready buffer.
-    pub(super) fn land(&mut self, lane: usize, buf: StreamBuf, keep: Keep) {
-        let device = self.lanes[lane].device;
-        let source = self.source(device, lane, usize::from(buf.was_claimed()));
+    fn land(&mut self, lane: usize, buf: StreamBuf, keep: Keep) {
+        let source = self.source(lane, usize::from(buf.was_claimed()));
         let Some((slice, allowed)) = source.filter(|s| s.0.len() <= buf.capacity()) else {
             return self.unclaim(buf);
         };
         let (capacity, claimed) = (buf.capacity(), buf.was_claimed());
-        match self.lanes[lane].stream.clone().download(slice, buf) {
+        match self.lanes[lane].stream.download(slice, buf) {
             Ok(flight) => {
                 if claimed {
                     self.tally.note("claim used");
                     // Which segment it was is not known, so one of the downloads to segments whose handles were dropped
                     // on this stream may be overwritten before the model has seen it.
-                    let kept: Vec<Range> = self.flights.iter().filter_map(|f| f.range).collect();
+                    let kept: Vec<Range> = self.flights.iter().filter_map(|f| f.trip.range).collect();
                     self.copies.retain(|c| {
                         let given_up = !kept.iter().any(|range| overlap(*range, c.host));
                         c.lane != lane || c.dead || matches!(c.seen, Seen::Device(_)) || !given_up
                     });
                 }
-                let handle = Handle::Own(flight);
-                let expect = Expect::OneOf(allowed);
-                let after = self.outstanding(lane);
-                let flight = Flight { handle, range: None, capacity, expect, after, flag: None };
-                self.keep(flight, keep, &[lane]);
+                let trip = Trip { lane, range: None, capacity, allowed, after: self.outstanding(lane) };
+                self.keep(Flight { handle: Handle::Own(flight), trip, flag: None }, keep);
             }
             Err(SubmitError { error, buffer }) => {
                 self.submit_error(&error);
@@ -456,15 +345,14 @@ impl World<'_> {
 
     pub(super) fn on_device(&mut self, lane: usize, region: usize) {
         let lane = self.lane(lane);
-        let device = self.lanes[lane].device;
-        let Some((slice, _)) = self.source(device, lane, region) else { return };
-        let Some(memory) = self.memory(device, slice.len()) else { return };
-        match self.lanes[lane].stream.clone().copy(slice, memory) {
+        let Some((slice, _)) = self.source(lane, region) else { return };
+        let Some(memory) = self.memory(self.lanes[lane].device, slice.len()) else { return };
+        match self.lanes[lane].stream.copy(slice, memory) {
             Ok(flight) => {
                 self.tally.note("copy within the device");
-                let after = self.outstanding(lane);
-                let (handle, expect) = (Handle::Nothing(flight), Expect::Same(Vec::new()));
-                self.flights.push(Flight { handle, range: None, capacity: 0, expect, after, flag: None });
+                let (after, allowed) = (self.outstanding(lane), Vec::new());
+                let trip = Trip { lane, range: None, capacity: 0, allowed, after };
+                self.flights.push(Flight { handle: Handle::Nothing(flight), trip, flag: None });
             }
             Err(error) => self.submit_error(&error),
         }

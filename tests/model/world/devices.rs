@@ -4,21 +4,30 @@ use super::*;
 
 impl World<'_> {
     /// The device is dead: what has not run never will.
-    pub(super) fn buried(&mut self, device: usize) {
+    fn buried(&mut self, device: usize) {
         if std::mem::replace(&mut self.dead[device], true) {
             return;
         }
         (self.trouble, self.may_lose) = (true, true);
-        for copy in self.copies.iter_mut().filter(|c| c.device == device) {
+        let lanes = &self.lanes;
+        for copy in self.copies.iter_mut().filter(|c| lanes[c.lane].device == device) {
             copy.dead = true;
             self.graves.push(copy.host);
             self.tally.note("copy lost with its device");
         }
-        if let Some(region) = self.regions.iter().find(|r| r.device == device) {
-            self.ruins[device] = Some(region.memory.clone());
-        }
-        self.regions.retain(|r| r.device != device);
+        let regions = std::mem::take(&mut self.regions).into_iter();
+        let (ruins, others): (Vec<_>, _) = regions.partition(|r| lanes[r.lane].device == device);
+        self.regions = others;
+        self.ruins[device] = ruins.into_iter().next().map(|region| region.memory);
         self.tally.note("poison");
+    }
+
+    pub(super) fn bury_lost(&mut self) {
+        for device in 0..DEVICES {
+            if self.machine.is_lost(device) {
+                self.buried(device);
+            }
+        }
     }
 
     pub(super) fn kill(&mut self, device: usize) {
@@ -27,50 +36,37 @@ impl World<'_> {
         }
         self.sweep();
         self.tally.note("device killed");
-        self.node.kill(device as u32);
+        self.machine.kill(device);
         self.buried(device);
     }
 
-    pub(super) fn fault(&mut self, device: usize, call: Call, nth: u64, failure: Failure, ops: &[Op]) {
-        if self.dead[device] || self.armed.is_some() {
+    pub(super) fn fault(&mut self, call: &'static str, nth: u64, failure: Failure, ops: &[Op]) {
+        if self.dead == [true; DEVICES] || self.armed.is_some() {
             return;
         }
         self.sweep();
-        let fault = Fault { device: device as u32, call, nth, failure };
-        self.armed = Some(fault);
-        self.node.fail(fault);
-        for op in ops {
-            self.apply(op);
-        }
-        let struck = self.node.clear_faults() == 0;
+        self.armed = Some((call, failure));
+        self.machine.fault(call, nth, failure);
+        ops.iter().for_each(|op| self.apply(op));
         self.armed = None;
-        if struck {
+        if self.machine.calm() == 0 {
             self.tally.fault(call, failure);
             self.trouble = true;
-            let of_events = matches!(call, Call::Record | Call::CreateEvent | Call::Query);
+            let of_events = ["cuEventRecord", "cuEventCreate", "cuEventQuery"].contains(&call);
             self.may_lose |= failure == Failure::Argument && of_events;
-            if failure == Failure::DeviceLost {
-                self.buried(device);
-            }
-        }
-    }
-
-    pub(super) fn reap_all(&self) {
-        for device in &self.devices {
-            device.reap();
+            self.bury_lost();
         }
     }
 
     /// Everything that can move moves, and everything that is complete returns.
     pub(super) fn drain(&mut self) {
-        for device in 0..DEVICES {
-            self.node.resume(device as u32);
-        }
+        let reap = |devices: &[Device]| devices.iter().for_each(|device| _ = device.reap());
+        (0..DEVICES).for_each(|device| self.machine.resume(device, None));
         for _ in 0..3 {
-            self.reap_all();
-            while self.node.step() {}
+            reap(&self.devices);
+            while self.machine.step() {}
         }
-        self.reap_all();
+        reap(&self.devices);
         self.sweep();
         let waits = self.copies.iter().find(|c| !c.dead);
         assert!(waits.is_none(), "a copy never ran");
@@ -83,7 +79,7 @@ impl World<'_> {
                 assert_eq!(stats.requested_bytes, self.requested(), "requested bytes: {stats:?}");
             }
         }
-        self.holds.retain(|h| h.lanes.iter().any(|&l| self.dead[self.lanes[l].device]));
+        self.holds.retain(|hold| self.dead[self.lanes[hold.lane].device]);
         self.tally.note("everything drained");
     }
 }

@@ -7,75 +7,90 @@ impl World<'_> {
         (!self.flights.is_empty()).then(|| self.flights.swap_remove(at % self.flights.len()))
     }
 
-    /// A buffer has returned: all copies that it waited for have run, and it holds what it should.
-    pub(super) fn back(&mut self, buf: PinnedBuf, flight: (Option<Range>, usize, Expect, Vec<u64>)) {
-        let (range, capacity, expect, after) = flight;
+    /// Something in flight is done: all copies that it waited for have run.
+    fn done(&mut self, after: &[u64]) {
         self.sweep();
-        assert!(
-            self.pool.is_none() || self.have_run(&after),
-            "a buffer came back before its copies have run"
-        );
-        let found = (buf.as_ptr() as usize, span(buf.capacity()));
-        assert_eq!(buf.capacity(), capacity);
-        match range {
-            Some(range) => assert_eq!(range, found, "another buffer came back"),
+        assert!(self.pool.is_none() || self.have_run(after), "it is done before its copies have run");
+    }
+
+    /// A buffer has returned, and holds what it should.
+    fn back(&mut self, buf: PinnedBuf, trip: Trip) {
+        self.done(&trip.after);
+        assert_eq!(buf.capacity(), trip.capacity);
+        match trip.range {
+            Some(known) => assert_eq!(known, range(&buf), "another buffer came back"),
             // Claimed: host-ready now, so nothing of an earlier owner may be left.
-            None => self.assert_free(found),
+            None => self.assert_free(range(&buf)),
         }
         let bytes = buf.to_vec();
-        match expect {
-            Expect::Same(same) => assert!(bytes == same, "the bytes of a buffer changed in flight"),
-            Expect::OneOf(allowed) => assert!(allowed.contains(&bytes), "a download brought wrong bytes"),
-        }
-        self.bufs.push(Live { buf, bytes });
+        assert!(trip.allowed.contains(&bytes), "a buffer came back with wrong bytes");
+        self.bufs.push(Held { buf, bytes });
     }
 
     /// A wait has ended with an error.
-    pub(super) fn lost(&mut self, range: Option<Range>, capacity: usize, error: &Error, own: bool) {
-        if let Error::Timeout(_) = error {
-            self.tally.note("in flight: wait timed out");
+    fn lost(&mut self, trip: Trip, error: &Error, own: bool) {
+        let timeout = matches!(error, Error::Timeout(_));
+        self.tally.note(if timeout {
+            "in flight: wait timed out"
         } else {
-            assert!(self.tolerant(), "no fault, and yet: {error}");
-            self.tally.note("in flight: wait ended by a loss");
-            if own {
-                self.graves.extend(range);
-            }
-        }
-        self.detached.push(capacity);
+            "in flight: wait ended by a loss"
+        });
+        assert!(timeout || self.tolerant(), "no fault, and yet: {error}");
+        self.graves.extend(trip.range.filter(|_| own && !timeout));
+        self.detached.push(trip.capacity);
     }
 
     pub(super) fn wait(&mut self, at: usize) {
-        let Some(Flight { handle, range, capacity, expect, after, .. }) = self.take_flight(at) else {
-            return;
+        let Some(Flight { handle, trip, .. }) = self.take_flight(at) else { return };
+        let own = matches!(handle, Handle::Own(_));
+        let result = match handle {
+            Handle::Own(flight) => flight.wait().map(Some),
+            Handle::Shared(flight) => flight.wait().map(|_| None),
+            Handle::Nothing(flight) => flight.wait().map(|()| None),
         };
-        // A failed wait loses the buffer, so it stands for a drop.
-        let hold = range.map(|range| Hold { range, after: after.clone(), lanes: Vec::new() });
-        match handle {
-            Handle::Own(flight) => match flight.wait() {
-                Ok(buf) => {
-                    self.tally.note("in flight: waited for");
-                    self.back(buf, (range, capacity, expect, after));
+        match result {
+            Ok(Some(buf)) => {
+                self.tally.note("in flight: waited for");
+                self.back(buf, trip);
+            }
+            Ok(None) => self.done(&trip.after),
+            Err(error) => {
+                // A failed wait loses the buffer, so it stands for a drop.
+                if own {
+                    self.dropped(&trip);
                 }
-                Err(error) => {
-                    self.holds.extend(hold);
-                    self.lost(range, capacity, &error, true);
-                }
-            },
-            Handle::Shared(flight) => match flight.wait() {
-                Ok(buf) => {
-                    self.sweep();
-                    assert!(self.pool.is_none() || self.have_run(&after));
-                    drop(buf);
-                }
-                Err(error) => self.lost(range, capacity, &error, false),
-            },
-            Handle::Nothing(flight) => match flight.wait() {
-                Ok(()) => {
-                    self.sweep();
-                    assert!(self.pool.is_none() || self.have_run(&after));
-                }
-                Err(error) => self.lost(None, 0, &error, false),
-            },
+                self.lost(trip, &error, own);
+            }
+        }
+    }
+
+    /// The handle to a buffer in flight is gone.
+    fn dropped(&mut self, trip: &Trip) {
+        let Some(range) = trip.range else { return };
+        self.holds.push(Hold { range, after: trip.after.clone(), lane: trip.lane });
+    }
+
+    pub(super) fn keep(&mut self, flight: Flight, keep: Keep) {
+        match keep {
+            Keep::Keep => self.flights.push(flight),
+            Keep::Drop => self.let_go(flight),
+            Keep::Forget => {
+                // A claimed segment's address is not known.
+                self.forgotten.push((flight.trip.range.unwrap_or_default(), flight.trip.capacity));
+                self.tally.note("in flight: forgotten");
+                std::mem::forget(flight.handle);
+            }
+        }
+    }
+
+    pub(super) fn let_go(&mut self, flight: Flight) {
+        self.tally.note("in flight: dropped");
+        if !matches!(flight.handle, Handle::Nothing(_)) {
+            self.detached.push(flight.trip.capacity);
+        }
+        // A shared buffer has other handles too; its copies stand for it.
+        if matches!(flight.handle, Handle::Own(_)) {
+            self.dropped(&flight.trip);
         }
     }
 
@@ -88,35 +103,29 @@ impl World<'_> {
             self.tally.note("refused: wrong device");
             return;
         }
-        match result {
-            Ok(()) => {
-                let (busy, from) = (!after.is_empty(), self.id());
-                self.tally.note(if busy {
-                    "stream waited for a busy one"
-                } else {
-                    "stream waited for an idle one"
-                });
-                self.behind.push(Behind { lane: waiter, from, after });
-            }
-            Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
+        if let Err(error) = result {
+            return assert!(self.tolerant(), "no fault, and yet: {error}");
         }
+        let busy = !after.is_empty();
+        self.tally.note(if busy { "stream waited for a busy one" } else { "stream waited for an idle one" });
+        let from = self.id();
+        self.behind.push(Behind { lane: waiter, from, after });
     }
 
     pub(super) fn is_done(&mut self, at: usize) {
         if self.flights.is_empty() {
             return;
         }
-        let at = at % self.flights.len();
-        let done = match &self.flights[at].handle {
+        let Flight { handle, trip, .. } = &self.flights[at % self.flights.len()];
+        let done = match handle {
             Handle::Own(f) => f.is_done(),
             Handle::Shared(f) => f.is_done(),
             Handle::Nothing(f) => f.is_done(),
         };
         match done {
             Ok(true) => {
-                self.sweep();
-                let after = self.flights[at].after.clone();
-                assert!(self.pool.is_none() || self.have_run(&after), "said to be done before it was");
+                let after = trip.after.clone();
+                self.done(&after);
                 self.tally.note("in flight: asked, done");
             }
             Ok(false) => self.tally.note("in flight: asked, not done"),
@@ -129,25 +138,18 @@ impl World<'_> {
         let flag = flight.flag.get_or_insert_with(Arc::default).clone();
         let woken = flag.0.swap(false, Ordering::SeqCst);
         let waker = Waker::from(flag);
-        let mut cx = Context::from_waker(&waker);
         let Handle::Own(handle) = &mut flight.handle else { return self.flights.push(flight) };
-        match Pin::new(handle).poll(&mut cx) {
+        match Pin::new(handle).poll(&mut Context::from_waker(&waker)) {
             Poll::Pending => {
-                assert!(!woken || matches!(flight.expect, Expect::Same(_)), "woken in vain");
+                assert!(!woken, "woken in vain");
                 self.tally.note("in flight: awaited, pending");
                 self.flights.push(flight);
             }
-            Poll::Ready(result) => {
-                let Flight { handle, range, capacity, expect, after, .. } = flight;
-                drop(handle);
-                match result {
-                    Ok(buf) => {
-                        self.tally.note("in flight: awaited, ready");
-                        self.back(buf, (range, capacity, expect, after));
-                    }
-                    Err(error) => self.lost(range, capacity, &error, true),
-                }
+            Poll::Ready(Ok(buf)) => {
+                self.tally.note("in flight: awaited, ready");
+                self.back(buf, flight.trip);
             }
+            Poll::Ready(Err(error)) => self.lost(flight.trip, &error, true),
         }
     }
 }

@@ -1,9 +1,9 @@
 //! The pool under test beside a plain model of it.
 //!
 //! The model knows nothing of thread caches, runs and timelines. It knows which addresses are handed out, what was
-//! written where, and which copies were submitted; and since the device is stepped it can find out which copies have
-//! really run: a copy to the device has run when its bytes are there (read over a stream of its own, which moves
-//! nothing else), a copy to the host when the memory says so. From that follows all that is asserted:
+//! written where, and which copies were submitted; and since the devices move by hand it can find out which
+//! copies have really run: a copy to the device has run when its bytes are there, a copy to the host when the memory
+//! says so. From that follows all that is asserted:
 //!
 //! - a buffer that is handed out overlaps no other that is handed out, and no copy that has not run, unless it
 //!   was claimed on that copy's own stream;
@@ -29,19 +29,19 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use bytes::BufMut;
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::ClassStats;
 use pinpool::{
-    Checkout, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request, Result, Shortage, Stream,
-    StreamBuf, SubmitError, Unpinned,
+    Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request, Result, Shortage, Stream, StreamBuf,
+    SubmitError, Unpinned,
 };
 
-use crate::ops::{DEVICES, End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
+use crate::ops::{DEVICES, End, Keep, Op, Patience, Setup, Size, Use, Who};
+use crate::support::hand::{Failure, Machine};
 use crate::tally::Tally;
 
 const KIB: usize = 1 << 10;
-/// What fresh device memory is made to hold. No byte of a pattern is like it.
-const BLANK: u8 = 0;
+/// What fresh device memory holds in the simulation. No byte of a pattern is like it.
+const BLANK: u8 = 0xA5;
 /// Regions of device memory that are kept for downloads.
 const REGIONS: usize = 16;
 
@@ -53,7 +53,7 @@ fn pattern(id: u64, len: usize) -> Vec<u8> {
             x ^= x << 13;
             x ^= x >> 7;
             x ^= x << 17;
-            (x >> 32) as u8 | 0x80
+            (x >> 32) as u8 & 0x7F
         })
         .collect();
     let mut bytes = block.repeat(len.div_ceil(block.len()));
@@ -68,31 +68,23 @@ fn span(len: usize) -> usize {
 
 type Range = (usize, usize);
 
+fn range(buf: &PinnedBuf) -> Range {
+    (buf.as_ptr() as usize, span(buf.capacity()))
+}
+
 fn overlap(a: Range, b: Range) -> bool {
     a.0 < b.0 + b.1 && b.0 < a.0 + a.1
 }
 
-/// A host-ready buffer, filled with the pattern of its number.
-struct Live {
-    buf: PinnedBuf,
-    bytes: Vec<u8>,
-}
-
-impl Live {
-    fn range(&self) -> Range {
-        (self.buf.as_ptr() as usize, span(self.buf.capacity()))
-    }
-}
-
-struct Shared {
-    buf: Arc<PinnedBuf>,
+/// A host-ready buffer, by itself or shared, and the bytes in it.
+struct Held<B> {
+    buf: B,
     bytes: Vec<u8>,
 }
 
 /// Device memory with known contents, once its upload has run.
 struct Region {
     memory: DeviceSlice,
-    device: usize,
     lane: usize,
     copy: u64,
     bytes: Vec<u8>,
@@ -108,7 +100,6 @@ enum Seen {
 /// A copy that was submitted and is not known to have run.
 struct Copy {
     id: u64,
-    device: usize,
     lane: usize,
     /// The host memory that it uses.
     host: Range,
@@ -129,13 +120,6 @@ struct Behind {
 /// Addresses, and the bytes from there.
 type Gone = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
 
-/// What the buffer will hold when it returns.
-#[derive(Clone)]
-enum Expect {
-    Same(Vec<u8>),
-    OneOf(Vec<Vec<u8>>),
-}
-
 enum Handle {
     Own(InFlight<PinnedBuf>),
     Shared(InFlight<Arc<PinnedBuf>>),
@@ -145,20 +129,33 @@ enum Handle {
 /// A handle to something in flight.
 struct Flight {
     handle: Handle,
-    /// Not known for a claimed segment.
-    range: Option<Range>,
-    capacity: usize,
-    expect: Expect,
-    /// Copies that must have run when this is done.
-    after: Vec<u64>,
+    trip: Trip,
     flag: Option<Arc<Flag>>,
 }
 
-/// A hold whose handle was dropped.
+/// What is known of a buffer in flight.
+struct Trip {
+    lane: usize,
+    /// Not known for a claimed segment.
+    range: Option<Range>,
+    capacity: usize,
+    /// What it may hold when it returns.
+    allowed: Vec<Vec<u8>>,
+    /// Copies that must have run when this is done.
+    after: Vec<u64>,
+}
+
+impl Trip {
+    fn of(buf: &PinnedBuf, lane: usize, allowed: Vec<Vec<u8>>) -> Self {
+        Self { lane, range: Some(range(buf)), capacity: buf.capacity(), allowed, after: Vec::new() }
+    }
+}
+
+/// A buffer in flight whose handle was dropped.
 struct Hold {
     range: Range,
     after: Vec<u64>,
-    lanes: Vec<usize>,
+    lane: usize,
 }
 
 #[derive(Default)]
@@ -171,13 +168,8 @@ impl Wake for Flag {
     }
 }
 
-enum Pending {
-    One(Checkout),
-    Many(Checkout<Vec<PinnedBuf>>),
-}
-
 struct Waiting {
-    future: Pending,
+    future: Pin<Box<dyn Future<Output = Result<Vec<PinnedBuf>>>>>,
     flag: Arc<Flag>,
     sizes: Vec<Size>,
 }
@@ -185,11 +177,7 @@ struct Waiting {
 impl Waiting {
     fn poll(&mut self) -> Poll<Result<Vec<PinnedBuf>>> {
         let waker = Waker::from(self.flag.clone());
-        let mut cx = Context::from_waker(&waker);
-        match &mut self.future {
-            Pending::One(f) => Pin::new(f).poll(&mut cx).map_ok(|buf| vec![buf]),
-            Pending::Many(f) => Pin::new(f).poll(&mut cx),
-        }
+        self.future.as_mut().poll(&mut Context::from_waker(&waker))
     }
 
     fn woken(&self) -> bool {
@@ -213,9 +201,13 @@ struct Helper {
 }
 
 impl Helper {
-    fn new() -> Self {
+    fn new(machine: &Machine) -> Self {
         let (jobs, queue) = mpsc::channel::<Job>();
-        let thread = std::thread::spawn(move || queue.into_iter().for_each(|job| job()));
+        let machine = machine.clone();
+        let thread = std::thread::spawn(move || {
+            machine.enter();
+            queue.into_iter().for_each(|job| job());
+        });
         Self { jobs: Some(jobs), thread: Some(thread) }
     }
 
@@ -236,19 +228,21 @@ impl Drop for Helper {
     }
 }
 
+/// The devices that cases run on, one after another.
+pub fn machine() -> Machine {
+    Machine::new(DEVICES, 256 << 20, 0)
+}
+
 pub struct World<'t> {
     tally: &'t mut Tally,
     setup: Setup,
-    node: HostNode,
+    machine: &'t Machine,
     helper: Helper,
     pool: Option<Pool>,
-    /// A pool that serves the first device only, for buffers that the second device must refuse.
-    other: Option<Pool>,
     devices: Vec<Device>,
-    probes: Vec<Stream>,
     lanes: Vec<Lane>,
-    bufs: Vec<Live>,
-    shared: Vec<Shared>,
+    bufs: Vec<Held<PinnedBuf>>,
+    shared: Vec<Held<Arc<PinnedBuf>>>,
     flights: Vec<Flight>,
     holds: Vec<Hold>,
     copies: Vec<Copy>,
@@ -266,7 +260,8 @@ pub struct World<'t> {
     /// Leaked buffers: range and length.
     forgotten: Vec<(Range, usize)>,
     next: u64,
-    armed: Option<Fault>,
+    /// The call that is to fail, and how.
+    armed: Option<(&'static str, Failure)>,
     dead: [bool; DEVICES],
     /// Whether any fault struck or any device died: then errors need no other reason.
     trouble: bool,
@@ -277,10 +272,9 @@ pub struct World<'t> {
 }
 
 impl<'t> World<'t> {
-    pub fn new(setup: &Setup, tally: &'t mut Tally) -> Self {
-        let config = HostConfig::new().devices(DEVICES as u32).memory(256 << 20).stepped(setup.seed);
-        let node = HostNode::new(config).unwrap();
-        let devices: Vec<Device> = (0..DEVICES).map(|d| Device::on(&node, d as u32).unwrap()).collect();
+    pub fn new(setup: &Setup, tally: &'t mut Tally, machine: &'t Machine) -> Self {
+        machine.renew(setup.seed);
+        let devices: Vec<Device> = (0..DEVICES).map(|device| machine.device(device)).collect();
         let gone = Gone::default();
         let log = gone.clone();
         let pool = Pool::builder(&devices[0])
@@ -299,24 +293,20 @@ impl<'t> World<'t> {
             .pin_threads(1)
             .build()
             .unwrap();
-        let other = Pool::builder(&devices[0]).capacity(64 * KIB).unpinned(Unpinned::Allow).build().unwrap();
         let mut lanes = Vec::new();
         for (device, &count) in setup.lanes.iter().enumerate() {
             for nth in 0..count {
                 lanes.push(Lane { stream: devices[device].stream().unwrap(), device, nth });
             }
         }
-        let probes = devices.iter().map(|d| d.stream().unwrap()).collect();
         let seen = pool.stats();
         Self {
             tally,
             setup: setup.clone(),
-            node,
-            helper: Helper::new(),
+            machine,
+            helper: Helper::new(machine),
             pool: Some(pool),
-            other: Some(other),
             devices,
-            probes,
             lanes,
             bufs: Vec::new(),
             shared: Vec::new(),
@@ -350,6 +340,15 @@ impl<'t> World<'t> {
         self.next
     }
 
+    /// Does something on one of the threads.
+    fn on<R: Send + 'static>(&self, who: Who, job: impl FnOnce() -> R + Send + 'static) -> R {
+        match who {
+            Who::Main => job(),
+            Who::Helper => self.helper.run(job),
+            Who::Fresh => Helper::new(self.machine).run(job),
+        }
+    }
+
     /// Whether an error of a device needs no explanation.
     fn tolerant(&self) -> bool {
         self.trouble || self.armed.is_some()
@@ -357,46 +356,14 @@ impl<'t> World<'t> {
 
     // --- the oracle --------------------------------------------------------------------------------------------------
 
-    /// Does something without the armed fault in the way.
-    fn calmly<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> R {
-        let left = self.node.clear_faults();
-        let result = f(self);
-        if let (Some(fault), true) = (self.armed, left > 0) {
-            self.node.fail(fault);
-        }
-        result
-    }
-
-    /// Whether the armed fault has struck.
-    fn struck(&mut self) -> bool {
-        let left = self.node.clear_faults();
-        if let (Some(fault), true) = (self.armed, left > 0) {
-            self.node.fail(fault);
-        }
-        self.armed.is_some() && left == 0
-    }
-
-    /// What device memory holds now, without moving any stream of the case.
-    fn peek(&mut self, device: usize, slice: &DeviceSlice) -> Vec<u8> {
-        let mut bytes = vec![0; slice.len()];
-        let probe = self.probes[device].clone();
-        self.calmly(|_| probe.download_blocking(slice, &mut bytes)).expect("the device is alive");
-        bytes
-    }
-
     /// Whether a copy has run. Anything between what was there and what it brings is a corruption.
-    fn has_run(&mut self, at: usize) -> bool {
-        let copy = &self.copies[at];
-        if copy.dead {
+    fn has_run(&self, at: usize) -> bool {
+        let Copy { id, seen, allowed, dead, .. } = &self.copies[at];
+        if *dead {
             return false;
         }
-        let (id, allowed) = (copy.id, copy.allowed.clone());
-        let (now, before) = match &copy.seen {
-            Seen::Device(slice) => {
-                let (device, slice) = (copy.device, slice.clone());
-                let len = slice.len();
-                (self.peek(device, &slice), vec![BLANK; len])
-            }
+        let (now, before) = match seen {
+            Seen::Device(slice) => (self.machine.read(slice), vec![BLANK; slice.len()]),
             Seen::Host(address, before) => {
                 // Since the last look its buffer may have returned, and its region been unpinned.
                 let gone = self.gone.lock().unwrap().iter().find_map(|(base, bytes)| {
@@ -407,7 +374,7 @@ impl<'t> World<'t> {
                     return true;
                 }
                 // SAFETY: the copy is in flight, so its target is mapped; it was filled before it was submitted, and
-                // the stepped device runs on this thread only, so no copy writes there now.
+                // the device moves on this thread only, so no copy writes there now.
                 let now = unsafe { std::slice::from_raw_parts(*address as *const u8, before.len()) };
                 (now.to_vec(), before.clone())
             }
@@ -422,42 +389,28 @@ impl<'t> World<'t> {
     /// Takes out the copies that have run. Their bytes were verified by that.
     fn sweep(&mut self) {
         // A fault that kills may have struck in the middle of an operation.
-        if let Some(Fault { device, failure: Failure::DeviceLost, .. }) = self.armed {
-            if self.devices[device as usize].lost().is_some() {
-                self.buried(device as usize);
-            }
+        if self.armed.is_some_and(|(_, failure)| failure == Failure::DeviceLost) {
+            self.bury_lost();
         }
         let mut at = 0;
         while at < self.copies.len() {
-            if self.has_run(at) {
-                let gone = self.copies.remove(at);
-                self.tally.note("copy arrived and was verified");
-                let overtaken = self.copies.iter().any(|c| c.id < gone.id && c.lane != gone.lane && !c.dead);
-                if overtaken {
-                    self.tally.note("streams overtook each other");
-                }
-                let behind = self.copies.iter().find(|c| c.id < gone.id && c.lane == gone.lane && !c.dead);
-                let behind = behind.map(|c| (c.id, c.host, matches!(c.seen, Seen::Host(..))));
-                assert!(
-                    behind.is_none(),
-                    "copy {} of {:x?} ran before an earlier one of its stream: {behind:x?}",
-                    gone.id,
-                    gone.host
-                );
-                for Behind { lane, from, after } in &self.behind {
-                    if *lane == gone.lane && *from <= gone.id && !after.is_empty() {
-                        self.tally.note("copy ran after another stream's");
-                        let early =
-                            self.copies.iter().find(|c| after.contains(&c.id) && !c.dead).map(|c| c.id);
-                        assert_eq!(
-                            early, None,
-                            "copy {} ran though its stream was to wait for that",
-                            gone.id
-                        );
-                    }
-                }
-            } else {
+            if !self.has_run(at) {
                 at += 1;
+                continue;
+            }
+            let Copy { id, lane, host, .. } = self.copies.remove(at);
+            self.tally.note("copy arrived and was verified");
+            let mut earlier = self.copies.iter().filter(|copy| copy.id < id && !copy.dead);
+            if earlier.clone().any(|copy| copy.lane != lane) {
+                self.tally.note("streams overtook each other");
+            }
+            let behind = earlier.find(|copy| copy.lane == lane).map(|copy| (copy.id, copy.host));
+            assert_eq!(behind, None, "copy {id} of {host:x?} ran before an earlier one of its stream");
+            let waits = self.behind.iter().filter(|b| b.lane == lane && b.from <= id && !b.after.is_empty());
+            for Behind { after, .. } in waits {
+                self.tally.note("copy ran after another stream's");
+                let early = self.copies.iter().find(|copy| after.contains(&copy.id) && !copy.dead);
+                assert_eq!(early.map(|copy| copy.id), None, "copy {id} was to run after it");
             }
         }
         self.gone.lock().unwrap().clear();
@@ -473,10 +426,10 @@ impl<'t> World<'t> {
     }
 
     fn owned(&self) -> Vec<Range> {
-        let bufs = self.bufs.iter().map(Live::range);
-        let shared = self.shared.iter().map(|s| (s.buf.as_ptr() as usize, span(s.buf.capacity())));
-        let flights =
-            self.flights.iter().filter(|f| matches!(f.handle, Handle::Own(_))).filter_map(|f| f.range);
+        let bufs = self.bufs.iter().map(|live| range(&live.buf));
+        let shared = self.shared.iter().map(|shared| range(&shared.buf));
+        let own = self.flights.iter().filter(|f| matches!(f.handle, Handle::Own(_)));
+        let flights = own.filter_map(|f| f.trip.range);
         bufs.chain(shared).chain(flights).chain(self.forgotten.iter().map(|f| f.0)).collect()
     }
 
@@ -515,13 +468,13 @@ impl<'t> World<'t> {
     fn requested(&self) -> usize {
         let bufs: usize = self.bufs.iter().map(|b| b.buf.capacity()).sum();
         let own = |f: &&Flight| matches!(f.handle, Handle::Own(_));
-        let flights: usize = self.flights.iter().filter(own).map(|f| f.capacity).sum();
+        let flights: usize = self.flights.iter().filter(own).map(|f| f.trip.capacity).sum();
         let forgotten: usize = self.forgotten.iter().map(|f| f.1).sum();
         // A shared buffer counts once, however many handles it has.
-        let arcs = self.shared.iter().map(|s| (s.buf.as_ptr() as usize, s.buf.capacity()));
+        let arcs = self.shared.iter().map(|s| (range(&s.buf).0, s.buf.capacity()));
         let in_flight = self.flights.iter().filter(|f| matches!(f.handle, Handle::Shared(_)));
         let shared: BTreeSet<_> =
-            arcs.chain(in_flight.filter_map(|f| f.range.map(|r| (r.0, f.capacity)))).collect();
+            arcs.chain(in_flight.filter_map(|f| f.trip.range.map(|r| (r.0, f.trip.capacity)))).collect();
         bufs + flights + forgotten + shared.iter().map(|s| s.1).sum::<usize>()
     }
 
@@ -548,21 +501,19 @@ impl<'t> World<'t> {
             Op::Await(at) => self.poll_flight(*at),
             Op::DropFlight(at) => {
                 if let Some(flight) = self.take_flight(*at) {
-                    let lanes: Vec<usize> = (0..self.lanes.len()).collect();
-                    self.let_go(flight, &lanes);
+                    self.let_go(flight);
                 }
             }
             Op::Step(device, nth, times) => {
                 for _ in 0..*times {
-                    let runnable = self.node.runnable(*device as u32);
-                    if runnable > 0 && self.node.step_stream(*device as u32, nth % runnable) {
+                    if self.machine.step_runnable(*device, *nth) {
                         self.tally.note("stream stepped");
                     }
                 }
             }
             Op::StepAny(times) => {
                 for _ in 0..*times {
-                    self.node.step();
+                    self.machine.step();
                 }
             }
             Op::Reap(device) => {
@@ -582,12 +533,12 @@ impl<'t> World<'t> {
             }
             Op::Hang(at) => {
                 let lane = &self.lanes[self.lane(*at)];
-                assert!(self.node.hang_stream(lane.device as u32, lane.nth));
+                assert!(self.machine.hold(lane.device, lane.nth));
                 self.tally.note("stream hung");
             }
             Op::Resume(at) => {
                 let lane = &self.lanes[self.lane(*at)];
-                assert!(self.node.resume_stream(lane.device as u32, lane.nth));
+                self.machine.resume(lane.device, Some(lane.nth));
                 self.tally.note("stream resumed");
             }
             Op::Sync(at) => {
@@ -615,9 +566,8 @@ impl<'t> World<'t> {
                     self.regions.swap_remove(at % self.regions.len());
                 }
             }
-            Op::Misuse(misuse, at) => self.misuse(*misuse, *at),
             Op::Kill(device) => self.kill(*device),
-            Op::Fault(device, call, nth, failure, ops) => self.fault(*device, *call, *nth, *failure, ops),
+            Op::Fault(call, nth, failure, ops) => self.fault(call, *nth, *failure, ops),
         }
     }
 
@@ -638,8 +588,6 @@ impl<'t> World<'t> {
                 assert!(sent == back, "a blocking copy brought wrong bytes");
                 self.tally.note("blocking copy");
             }
-            // The stream is hung or stalled: the copy was taken back.
-            Err(Error::Device(e)) if e.class == pinpool::ErrorClass::Transient => {}
             Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
         }
     }

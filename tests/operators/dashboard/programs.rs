@@ -1,12 +1,10 @@
 //! Finding programs that may be missing, and running them within bounds.
 
-use std::io::Read;
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
-use std::time::Instant;
+use std::process::{Command, Output};
 
 use super::PATIENCE;
-use crate::support::skip;
+use crate::support::{doubles, skip};
 
 /// Where the first of these programs is. Without it the test is skipped and says so, or fails where `PINPOOL_REQUIRE`
 /// names `kind`.
@@ -28,29 +26,7 @@ pub fn find(kind: &str, names: &[&str]) -> Option<PathBuf> {
 
 /// Runs it to its end, and kills it if that does not come.
 pub fn run(command: &mut Command) -> Output {
-    let mut child =
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut pipes: [Box<dyn Read + Send>; 2] =
-        [Box::new(child.stdout.take().unwrap()), Box::new(child.stderr.take().unwrap())];
-    let readers = pipes.each_mut().map(|pipe| {
-        let mut pipe = std::mem::replace(pipe, Box::new(std::io::empty()));
-        std::thread::spawn(move || {
-            let mut text = Vec::new();
-            pipe.read_to_end(&mut text).map(|_| text)
-        })
-    });
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break status;
-        }
-        if start.elapsed() > PATIENCE {
-            child.kill().unwrap();
-            child.wait().unwrap();
-            panic!("{command:?} does not end");
-        }
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    };
-    let [stdout, stderr] = readers.map(|reader| reader.join().unwrap().unwrap());
-    Output { status, stdout, stderr }
+    let ended = doubles::ended(command, PATIENCE);
+    let status = ended.status.unwrap_or_else(|| panic!("{command:?} does not end"));
+    Output { status, stdout: ended.stdout.into_bytes(), stderr: ended.stderr.into_bytes() }
 }

@@ -2,12 +2,11 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::host::{Call, Failure, Fault};
 use pinpool::telemetry::Sampler;
 
 use super::Bench;
-use super::record::{clear, events, record};
-use crate::support::own_process;
+use crate::record::{clear, events};
 
 /// The values of a metric's events, in order, with this label.
 fn values(metric: &str, label: (&str, &str)) -> Vec<f64> {
@@ -19,9 +18,8 @@ fn values(metric: &str, label: (&str, &str)) -> Vec<f64> {
 
 #[test]
 fn only_what_crosses_the_link_is_counted() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    recorded!();
+    let bench = Bench::new(|builder| builder);
     let (stream, memory) = (bench.device.stream().unwrap(), bench.device.alloc(8192).unwrap());
     let full = |len| {
         let mut buf = bench.pool.checkout(len).unwrap();
@@ -55,9 +53,8 @@ fn only_what_crosses_the_link_is_counted() {
 
 #[test]
 fn each_look_has_its_time() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder.name("seen"));
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder.name("seen"));
     let mut sampler = Sampler::new(&bench.pool);
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
     clear();

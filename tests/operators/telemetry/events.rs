@@ -2,18 +2,15 @@
 
 use std::time::Duration;
 
-use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::{Backing, Device, HostAllocFlags, Pool, Request, Unpinned};
 use tracing::Level;
 
-use super::record::{clear, event, events, record, span, spans};
 use super::{Bench, eventually};
-use crate::support::own_process;
+use crate::record::{clear, event, events, span, spans};
 
 #[test]
 fn setting_up_and_ending() {
-    own_process!();
-    record();
+    recorded!();
     let device = Device::open("host").unwrap();
     assert_eq!(span("pinpool::device", "open", Level::INFO, &["device"]).field("device"), "host:0");
     let pool =
@@ -34,10 +31,9 @@ fn setting_up_and_ending() {
 
 #[test]
 fn memory_of_the_drivers() {
-    own_process!();
-    record();
+    recorded!();
     let backing = Backing::HostAlloc(HostAllocFlags::default());
-    let bench = Bench::stepped(|builder| builder.backing(backing));
+    let bench = Bench::by_hand(|builder| builder.backing(backing));
     let allocate = span("pinpool::region", "allocate", Level::INFO, &["bytes", "device"]);
     assert_eq!((allocate.field("bytes"), allocate.within.first()), ("1048576", Some(&"grow")));
     drop(bench);
@@ -45,9 +41,8 @@ fn memory_of_the_drivers() {
 
 #[test]
 fn shut_down_with_buffers_out() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder.name("leaky"));
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder.name("leaky"));
     let buf = bench.pool.checkout(100).unwrap();
     assert!(!bench.pool.shutdown(Duration::ZERO).drained);
     let fields = ["outstanding", "pool", "quarantined_bytes"];
@@ -58,9 +53,8 @@ fn shut_down_with_buffers_out() {
 
 #[test]
 fn waiting_and_what_is_out() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name("dry").track_checkouts(true));
+    recorded!();
+    let bench = Bench::new(|builder| builder.name("dry").track_checkouts(true));
     let kept = bench.pool.checkout(Request::new(900 << 10).tag("kv-cache")).unwrap();
     let late = bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5));
     assert!(late.is_err());
@@ -86,9 +80,8 @@ fn waiting_and_what_is_out() {
 /// A buffer that went out while the request was waiting kept it from nothing until then.
 #[test]
 fn what_is_younger_than_the_wait_is_not_reported() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
+    recorded!();
+    let bench = Bench::new(|builder| builder.track_checkouts(true));
     let pool = &bench.pool;
     let old = pool.checkout(Request::new(600 << 10).tag("old")).unwrap();
     std::thread::scope(|scope| {
@@ -109,9 +102,8 @@ fn what_is_younger_than_the_wait_is_not_reported() {
 /// and what is in flight.
 #[test]
 fn what_is_out_and_was_not_recorded() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name("dry"));
+    recorded!();
+    let bench = Bench::new(|builder| builder.name("dry"));
     // The first checkout misses, and is recorded; those that a cache serves are not.
     let kept: Vec<_> = (0..8).map(|_| bench.pool.checkout(Request::new(64).tag("kept")).unwrap()).collect();
     let large = bench.pool.checkout(800 << 10).unwrap();
@@ -136,18 +128,14 @@ fn what_is_out_and_was_not_recorded() {
 
 #[test]
 fn a_lost_device() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder);
-    let stream = bench.device.stream().unwrap();
-    let memory = bench.device.alloc(4096).unwrap();
-    let mut buf = bench.pool.checkout(4096).unwrap();
-    buf.try_resize(4096, 1).unwrap();
-    let sent = stream.upload(buf, &memory).unwrap();
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder);
+    let (stream, memory) = bench.target();
+    let sent = stream.upload(bench.filled(4096), &memory).unwrap();
     bench.node.kill(0);
     assert!(sent.wait().is_err());
     let lost = event("pinpool::device::lost", Level::ERROR, &["device", "error"]);
-    assert_eq!(lost.field("device"), "host:0");
+    assert_eq!(lost.field("device"), bench.device.name());
     let fields = ["device", "entries", "error", "stream"];
     let stream_lost = event("pinpool::stream::lost", Level::ERROR, &fields);
     assert_eq!(stream_lost.field("stream"), stream.number().to_string());
@@ -157,9 +145,8 @@ fn a_lost_device() {
 
 #[test]
 fn all_that_is_quarantined_is_in_the_event() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder);
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder);
     let stream = bench.device.stream().unwrap();
     let other = bench.device.stream().unwrap();
     let memory = bench.device.alloc(4096).unwrap();
@@ -186,9 +173,8 @@ fn all_that_is_quarantined_is_in_the_event() {
 
 #[test]
 fn what_a_copier_loses_is_in_the_event() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    recorded!();
+    let bench = Bench::new(|builder| builder);
     let memory = bench.device.alloc(4096).unwrap();
     let copier = pinpool::Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
     bench.node.hang(0);
@@ -205,34 +191,31 @@ fn what_a_copier_loses_is_in_the_event() {
 
 #[test]
 fn memory_that_is_not_pinned() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10));
-    let refused = |failure| bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure });
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder.initial(512 << 10).region(512 << 10));
     clear();
-    refused(Failure::Transient);
+    bench.fail("cuMemHostRegister_v2");
     let first = bench.pool.checkout(400 << 10).unwrap();
     let second = bench.pool.checkout(400 << 10).unwrap();
     let unpinned = event("pinpool::region::unpinned", Level::WARN, &["bytes", "device", "error"]);
-    assert_eq!((unpinned.field("device"), unpinned.field("bytes")), ("host:0", "524288"));
+    assert_eq!((unpinned.field("device"), unpinned.field("bytes")), (bench.device.name(), "524288"));
     drop((first, second));
 }
 
 #[test]
 fn growing_that_ends_early() {
-    own_process!();
-    record();
+    recorded!();
     let bench =
-        Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10).unpinned(Unpinned::Refuse));
+        Bench::by_hand(|builder| builder.initial(512 << 10).region(512 << 10).unpinned(Unpinned::Refuse));
     let first = bench.pool.checkout(400 << 10).unwrap();
-    bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+    bench.fail("cuMemHostRegister_v2");
     assert!(bench.pool.try_checkout(400 << 10).is_err());
     let ended = event("pinpool::region::ended", Level::WARN, &["device", "error", "missing"]);
     assert_eq!(ended.field("missing"), "524288");
     let stats = bench.pool.stats();
     assert_eq!((stats.growths, stats.growth_failures, stats.errors.transient), (1, 1, 1));
     // As long as no growth succeeds, it is told once.
-    bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+    bench.fail("cuMemHostRegister_v2");
     assert!(bench.pool.try_checkout(400 << 10).is_err());
     let levels: Vec<Level> = events("pinpool::region::ended").iter().map(|event| event.level).collect();
     assert_eq!(levels, [Level::WARN, Level::DEBUG]);
@@ -241,41 +224,30 @@ fn growing_that_ends_early() {
 
 #[test]
 fn what_the_driver_does_not_take_back() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder);
-    bench.node.fail(Fault { device: 0, call: Call::Unpin, nth: 0, failure: Failure::Transient });
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder);
+    bench.fail("cuMemHostUnregister");
     assert_eq!(bench.pool.trim(0), 1 << 20);
-    // A thread of the library may leak memory later; and threads of earlier tests may still be at work.
-    let ours = |target: &str| -> Vec<_> {
-        events(target).into_iter().filter(|event| event.field("error").contains("armed")).collect()
-    };
-    let told = |target: &str| eventually("it is told", || !ours(target).is_empty());
-    told("pinpool::region::leak");
     let leak = event("pinpool::region::leak", Level::ERROR, &["bytes", "device", "error"]);
     assert_eq!(leak.field("bytes"), "1048576");
-    bench.node.fail(Fault { device: 0, call: Call::DestroyStream, nth: 0, failure: Failure::Transient });
+    bench.fail("cuStreamDestroy_v2");
     drop(bench.device.stream().unwrap());
-    told("pinpool::stream::leak");
-    let stream = ours("pinpool::stream::leak");
-    assert_eq!((stream.len(), stream[0].level, stream[0].names()), (1, Level::WARN, vec!["device", "error"]));
-    bench.node.fail(Fault { device: 0, call: Call::Free, nth: 0, failure: Failure::Transient });
+    event("pinpool::stream::leak", Level::WARN, &["device", "error"]);
+    bench.fail("cuMemFree_v2");
     drop(bench.device.alloc(64).unwrap());
-    told("pinpool::device::leak");
-    assert_eq!(ours("pinpool::device::leak").len(), 1);
+    assert_eq!(events("pinpool::device::leak").len(), 1);
 }
 
 #[test]
 fn nobody_listens_below_a_threads_own_cache() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    recorded!();
+    let bench = Bench::new(|builder| builder);
     eventually("pinned", || bench.pool.stats().free_bytes > 0);
     drop(bench.pool.checkout(64).unwrap());
     clear();
     for _ in 0..1000 {
         drop(bench.pool.checkout(64).unwrap());
     }
-    assert!(super::record::all(|r| r.target.starts_with("pinpool::pool")).is_empty(), "hits are logged");
+    assert!(crate::record::all(|r| r.target.starts_with("pinpool::pool")).is_empty(), "hits are logged");
     assert!(spans("pinpool::pool", "wait").is_empty());
 }

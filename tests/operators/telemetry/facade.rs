@@ -6,12 +6,10 @@ use std::sync::{Arc, Mutex};
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit,
 };
-use pinpool::host::HostConfig;
 use pinpool::telemetry::{Histogram, METRICS, MetricKind, Sampler};
-use pinpool::{Pool, Unpinned};
 
 use super::Bench;
-use super::record::{clear, events, record};
+use crate::record::{clear, events};
 use crate::support::own_process;
 
 /// Values by name and labels, each with how often it was recorded.
@@ -100,9 +98,8 @@ impl Recorder for Kept {
 
 #[test]
 fn the_recorder_gets_what_the_events_have() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name("fed").track_checkouts(true));
+    recorded!();
+    let bench = Bench::new(|builder| builder.name("fed").track_checkouts(true));
     for _ in 0..100 {
         drop(bench.pool.checkout(1000).unwrap());
     }
@@ -143,9 +140,8 @@ fn the_recorder_gets_what_the_events_have() {
 
 #[test]
 fn either_can_be_left_out() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder);
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder);
     let kept = Kept::default();
     clear();
     metrics::with_local_recorder(&kept, || Sampler::new(&bench.pool).recorder(false).poll());
@@ -160,15 +156,14 @@ fn either_can_be_left_out() {
 #[test]
 fn what_is_gone_reads_zero_and_what_is_the_servers_stays() {
     own_process!();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name("stays"));
+    let bench = Bench::new(|builder| builder.name("stays"));
     let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
     // Once, as a server counts what is rare and tells what it has measured.
     metrics::with_local_recorder(&recorder, || {
         metrics::counter!("server.rare.total").increment(5);
         metrics::gauge!("server.link.peak.bytes_per_second").set(7.0);
     });
-    let builder = Pool::builder(&bench.device).name("gone").capacity(1 << 20);
-    let gone = builder.unpinned(Unpinned::Allow).build().unwrap();
+    let gone = Bench::with((), bench.device.clone(), |builder| builder.name("gone")).pool;
     let mut sampler = Sampler::new(&bench.pool).pool(&gone).events(false);
     let mut poll = |streams: usize| {
         let streams: Vec<_> = (0..streams).map(|_| bench.device.stream().unwrap()).collect();

@@ -4,13 +4,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use pinpool::Request;
-use pinpool::host::HostConfig;
 use pinpool::telemetry::{METRICS, MetricKind, Sampler};
 use tracing::Level;
 
-use super::record::{Record, all, clear, event, events, record};
 use super::{Bench, eventually};
-use crate::support::own_process;
+use crate::record::{Record, all, clear, event, events};
 
 const PREFIXES: [&str; 3] = ["monotonic_counter.", "gauge.", "histogram."];
 
@@ -35,11 +33,9 @@ fn sum(name: &str, labels: &[(&str, &str)]) -> f64 {
 
 /// A pool on which everything has happened that there is a metric for.
 fn busy() -> Bench {
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name("busy"));
-    let stream = bench.device.stream().unwrap();
-    let memory = bench.device.alloc(4096).unwrap();
-    let mut buf = bench.pool.checkout(4096).unwrap();
-    buf.try_resize(4096, 1).unwrap();
+    let bench = Bench::new(|builder| builder.name("busy"));
+    let (stream, memory) = bench.target();
+    let buf = bench.filled(4096);
     let buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
     assert!(bench.pool.checkout_timeout(1 << 20, Duration::from_millis(1)).is_err());
     let all = bench.pool.checkout(900 << 10).unwrap();
@@ -51,8 +47,7 @@ fn busy() -> Bench {
 
 #[test]
 fn every_metric_is_sent_as_the_table_says() {
-    own_process!();
-    record();
+    recorded!();
     let bench = busy();
     let stream = bench.device.stream().unwrap();
     let mut sampler = Sampler::new(&bench.pool);
@@ -84,8 +79,7 @@ fn every_metric_is_sent_as_the_table_says() {
 
 #[test]
 fn values_are_those_of_the_snapshot() {
-    own_process!();
-    record();
+    recorded!();
     let bench = busy();
     let kept = bench.pool.checkout(1000).unwrap();
     let mut sampler = Sampler::new(&bench.pool);
@@ -113,11 +107,9 @@ fn values_are_those_of_the_snapshot() {
 
 #[test]
 fn two_pools_share_a_device() {
-    own_process!();
-    record();
+    recorded!();
     let bench = busy();
-    let other = pinpool::Pool::builder(&bench.device).name("other").capacity(1 << 20);
-    let other = other.unpinned(pinpool::Unpinned::Allow).build().unwrap();
+    let other = Bench::with((), bench.device.clone(), |builder| builder.name("other")).pool;
     let mut sampler = Sampler::new(&bench.pool).pool(&other);
     clear();
     sampler.poll();
@@ -127,24 +119,9 @@ fn two_pools_share_a_device() {
 }
 
 #[test]
-fn it_keeps_no_pool_open() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
-    let mut sampler = Sampler::new(&bench.pool).events(false);
-    assert!(sampler.poll());
-    let Bench { pool, device, node } = bench;
-    drop(pool);
-    eventually("its memory is gone", || node.live(0).pinned_bytes == 0);
-    assert!(!sampler.poll());
-    drop(device);
-}
-
-#[test]
 fn a_thread_polls_until_it_is_dropped() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name("threaded"));
+    recorded!();
+    let bench = Bench::new(|builder| builder.name("threaded"));
     let sampling = Sampler::new(&bench.pool).spawn(Duration::from_millis(10)).unwrap();
     let polls = || all(|record| record.fields.contains_key("gauge.pinpool.waiting.requests")).len();
     eventually("three polls", || polls() >= 3);
@@ -156,15 +133,11 @@ fn a_thread_polls_until_it_is_dropped() {
 
 #[test]
 fn a_stream_that_hangs_is_told_once() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
-    let stream = bench.device.stream().unwrap();
-    let memory = bench.device.alloc(4096).unwrap();
+    recorded!();
+    let bench = Bench::new(|builder| builder);
+    let (stream, memory) = bench.target();
     bench.node.hang(0);
-    let mut buf = bench.pool.checkout(4096).unwrap();
-    buf.try_resize(4096, 1).unwrap();
-    let sent = stream.upload(buf, &memory).unwrap();
+    let sent = stream.upload(bench.filled(4096), &memory).unwrap();
     let threshold = Duration::from_millis(20);
     let mut sampler = Sampler::new(&bench.pool).stuck_after(threshold);
     sampler.poll();
@@ -202,9 +175,8 @@ fn a_stream_that_hangs_is_told_once() {
 /// A cache holds its buffers for as long as it likes; a kernel that takes as long hangs.
 #[test]
 fn buffers_that_are_meant_to_be_held_are_not_told_of() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    recorded!();
+    let bench = Bench::new(|builder| builder);
     let pool = &bench.pool;
     let cache = Request::new(1000).tag("kv-cache").long_lived();
     // Of a size that the thread's cache has: it would serve a plain request.
@@ -243,14 +215,13 @@ fn buffers_that_are_meant_to_be_held_are_not_told_of() {
 /// A client that hangs up has not waited in vain, and a request that is turned away has not waited at all.
 #[test]
 fn clients_that_go_away_and_requests_that_are_refused_are_no_timeouts() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name("busy"));
+    recorded!();
+    let bench = Bench::new(|builder| builder.name("busy"));
     let most = bench.pool.checkout(900 << 10).unwrap();
     for _ in 0..3 {
-        let mut gone = Box::pin(bench.pool.checkout_async(512 << 10));
+        let mut gone = bench.pool.checkout_async(512 << 10);
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-        assert!(std::future::Future::poll(gone.as_mut(), &mut context).is_pending());
+        assert!(std::pin::Pin::new(&mut gone).poll(&mut context).is_pending());
     }
     assert!(bench.pool.try_checkout(512 << 10).is_err());
     assert!(bench.pool.checkout_many(&[Request::new(600 << 10); 2], None).is_err());
@@ -261,20 +232,20 @@ fn clients_that_go_away_and_requests_that_are_refused_are_no_timeouts() {
     let refused = |reason| sum("pinpool.refused.total", &[("pool", "busy"), ("reason", reason)]);
     assert_eq!((refused("exhausted"), refused("impossible"), refused("closed")), (1.0, 1.0, 0.0));
     assert!(events("pinpool::pool::stuck").is_empty(), "nothing is stuck");
+    // The report is left for a wait that was in vain.
+    assert!(bench.pool.checkout_timeout(512 << 10, Duration::ZERO).is_err());
+    let reports = |record: &Record| record.fields.contains_key("waited_seconds");
+    assert_eq!((all(reports).len(), bench.pool.stats().timeouts), (1, 1));
     drop(most);
 }
 
 /// Memory that is lost is told of by its own event and gauge. No code keeps it, so that nobody can let go of it.
 #[test]
 fn quarantined_buffers_are_not_stuck() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder.track_checkouts(true));
-    let stream = bench.device.stream().unwrap();
-    let memory = bench.device.alloc(4096).unwrap();
-    let mut buf = bench.pool.checkout(4096).unwrap();
-    buf.try_resize(4096, 1).unwrap();
-    let sent = stream.upload(buf, &memory).unwrap();
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder.track_checkouts(true));
+    let (stream, memory) = bench.target();
+    let sent = stream.upload(bench.filled(4096), &memory).unwrap();
     let kept = bench.pool.checkout(64).unwrap();
     bench.node.kill(0);
     assert!(sent.wait().is_err());
@@ -291,9 +262,8 @@ fn quarantined_buffers_are_not_stuck() {
 /// A gauge that is polled shows nothing of what came and went between two polls.
 #[test]
 fn a_burst_between_two_polls_shows() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name("bursts"));
+    recorded!();
+    let bench = Bench::new(|builder| builder.name("bursts"));
     let mut sampler = Sampler::new(&bench.pool);
     let mut peak = || {
         clear();
@@ -316,12 +286,10 @@ fn a_burst_between_two_polls_shows() {
 /// A recorder keeps a gauge's last value for good.
 #[test]
 fn what_has_ended_reads_zero() {
-    own_process!();
-    record();
-    let node = pinpool::host::HostNode::new(HostConfig::new().devices(2)).unwrap();
+    recorded!();
+    let node = pinpool::host::HostNode::new(pinpool::host::HostConfig::new().devices(2)).unwrap();
     let device = pinpool::Device::on(&node, 1).unwrap();
-    let builder = pinpool::Pool::builder(&device).name("stays").capacity(1 << 20);
-    let stays = builder.unpinned(pinpool::Unpinned::Allow).build().unwrap();
+    let Bench { pool: stays, node, .. } = Bench::with(node, device, |builder| builder.name("stays"));
     let Bench { node: other, device: leaving, pool: gone } = busy();
     let kept = gone.checkout(1000).unwrap();
     let mut sampler = Sampler::new(&stays).pool(&gone).stuck_after(Duration::ZERO);
@@ -357,15 +325,11 @@ fn what_has_ended_reads_zero() {
 
 #[test]
 fn buffers_and_streams_have_thresholds_of_their_own() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
-    let stream = bench.device.stream().unwrap();
-    let memory = bench.device.alloc(4096).unwrap();
+    recorded!();
+    let bench = Bench::new(|builder| builder);
+    let (stream, memory) = bench.target();
     bench.node.hang(0);
-    let mut buf = bench.pool.checkout(4096).unwrap();
-    buf.try_resize(4096, 1).unwrap();
-    let sent = stream.upload(buf, &memory).unwrap();
+    let sent = stream.upload(bench.filled(4096), &memory).unwrap();
     let told = |mut sampler: Sampler| {
         clear();
         (0..2).for_each(|_| _ = sampler.poll());
@@ -383,8 +347,7 @@ fn buffers_and_streams_have_thresholds_of_their_own() {
 
 #[test]
 fn a_stream_that_ends_is_shown_empty() {
-    own_process!();
-    record();
+    recorded!();
     let bench = busy();
     let stream = bench.device.stream().unwrap();
     let number = stream.number().to_string();
@@ -402,9 +365,8 @@ fn a_stream_that_ends_is_shown_empty() {
 
 #[test]
 fn the_next_buffer_of_a_segment_is_told_as_well() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
+    recorded!();
+    let bench = Bench::new(|builder| builder.track_checkouts(true));
     let threshold = Duration::from_millis(5);
     let mut sampler = Sampler::new(&bench.pool).stuck_after(threshold);
     // The lowest free segment is taken first, so both have the same.
@@ -423,14 +385,8 @@ fn the_next_buffer_of_a_segment_is_told_as_well() {
 /// anew continues under the name of the dropped one.
 #[test]
 fn pools_of_one_name_are_told_apart() {
-    own_process!();
-    record();
-    let twin = |capacity: usize| {
-        let node = pinpool::host::HostNode::new(HostConfig::new()).unwrap();
-        let device = pinpool::Device::on(&node, 0).unwrap();
-        let builder = pinpool::Pool::builder(&device).name("twin").capacity(capacity);
-        builder.unpinned(pinpool::Unpinned::Allow).build().unwrap()
-    };
+    recorded!();
+    let twin = |capacity: usize| Bench::new(|builder| builder.name("twin").capacity(capacity)).pool;
     let (first, second) = (twin(1 << 20), twin(2 << 20));
     assert_eq!((first.name(), second.name()), ("twin", "twin#2"));
     let _kept = second.checkout(1 << 20).unwrap();
@@ -458,11 +414,10 @@ fn pools_of_one_name_are_told_apart() {
 /// A name is the server's, and may come from input of its clients.
 #[test]
 fn a_pools_name_is_plain_and_short_wherever_it_is_shown() {
-    own_process!();
-    record();
+    recorded!();
     clear();
     let evil = format!("a\u{1b}[2J\nx\u{202e}{}", "W".repeat(9 << 20));
-    let bench = Bench::new(HostConfig::new(), |builder| builder.name(evil));
+    let bench = Bench::new(|builder| builder.name(evil));
     let plain = format!("a\\u{{1b}}[2J\\nx\\u{{202e}}{}...", "W".repeat(79));
     assert_eq!(bench.pool.name(), plain);
     Sampler::new(&bench.pool).poll();

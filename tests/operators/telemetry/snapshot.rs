@@ -2,13 +2,10 @@
 
 use std::time::Duration;
 
-use pinpool::host::HostConfig;
 use pinpool::telemetry::ClassStats;
 use pinpool::{Error, Request};
 
-use super::record::record;
 use super::{Bench, eventually};
-use crate::support::own_process;
 
 fn class(classes: &[ClassStats], stride: Option<usize>) -> ClassStats {
     *classes
@@ -19,9 +16,8 @@ fn class(classes: &[ClassStats], stride: Option<usize>) -> ClassStats {
 
 #[test]
 fn classes_are_told_apart() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder);
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder);
     let small: Vec<_> = (0..3).map(|_| bench.pool.checkout(1000).unwrap()).collect();
     let large = bench.pool.checkout(Request::new(10_000).align(4096)).unwrap();
     drop(bench.pool.checkout(1000).unwrap());
@@ -45,9 +41,8 @@ fn classes_are_told_apart() {
 
 #[test]
 fn devices_and_streams() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder);
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder);
     let (one, two) = (bench.device.stream().unwrap(), bench.device.stream().unwrap());
     let memory = bench.device.alloc(4096).unwrap();
     let send = |stream: &pinpool::Stream| {
@@ -59,7 +54,7 @@ fn devices_and_streams() {
     send(&one);
     send(&two);
     let device = bench.device.stats();
-    assert_eq!((&*device.name, device.submitted, device.completed), ("host:0", 3, 0));
+    assert_eq!((&*device.name, device.submitted, device.completed), (bench.device.name(), 3, 0));
     assert_eq!((one.stats().in_flight, one.stats().in_flight_bytes), (2, 2 * 4160));
     assert_eq!((two.stats().submitted, two.stats().completed), (1, 0));
     assert!(one.number() != two.number());
@@ -86,18 +81,12 @@ fn devices_and_streams() {
 
 #[test]
 fn registered_values_and_errors() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(|builder| builder);
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder);
     let value = bench.device.register(vec![0u8; 8192]).unwrap();
     assert_eq!(bench.device.stats().registered_bytes, 8192);
     drop(value);
-    bench.node.fail(pinpool::host::Fault {
-        device: 0,
-        call: pinpool::host::Call::Allocate,
-        nth: 0,
-        failure: pinpool::host::Failure::Transient,
-    });
+    bench.fail("cuMemAlloc_v2");
     assert!(bench.device.alloc(64).is_err());
     let stats = bench.device.stats();
     assert_eq!((stats.errors.transient, stats.errors.total(), stats.registered_bytes), (1, 1, 0));
@@ -113,9 +102,8 @@ fn registered_values_and_errors() {
 
 #[test]
 fn waits_are_timed() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    recorded!();
+    let bench = Bench::new(|builder| builder);
     let all = bench.pool.checkout(900 << 10).unwrap();
     let pause = Duration::from_millis(20);
     let error = bench.pool.checkout_timeout(512 << 10, pause).unwrap_err();
@@ -141,9 +129,8 @@ fn waits_are_timed() {
 
 #[test]
 fn tracked_pools_time_all_holding() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
+    recorded!();
+    let bench = Bench::new(|builder| builder.track_checkouts(true));
     let pause = Duration::from_millis(5);
     for _ in 0..10 {
         let buf = bench.pool.checkout(1000).unwrap();
@@ -157,9 +144,8 @@ fn tracked_pools_time_all_holding() {
 
 #[test]
 fn pinning_has_a_speed() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder.region(256 << 10).initial(256 << 10));
+    recorded!();
+    let bench = Bench::new(|builder| builder.region(256 << 10).initial(256 << 10));
     bench.pool.wait_pinned(None).unwrap();
     let s = bench.pool.snapshot();
     assert_eq!((s.pinning.made, s.pool.growths), (256 << 10, 0), "what it starts with is no growth");

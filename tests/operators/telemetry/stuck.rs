@@ -1,24 +1,22 @@
 //! The report on buffers that are out: each state, what it waits for, and which code checked it out.
 
-use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use pinpool::host::HostConfig;
 use pinpool::telemetry::{BufferState, EventState, Sampler, StuckBuffer};
 use pinpool::{Copier, PoolBuilder, Request};
 
-use super::record::{events, record};
 use super::{Bench, eventually};
-use crate::support::own_process;
+use crate::record::events;
+use crate::support::rig::block_on;
 
-fn all(bench: &Bench) -> Vec<StuckBuffer> {
+fn all<N>(bench: &Bench<N>) -> Vec<StuckBuffer> {
     bench.pool.stuck(Duration::ZERO)
 }
 
 /// The only one with this tag.
-fn tagged(bench: &Bench, tag: &str) -> StuckBuffer {
+fn tagged<N>(bench: &Bench<N>, tag: &str) -> StuckBuffer {
     let mut found = all(bench);
     found.retain(|buffer| buffer.tag == Some(tag));
     assert_eq!(found.len(), 1, "{tag}: {found:#?}");
@@ -31,11 +29,9 @@ fn tracked(builder: PoolBuilder) -> PoolBuilder {
 
 #[test]
 fn each_state() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(tracked);
-    let stream = bench.device.stream().unwrap();
-    let memory = bench.device.alloc(4096).unwrap();
+    recorded!();
+    let bench = Bench::by_hand(tracked);
+    let (stream, memory) = bench.target();
     let filled = |tag| {
         let mut buf = bench.pool.checkout(Request::new(4096).tag(tag)).unwrap();
         buf.try_resize(4096, 1).unwrap();
@@ -57,7 +53,7 @@ fn each_state() {
     let found = tagged(&bench, "flying");
     assert_eq!(found.state, BufferState::InFlight);
     let [at] = &found.awaited[..] else { panic!("{found:#?}") };
-    assert_eq!((&*at.device, at.stream, at.event), ("host:0", stream.number(), EventState::Due));
+    assert_eq!((&*at.device, at.stream, at.event), (bench.device.name(), stream.number(), EventState::Due));
     assert!(at.seq > at.completed, "{at:?}");
     assert_eq!(tagged(&bench, "returning").state, BufferState::Returning);
     let found = tagged(&bench, "shared");
@@ -74,14 +70,11 @@ fn each_state() {
 
 #[test]
 fn claimed_and_quarantined() {
-    own_process!();
-    record();
+    recorded!();
     // Room for one buffer, so that the next has to be claimed.
-    let bench = Bench::stepped(|builder| tracked(builder).capacity(8192));
-    let stream = bench.device.stream().unwrap();
-    let memory = bench.device.alloc(4096).unwrap();
-    let mut buf = bench.pool.checkout(Request::new(4096).tag("first")).unwrap();
-    buf.try_resize(4096, 1).unwrap();
+    let bench = Bench::by_hand(|builder| tracked(builder).capacity(8192));
+    let (stream, memory) = bench.target();
+    let buf = bench.filled(Request::new(4096).tag("first"));
     drop(stream.upload(buf, &memory).unwrap());
     let claimed = bench.pool.checkout_on(&stream, Request::new(4000).tag("second")).unwrap();
     assert!(claimed.was_claimed());
@@ -97,9 +90,8 @@ fn claimed_and_quarantined() {
 
 #[test]
 fn a_buffer_held_on_two_streams_waits_for_both() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(tracked);
+    recorded!();
+    let bench = Bench::by_hand(tracked);
     let streams = [bench.device.stream().unwrap(), bench.device.stream().unwrap()];
     let memory = bench.device.alloc(64).unwrap();
     for stream in &streams {
@@ -120,9 +112,8 @@ fn a_buffer_held_on_two_streams_waits_for_both() {
 /// nothing, beside the segment that they are packed in.
 #[test]
 fn what_a_copier_moves_waits_for_its_stream() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(tracked);
+    recorded!();
+    let bench = Bench::by_hand(tracked);
     let copier = Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
     let memory = bench.device.alloc(1 << 20).unwrap();
     let filled = |tag, len| {
@@ -154,7 +145,7 @@ fn what_a_copier_moves_waits_for_its_stream() {
         let found = tagged(&bench, tag);
         assert_eq!(found.state, state, "{tag}");
         let [at] = &found.awaited[..] else { panic!("{found:#?}") };
-        assert_eq!((&*at.device, at.event), ("host:0", EventState::Recorded), "{tag}");
+        assert_eq!((&*at.device, at.event), (bench.device.name(), EventState::Recorded), "{tag}");
         assert!(at.seq > at.completed, "{at:?}");
         streams.push(at.stream);
     }
@@ -179,9 +170,8 @@ fn what_a_copier_moves_waits_for_its_stream() {
 
 #[test]
 fn ages_and_order() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(tracked);
+    recorded!();
+    let bench = Bench::by_hand(tracked);
     let old = bench.pool.checkout(Request::new(64).tag("old")).unwrap();
     std::thread::sleep(Duration::from_millis(30));
     let new = bench.pool.checkout(Request::new(64).tag("new")).unwrap();
@@ -190,16 +180,19 @@ fn ages_and_order() {
     let found = bench.pool.stuck(Duration::from_millis(30));
     assert!(found.iter().any(|buffer| buffer.tag == Some("old")), "{found:#?}");
     assert!(bench.pool.stuck(Duration::from_secs(3600)).is_empty());
-    drop((old, new));
+    // One that is forgotten shows for good.
+    std::mem::forget(old);
+    drop(new);
+    let left = tagged(&bench, "old");
+    assert_eq!((left.state, all(&bench).len()), (BufferState::CheckedOut, 1));
 }
 
 /// Of a pool that does not track, a sample of the checkouts is listed, and what streams hold, with an age since the
 /// reaper has found it there.
 #[test]
 fn without_tracking_a_sample_and_what_is_in_flight_are_listed() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    recorded!();
+    let bench = Bench::new(|builder| builder);
     // The first checkout misses, and is the sample; the others are not.
     let mut bufs: Vec<_> =
         (0..20).map(|_| bench.pool.checkout(Request::new(64).tag("kept")).unwrap()).collect();
@@ -237,9 +230,8 @@ fn without_tracking_a_sample_and_what_is_in_flight_are_listed() {
 
 #[test]
 fn every_way_to_check_out_is_tracked() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(tracked);
+    recorded!();
+    let bench = Bench::by_hand(tracked);
     let stream = bench.device.stream().unwrap();
     let request = |tag| Request::new(64).tag(tag);
     let pool = &bench.pool;
@@ -250,9 +242,7 @@ fn every_way_to_check_out_is_tracked() {
     let four = pool.checkout_many(&[request("many-1"), request("many-2")], None).unwrap();
     let five = pool.checkout_on(&stream, request("on")).unwrap();
     let six = pool.try_checkout_on(&stream, request("try-on")).unwrap();
-    let mut future = pool.checkout_async(request("async"));
-    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-    let std::task::Poll::Ready(seven) = std::pin::Pin::new(&mut future).poll(&mut context) else { panic!() };
+    let seven = block_on(pool.checkout_async(request("async")));
     let wanted = [
         ("checkout", 1),
         ("try", 2),
@@ -272,25 +262,11 @@ fn every_way_to_check_out_is_tracked() {
 }
 
 #[test]
-fn forgotten_buffers_show() {
-    own_process!();
-    record();
-    let bench = Bench::stepped(tracked);
-    let other = bench.pool.checkout(Request::new(64).tag("other")).unwrap();
-    std::mem::forget(bench.pool.checkout(Request::new(64).tag("forgotten")).unwrap());
-    assert_eq!(tagged(&bench, "forgotten").state, BufferState::CheckedOut);
-    drop(other);
-    let left = all(&bench);
-    assert_eq!(left.iter().map(|buffer| buffer.tag).collect::<Vec<_>>(), [Some("forgotten")]);
-}
-
-#[test]
 fn each_is_logged_once_if_not_by_the_first_look() {
     const TAGS: [&str; 20] =
         ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p", "q", "r", "s", "t"];
-    own_process!();
-    record();
-    let bench = Bench::stepped(tracked);
+    recorded!();
+    let bench = Bench::by_hand(tracked);
     let _out = TAGS.map(|tag| bench.pool.checkout(Request::new(64).tag(tag)).unwrap());
     let mut sampler = Sampler::new(&bench.pool).stuck_after(Duration::ZERO);
     let logged = [8, 16, 20, 20].map(|wanted| {
@@ -306,35 +282,16 @@ fn each_is_logged_once_if_not_by_the_first_look() {
 }
 
 /// The events about waits of a pool, not those about single buffers.
-fn reports(pool: &str) -> Vec<super::record::Record> {
+fn reports(pool: &str) -> Vec<crate::record::Record> {
     let mut all = events("pinpool::pool::stuck");
     all.retain(|event| event.field("pool") == pool && event.fields.contains_key("waited_seconds"));
     all
 }
 
-#[test]
-fn a_client_that_goes_away_is_not_reported() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), tracked);
-    let all = bench.pool.checkout(1_040_000).unwrap();
-    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-    let mut gone = Box::pin(bench.pool.checkout_async(500_000));
-    assert!(gone.as_mut().poll(&mut context).is_pending());
-    drop(gone);
-    assert_eq!((bench.pool.stats().abandoned, bench.pool.stats().timeouts), (1, 0));
-    assert!(events("pinpool::pool::stuck").is_empty());
-    // The report is left for a wait that was in vain.
-    assert!(bench.pool.checkout_timeout(500_000, Duration::ZERO).is_err());
-    assert_eq!(reports(bench.pool.name()).len(), 1);
-    drop(all);
-}
-
 /// Every kind of wait, each at a pool of its own; and many that wait at one pool.
 #[test]
 fn a_wait_that_lasts_is_reported_once_before_it_ends() {
-    own_process!();
-    record();
+    recorded!();
     type Wait = fn(&Bench) -> pinpool::Result<()>;
     let waits: [(&str, Wait, usize); 6] = [
         ("blocking", |bench| bench.pool.checkout(500_000).map(drop), 1),
@@ -355,7 +312,7 @@ fn a_wait_that_lasts_is_reported_once_before_it_ends() {
     std::thread::scope(|scope| {
         for (name, wait, count) in waits {
             scope.spawn(move || {
-                let bench = Bench::new(HostConfig::new(), |builder| tracked(builder).name(name));
+                let bench = Bench::new(|builder| tracked(builder).name(name));
                 let all = bench.pool.checkout(Request::new(1_040_000).tag(name)).unwrap();
                 let since = Instant::now();
                 std::thread::scope(|scope| {
@@ -383,23 +340,11 @@ fn a_wait_that_lasts_is_reported_once_before_it_ends() {
     });
 }
 
-fn block_on<F: Future>(future: F) -> F::Output {
-    let mut future = std::pin::pin!(future);
-    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-    loop {
-        if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut context) {
-            return output;
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
 #[test]
 fn looks_go_on_while_others_come_and_go() {
-    own_process!();
-    record();
+    recorded!();
     const MOST: usize = 100;
-    let bench = Bench::new(HostConfig::new(), |builder| tracked(builder).capacity(32 << 20));
+    let bench = Bench::new(|builder| tracked(builder).capacity(32 << 20));
     let pool = &bench.pool;
     pool.wait_pinned(None).unwrap();
     // Buffers that stay have another length than those that come and go, so the report tells them apart.

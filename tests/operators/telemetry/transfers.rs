@@ -6,13 +6,11 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use crate::support::downloaded;
 use pinpool::copier::{FileSource, Fill, Priority, Reading, Source};
-use pinpool::host::HostConfig;
 use pinpool::{Copier, DeviceSlice, Error};
 use tracing::Level;
 
-use super::record::{Record, clear, events, record, spans};
 use super::{Bench, eventually};
-use crate::support::own_process;
+use crate::record::{Record, clear, events, spans};
 
 const BYTES: usize = 1 << 20;
 
@@ -20,7 +18,7 @@ const BEGUN: [&str; 5] = ["bytes", "device", "direction", "priority", "what"];
 
 /// A bench with 1 MiB of device memory, and a copier of small chunks.
 fn rig(priority: Priority) -> (Bench, DeviceSlice, Copier) {
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let bench = Bench::new(|builder| builder);
     let memory = bench.device.alloc(BYTES).unwrap();
     let builder = Copier::builder(&bench.pool, &bench.device).threads(2).chunk(64 << 10).share(512 << 10);
     let copier = builder.build().unwrap().with_priority(priority);
@@ -43,8 +41,7 @@ fn ended(fields: &[&str]) -> Record {
 
 #[test]
 fn what_came_through() {
-    own_process!();
-    record();
+    recorded!();
     let (_bench, memory, copier) = rig(Priority::Bulk);
     let caller = tracing::info_span!(target: "pinpool::test", "load").entered();
     let transfer = copier.upload(vec![7; BYTES], &memory).unwrap();
@@ -66,9 +63,8 @@ fn what_came_through() {
 /// A server logs at INFO: what it moves for each request is no news, and a load is.
 #[test]
 fn only_a_large_transfer_is_told_at_info() {
-    own_process!();
-    record();
-    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    recorded!();
+    let bench = Bench::new(|builder| builder);
     let memory = bench.device.alloc(16 << 20).unwrap();
     let copier = Copier::builder(&bench.pool, &bench.device).build().unwrap();
     for (len, level) in [(1, Level::DEBUG), ((16 << 20) - 1, Level::DEBUG), (16 << 20, Level::INFO)] {
@@ -101,8 +97,7 @@ impl Source for Torn {
 
 #[test]
 fn what_failed() {
-    own_process!();
-    record();
+    recorded!();
     let (_bench, memory, copier) = rig(Priority::Bulk);
     let error = copier.upload(Torn, &memory).unwrap().wait().unwrap_err();
     let span = ended(&["copied_bytes", "error", "outcome", "seconds"]);
@@ -133,8 +128,7 @@ impl Source for Shut {
 #[allow(unsafe_code, reason = "the limit on open files")]
 fn what_a_file_is_called_is_escaped() {
     const ALL: libc::rlim_t = libc::RLIM_INFINITY;
-    own_process!();
-    record();
+    recorded!();
     let (bench, memory, _) = rig(Priority::Bulk);
     let copier = Copier::builder(&bench.pool, &bench.device).threads(1).chunk(256 << 10).build().unwrap();
     let file = tempfile::tempfile().unwrap();
@@ -160,8 +154,7 @@ fn what_a_file_is_called_is_escaped() {
 
 #[test]
 fn what_was_cancelled() {
-    own_process!();
-    record();
+    recorded!();
     let (_bench, memory, copier) = rig(Priority::Bulk);
     let gate = Arc::new((Mutex::new((0, false)), Condvar::new()));
     let transfer = copier.upload(Shut(gate.clone()), &memory).unwrap();
@@ -189,8 +182,7 @@ fn what_was_cancelled() {
 
 #[test]
 fn what_could_not_start() {
-    own_process!();
-    record();
+    recorded!();
     let (bench, memory, copier) = rig(Priority::Bulk);
     bench.node.kill(0);
     assert!(bench.device.stream().is_err());

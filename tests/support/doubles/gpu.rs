@@ -6,20 +6,20 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 
-use libloading::Library;
 use pinpool::{Device, PinnedBuf, Pool, Unpinned};
+use pinpool_sim::cuda::Driver;
 
 pub use crate::support::bytes;
 use crate::support::in_use;
 
-use super::{HANG, StandIn, again, is_set, required};
+use super::{HANG, StandIn, gpu_name, is_set, required};
 use crate::support::skip;
 
 /// The driver's handles and numbers, all of the size of a register.
 type Word = usize;
 
 /// A driver's entry points by their names.
-pub struct Raw(Library);
+pub struct Raw(pub StandIn);
 
 /// The first GPU, whose primary context is current on this thread.
 pub struct Gpu {
@@ -27,56 +27,53 @@ pub struct Gpu {
     /// The stand-in, where it is no real one.
     pub stand_in: Option<StandIn>,
     pub context: Word,
-    _alone: MutexGuard<'static, ()>,
+    _alone: Option<MutexGuard<'static, ()>>,
 }
 
-/// Runs the body of a test on a real GPU or on the stand-in, and checks afterwards that no rule was broken.
-pub fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
-    if !required() && !is_set() {
-        return again(test, &[]);
-    }
-    let gpu = Gpu::open();
+/// Runs the body of a test on a real GPU or on a simulated one, and checks afterwards that no rule was broken.
+pub fn on_gpu(body: impl FnOnce(&Gpu)) {
+    let gpu = if required() { Gpu::open(None) } else { Gpu::simulated() };
     body(&gpu);
     gpu.close();
 }
 
-/// The same, on the stand-in only: for what only a double can be made to do. No check afterwards.
-pub fn on_stand_in(test: &str, body: impl FnOnce(&Gpu, &StandIn)) {
-    if !is_set() {
-        return again(test, &[]);
+/// Runs the body of a test on a simulated GPU whose driver has the calls of that version, and checks afterwards.
+pub fn on_driver(driver: Driver, body: impl FnOnce(&Gpu)) {
+    if super::is_real() {
+        return skip!("a simulated driver is not used beside the machine's own");
     }
-    let gpu = Gpu::open();
-    match &gpu.stand_in {
-        Some(stand_in) => body(&gpu, stand_in),
+    let gpu = Gpu::open(Some(StandIn::gpus(driver)));
+    body(&gpu);
+    gpu.close();
+}
+
+/// The same as [`on_gpu`], on a simulated one only: for what only such a one can be made to do. No check afterwards.
+pub fn on_stand_in(body: impl FnOnce(&Gpu, &StandIn)) {
+    if super::is_real() {
+        return skip!("a simulated driver is not used beside the machine's own");
+    }
+    let gpu = Gpu::simulated();
+    match gpu.stand_in.clone() {
+        Some(stand_in) => body(&gpu, &stand_in),
         None => skip!("the library that is named is no stand-in"),
     }
 }
 
 impl Raw {
-    /// The driver that this process uses.
-    pub fn open() -> Self {
-        let path = std::env::var_os(super::PATH).map_or_else(|| PathBuf::from("libcuda.so.1"), PathBuf::from);
-        // SAFETY: a driver, or the stand-in: neither has preconditions.
-        Self(unsafe { Library::new(path) }.expect("the driver can be loaded"))
-    }
-
     /// Any library of such calls; `Err` says why it cannot be loaded.
     pub fn load(path: &std::path::Path) -> Result<Self, String> {
-        // SAFETY: CUDA's libraries have no preconditions.
-        let library = unsafe { Library::new(path) };
-        Ok(Self(library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?))
+        StandIn::any(path, "sim_cuda").map(Self)
     }
 
     /// A driver call whose arguments are numbers and pointers.
     pub fn call(&self, name: &str, a: &[Word]) -> u32 {
-        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
-        // register of its own, and what the tests point at is valid.
+        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, and what the tests
+        // point at is valid.
         unsafe {
             macro_rules! with {
-                ($($index:literal)*) => {{
-                    let function = self.0.get::<unsafe extern "C" fn($(word!($index)),*) -> u32>(name.as_bytes());
-                    function.unwrap_or_else(|e| panic!("{name}: {e}"))($(a[$index]),*)
-                }};
+                ($($index:literal)*) => {
+                    self.0.get::<unsafe extern "C" fn($(word!($index)),*) -> u32>(name)($(a[$index]),*)
+                };
             }
             macro_rules! word {
                 ($index:literal) => {
@@ -89,28 +86,49 @@ impl Raw {
                 2 => with!(0 1),
                 3 => with!(0 1 2),
                 4 => with!(0 1 2 3),
-                _ => with!(0 1 2 3 4),
+                5 => with!(0 1 2 3 4),
+                6 => with!(0 1 2 3 4 5),
+                7 => with!(0 1 2 3 4 5 6),
+                9 => with!(0 1 2 3 4 5 6 7 8),
+                11 => with!(0 1 2 3 4 5 6 7 8 9 10),
+                other => panic!("{name} with {other} arguments"),
             }
         }
     }
 }
 
 impl Gpu {
-    fn open() -> Self {
+    /// Two simulated GPUs of this test's own; in a child that loads the simulation, its.
+    fn simulated() -> Self {
+        match is_set() {
+            true => Self::open(StandIn::loaded()),
+            false => Self::open(Some(StandIn::gpus(Driver::Cuda12_8))),
+        }
+    }
+
+    /// The first of a machine, or that of the driver which this process loads, one test at a time.
+    fn open(stand_in: Option<StandIn>) -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
-        let alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let mut gpu =
-            Self { raw: Raw::open(), stand_in: StandIn::of_this_process(), context: 0, _alone: alone };
+        let path = std::env::var_os(super::PATH).map_or_else(|| PathBuf::from("libcuda.so.1"), PathBuf::from);
+        let raw = stand_in.clone().map_or_else(|| Raw::load(&path).expect("the driver can be loaded"), Raw);
+        let alone = (stand_in.is_none() || is_set())
+            .then(|| ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        let mut gpu = Self { raw, stand_in, context: 0, _alone: alone };
         assert_eq!(gpu.call("cuInit", &[0]), 0);
-        gpu.context = gpu.made("cuDevicePrimaryCtxRetain", &[0]);
+        gpu.context = gpu.made("cuDevicePrimaryCtxRetain", &[gpu.ordinal(0)]);
         gpu.current(gpu.context);
         gpu
+    }
+
+    /// The driver's number for the first device, the second and so on.
+    pub fn ordinal(&self, device: usize) -> Word {
+        gpu_name(device).trim_start_matches("cuda:").parse().unwrap()
     }
 
     /// Everything of the test is dropped.
     fn close(&self) {
         self.current(0);
-        assert_eq!(self.call("cuDevicePrimaryCtxRelease_v2", &[0]), 0);
+        assert_eq!(self.call("cuDevicePrimaryCtxRelease_v2", &[self.ordinal(0)]), 0);
         if let Some(stand_in) = &self.stand_in {
             let report = stand_in.final_report();
             assert!(report.over, "a device is still open: {report:?}");
@@ -142,7 +160,7 @@ impl Gpu {
 
     /// A context beside the primary one. The current one stays what it was.
     pub fn other_context(&self) -> Word {
-        let made = self.made("cuCtxCreate_v2", &[0, 0]);
+        let made = self.made("cuCtxCreate_v2", &[0, self.ordinal(0)]);
         let mut popped: Word = 0;
         self.ok("cuCtxPopCurrent_v2", &[(&raw mut popped) as Word]);
         made

@@ -1,35 +1,33 @@
-//! Building, loading and steering the stand-in libcuda of `tests/doubles/cuda`, whose page has its rules.
+//! Simulated drivers in tests: `crates/pinpool-sim`, whose page has how they work.
 //!
-//! The library is built by cargo into a folder of its own when a test needs it first. pinpool reads which library to
-//! load once in a process, from the environment; so what is tested through pinpool runs in a child: the same test of
-//! the same executable, started again with `PINPOOL_LIBCUDA` set. Without cargo at run time (an executable that was
-//! carried to another machine) such tests are skipped and say so.
-//!
-//! The stand-in libascendcl of `tests/doubles/acl` is built and steered in the same way; what is its own is in
-//! `ascendcl.rs`.
+//! A test has a simulated machine of its own, whose entry points pinpool gets in this very process: tests beside it do
+//! not see it. [`StandIn`] is that machine. What a process does as a whole (loading the driver's library, a fork, an exit)
+//! runs in a child that loads the simulation by its path, as a library: cargo builds it beside the executable.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "loading a library and calling it")]
 
 pub mod ascendcl;
-pub mod faults;
 pub mod gpu;
 pub mod npu;
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
 use std::ffi::CString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{panicking, process};
 use crate::support::skip;
-use libloading::{Library, Symbol};
+use libloading::Library;
+use pinpool_sim::{acl, cuda};
 
 /// The variable that pinpool reads.
 pub const PATH: &str = "PINPOOL_LIBCUDA";
+/// The variable that sets up the machine of a library which a child loads: commands with semicolons between them.
+pub const SETUP: &str = "PINPOOL_SIM";
 /// Longer than anything takes here: what has not happened by then hangs.
 pub const HANG: Duration = Duration::from_secs(20);
 
@@ -43,84 +41,39 @@ pub fn required_device(device: &str) -> bool {
     std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.split(',').any(|n| n.trim() == device))
 }
 
-/// The library, built on first use. `None`: there is no cargo to build it with, or no source.
+/// Whether this process uses the machine's own driver: then it has no simulated GPUs, since a context that is adopted
+/// does not say of which driver it is.
+pub fn is_real() -> bool {
+    required() && StandIn::loaded().is_none()
+}
+
+/// The simulation as a library: the one that `PINPOOL_TEST_SIM` names, else the one beside this executable. `None`: there
+/// is none.
 pub fn library() -> Option<PathBuf> {
-    build(&CUDA, "")
-}
-
-/// The library as an older driver, which lacks some calls: by the name of the double's feature.
-pub fn older(feature: &str) -> Option<PathBuf> {
-    build(&CUDA, feature)
-}
-
-/// Where a stand-in's source is, where it is built, and what it is called then.
-struct Double {
-    source: &'static str,
-    target: &'static str,
-    library: &'static str,
-}
-
-const CUDA: Double =
-    Double { source: "tests/doubles/cuda", target: "doubles", library: "libcuda_standin.so" };
-
-/// The library with a feature, built on first use in this process.
-fn build(double: &Double, feature: &str) -> Option<PathBuf> {
-    static BUILT: Mutex<BTreeMap<(&str, String), Option<PathBuf>>> = Mutex::new(BTreeMap::new());
-    // Other tests that need one wait meanwhile: cargo would make them wait, too.
-    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
-    let key = (double.source, feature.to_owned());
-    built.entry(key).or_insert_with(|| build_now(double, feature)).clone()
-}
-
-fn build_now(double: &Double, feature: &str) -> Option<PathBuf> {
-    // Set by `cargo test`, not in an executable that is run by itself.
-    let cargo = std::env::var_os("CARGO")?;
-    // Not in the package that is published.
-    let manifest = crate::support::root().join(double.source).join("Cargo.toml");
-    if !manifest.exists() {
-        return None;
+    if let Some(named) = std::env::var_os("PINPOOL_TEST_SIM") {
+        return Some(PathBuf::from(named)).filter(|path| path.exists());
     }
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join(double.target).join(feature);
-    let mut command = Command::new(cargo);
-    command.args(["build", "--quiet", "--locked", "--offline", "--manifest-path"]);
-    command.arg(manifest);
-    command.arg("--target-dir").arg(&target);
-    if !feature.is_empty() {
-        command.arg("--features").arg(feature);
-    }
-    // What the crate under test is built with (sanitizers, coverage, another target) is not for the double.
-    for name in ["RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS", "CARGO_BUILD_TARGET", "CARGO_BUILD_RUSTFLAGS"] {
-        command.env_remove(name);
-    }
-    let output = command.output().expect("cargo cannot be started");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "the stand-in cannot be built: {said}");
-    Some(target.join("debug").join(double.library))
+    let executable = std::env::current_exe().ok()?;
+    let library = executable.parent()?.join("libpinpool_sim.so");
+    library.exists().then_some(library)
 }
 
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
 pub fn again(test: &str, environment: &[(&str, &str)]) {
     let Some(library) = named_or_built() else {
-        skip!("there is no cargo to build the stand-in libcuda with; {PATH} can name a built one");
+        skip!("the simulated libcuda is not beside the executable; {PATH} can name one");
         return;
     };
     again_with(test, PATH, &library, environment);
 }
 
-/// Runs the body of a test in a child, on a stand-in that is as just loaded.
-pub fn on_stand_in(test: &str, body: impl FnOnce(&StandIn)) {
-    on_stand_in_with(test, &[], |stand_in| body(&stand_in));
-}
-
-/// The same with more in the child's environment.
-pub fn on_stand_in_with(test: &str, environment: &[(&str, &str)], body: impl FnOnce(StandIn)) {
-    if !is_set() {
-        return again(test, environment);
-    }
+/// Runs the body of a test on two simulated GPUs of its own; in a child that loads the simulation, on those.
+pub fn on_stand_in(body: impl FnOnce(&StandIn)) {
     panicking::install_if_asked();
-    match StandIn::of_this_process() {
-        Some(stand_in) => body(stand_in),
-        None => skip!("the library that is named is no stand-in"),
+    match StandIn::loaded() {
+        None if is_set() || required() => skip!("a simulated driver is not used beside the machine's own"),
+        None => body(&StandIn::gpus(cuda::Driver::Cuda12_8)),
+        Some(stand_in) => body(&stand_in),
     }
 }
 
@@ -199,7 +152,7 @@ pub fn ended(command: &mut Command, limit: Duration) -> Ended {
     Ended { status, stdout: text(stdout), stderr: text(stderr) }
 }
 
-/// The stand-in that the environment names, or the one that is built.
+/// The stand-in that the environment names, or the one beside this executable.
 pub fn named_or_built() -> Option<PathBuf> {
     let named = std::env::var_os(PATH).filter(|path| !path.is_empty()).map(PathBuf::from);
     named.or_else(library)
@@ -214,8 +167,8 @@ pub fn is_set() -> bool {
 pub fn real_driver() -> Result<(PathBuf, String), String> {
     let named = std::env::var_os(PATH).filter(|path| !path.is_empty());
     let path = PathBuf::from(named.unwrap_or_else(|| "libcuda.so.1".into()));
-    let library = StandIn::any(&path)?;
-    if library.has("standin_reset") {
+    let library = StandIn::any(&path, "sim_cuda")?;
+    if library.has("sim_cuda") {
         return Err(format!("{} is the stand-in", path.display()));
     }
     type Ask = unsafe extern "C" fn(*mut i32) -> u32;
@@ -239,9 +192,6 @@ pub fn real_driver() -> Result<(PathBuf, String), String> {
     let text = format!("{}: CUDA {version}, {devices} device(s), {module}", path.display());
     Ok((path, text))
 }
-
-/// A loaded stand-in. Loading it twice gives the same one, and it is the one that pinpool has loaded.
-pub struct StandIn(Library);
 
 /// The report of the stand-in.
 #[derive(Debug, Default)]
@@ -285,107 +235,182 @@ impl Report {
     }
 }
 
+/// A simulated machine: of this thread's test, or that of the library which this process has loaded.
+#[derive(Clone)]
+pub struct StandIn(Machine);
+
+#[derive(Clone)]
+enum Machine {
+    Gpus(cuda::Gpus, cuda::Driver),
+    Npus(acl::Npus, acl::Library),
+    /// A library, and the name of its entry point for commands.
+    Loaded(Arc<Library>, &'static str),
+}
+
+thread_local! {
+    /// The machine that was made on this thread last.
+    static LATEST: RefCell<Option<StandIn>> = const { RefCell::new(None) };
+}
+
+/// The names of the GPUs of this thread's test: those of its own machine, or as the driver of this process counts.
+pub fn gpu_name(device: usize) -> String {
+    let own = LATEST.with_borrow(|latest| match latest {
+        Some(StandIn(Machine::Gpus(gpus, _))) => Some(gpus.ordinal(device)),
+        _ => None,
+    });
+    format!("cuda:{}", own.unwrap_or(device as u32))
+}
+
+/// The same of Ascend devices.
+pub fn npu_name(device: usize) -> String {
+    let own = LATEST.with_borrow(|latest| match latest {
+        Some(StandIn(Machine::Npus(npus, _))) => Some(npus.ordinal(device)),
+        _ => None,
+    });
+    format!("acl:{}", own.unwrap_or(device as u32))
+}
+
 impl StandIn {
-    /// The one that this process uses. `None`: the library that was named is something else, a real driver.
-    pub fn of_this_process() -> Option<Self> {
-        Self::load(Path::new(&std::env::var_os(PATH)?))
+    /// A machine with two GPUs, whose driver has the calls of that version.
+    pub fn gpus(driver: cuda::Driver) -> Self {
+        let gpus = cuda::Gpus::new();
+        #[cfg(feature = "cuda")]
+        // SAFETY: the simulation's functions have the driver's signatures.
+        unsafe { pinpool::cuda::install(gpus.ordinal(0), &|name| driver.symbol(name)) }.unwrap();
+        Self(Machine::Gpus(gpus, driver)).latest()
     }
 
-    pub fn load(path: &Path) -> Option<Self> {
-        let library = Self::any(path).expect("the library can be loaded");
-        library.has("standin_reset").then_some(library)
+    /// A machine with two Ascend devices, and that library.
+    pub fn npus(library: acl::Library) -> Self {
+        let npus = acl::Npus::new(library);
+        #[cfg(feature = "acl")]
+        // SAFETY: the simulation's functions have the library's signatures.
+        unsafe { pinpool::acl::install(npus.ordinal(0), &|name| library.symbol(name)) }.unwrap();
+        Self(Machine::Npus(npus, library)).latest()
+    }
+
+    fn latest(self) -> Self {
+        LATEST.set(Some(self.clone()));
+        self
+    }
+
+    /// The libcuda that this process has loaded, which its environment names. `None`: none is named, or a real one.
+    pub fn loaded() -> Option<Self> {
+        Self::loaded_by(PATH, "sim_cuda")
+    }
+
+    /// The same of a library that another variable names, and that has another entry point for commands.
+    pub fn loaded_by(variable: &str, command: &'static str) -> Option<Self> {
+        let path = std::env::var_os(variable).filter(|path| !path.is_empty())?;
+        let library = Self::any(Path::new(&path), command).expect("the library can be loaded");
+        library.has(command).then_some(library)
+    }
+
+    /// Calls of this thread that name nothing and have no current context are made to this machine from now on.
+    pub fn enter(&self) {
+        match &self.0 {
+            Machine::Gpus(gpus, _) => gpus.enter(),
+            Machine::Npus(npus, _) => npus.enter(),
+            Machine::Loaded(..) => {}
+        }
+        self.clone().latest();
     }
 
     /// Any library, a real driver among them: for what both have.
-    pub fn any(path: &Path) -> Result<Self, String> {
-        // SAFETY: the stand-in has no initialisers; a real driver's have no preconditions.
+    pub fn any(path: &Path, command: &'static str) -> Result<Self, String> {
+        // SAFETY: the simulation has no initialisers that ask for anything; a real driver's have no preconditions.
         let library = unsafe { Library::new(path) };
-        Ok(Self(library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?))
+        let library = library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?;
+        Ok(Self(Machine::Loaded(Arc::new(library), command)))
+    }
+
+    fn find(&self, name: &str) -> Option<*const std::ffi::c_void> {
+        match &self.0 {
+            Machine::Gpus(_, driver) => driver.symbol(name),
+            Machine::Npus(_, library) => library.symbol(name),
+            Machine::Loaded(library, _) => {
+                // SAFETY: only looked up.
+                unsafe { library.get::<*const _>(name.as_bytes()) }.ok().map(|at| *at)
+            }
+        }
     }
 
     /// Whether it has an entry point.
     pub fn has(&self, name: &str) -> bool {
-        // SAFETY: only looked up.
-        unsafe { self.0.get::<extern "C" fn()>(name.as_bytes()) }.is_ok()
+        self.find(name).is_some()
     }
 
     /// An entry point of the given type.
     ///
     /// # Safety
     /// The type is the function's.
-    pub unsafe fn get<T>(&self, name: &str) -> Symbol<'_, T> {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.get(name.as_bytes()) }.unwrap_or_else(|e| panic!("{name}: {e}"))
+    pub unsafe fn get<T: Copy>(&self, name: &str) -> T {
+        let at = self.find(name).unwrap_or_else(|| panic!("there is no {name}"));
+        assert_eq!(size_of::<T>(), size_of_val(&at));
+        // SAFETY: the caller's promise: both are pointers to the function.
+        unsafe { std::mem::transmute_copy(&at) }
+    }
+
+    /// Sends a command, which the simulation's `control.rs` describes, and returns the answer.
+    pub fn command(&self, text: &str) -> String {
+        match &self.0 {
+            Machine::Gpus(gpus, _) => gpus.command(text),
+            Machine::Npus(npus, _) => npus.command(text),
+            Machine::Loaded(_, command) => {
+                type Ask = unsafe extern "C" fn(*const std::ffi::c_char, *mut u8, usize) -> usize;
+                // SAFETY: the simulation has this signature.
+                let ask = unsafe { self.get::<Ask>(command) };
+                let text = CString::new(text).expect("a command without zeros");
+                let mut answer = vec![0; 1 << 20];
+                // SAFETY: a string, and room for that many bytes.
+                let len = unsafe { ask(text.as_ptr(), answer.as_mut_ptr(), answer.len()) };
+                answer.truncate(len);
+                String::from_utf8_lossy(&answer).into_owned()
+            }
+        }
+    }
+
+    /// Whether the machine was set up by that command.
+    pub fn is(&self, command: &str) -> bool {
+        self.command(&format!("is {command}")) == "true"
     }
 
     pub fn reset(&self) {
-        // SAFETY: `control.rs` has the signatures, here and below.
-        unsafe { self.get::<extern "C" fn()>("standin_reset")() }
+        self.command("reset");
     }
 
     pub fn fail(&self, name: &str, nth: u64, code: u32, after: bool) {
-        let name = CString::new(name).expect("a name without zeros");
-        // SAFETY: as above.
-        unsafe {
-            let call =
-                self.get::<unsafe extern "C" fn(*const std::ffi::c_char, u64, u32, bool)>("standin_fail");
-            call(name.as_ptr(), nth, code, after);
-        }
+        self.command(&format!("fail {name} {nth} {code} {after}"));
     }
 
     /// No call is to fail any more.
     pub fn calm(&self) {
-        // SAFETY: as above.
-        unsafe { self.get::<extern "C" fn()>("standin_calm")() }
+        self.command("calm");
     }
 
     pub fn struck(&self) -> u64 {
-        // SAFETY: as above.
-        unsafe { self.get::<extern "C" fn() -> u64>("standin_struck")() }
+        self.command("struck").parse().unwrap()
     }
 
     pub fn kill(&self, device: usize, code: u32) {
-        // SAFETY: as above.
-        unsafe { self.get::<extern "C" fn(usize, u32)>("standin_kill")(device, code) }
+        self.command(&format!("kill {device} {code}"));
     }
 
     pub fn hang(&self, hung: bool) {
-        // SAFETY: as above.
-        unsafe { self.get::<extern "C" fn(bool)>("standin_hang")(hung) }
+        self.command(&format!("hang {hung}"));
     }
 
     pub fn reuse(&self, reuse: bool) {
-        // SAFETY: as above.
-        unsafe { self.get::<extern "C" fn(bool)>("standin_reuse")(reuse) }
-    }
-
-    /// Makes kernels start that long after their launch.
-    pub fn kernel_delay(&self, delay: Duration) {
-        let delay = delay.as_micros() as u64;
-        // SAFETY: `kernels.rs` has the signature.
-        unsafe { self.get::<extern "C" fn(u64)>("standin_kernel_delay")(delay) }
+        self.command(&format!("reuse {reuse}"));
     }
 
     /// Gives the devices another value of an attribute, until the next reset.
     pub fn attribute(&self, attribute: i32, value: i32) {
-        // SAFETY: `host.rs` has the signature.
-        unsafe { self.get::<extern "C" fn(i32, i32)>("standin_attribute")(attribute, value) }
+        self.command(&format!("attribute {attribute} {value}"));
     }
 
     pub fn report(&self) -> Report {
-        // SAFETY: as above.
-        let ask = unsafe { self.get::<unsafe extern "C" fn(*mut u8, usize) -> usize>("standin_report") };
-        let mut text = vec![0; 64 << 10];
-        loop {
-            // SAFETY: `text` has that room.
-            let len = unsafe { ask(text.as_mut_ptr(), text.len()) };
-            if len <= text.len() {
-                text.truncate(len);
-                return Report::parse(&String::from_utf8_lossy(&text));
-            }
-            // It is as long as all that was broken, and may have grown by the next call.
-            text.resize(2 * len, 0);
-        }
+        Report::parse(&self.command("report"))
     }
 
     /// The report when everything that was opened is closed, or when it is not in all that time: pools and devices end

@@ -1,11 +1,9 @@
-//! An Ascend device as a test through pinpool has it: the stand-in libascendcl in a process of its own, in each of the
-//! ways in which libraries and devices differ, or the machine's own library where `PINPOOL_REQUIRE` names an Ascend
-//! device.
+//! An Ascend device as a test through pinpool has it: a simulated machine of its own in each of the ways in which
+//! libraries and devices differ, or the machine's own library where `PINPOOL_REQUIRE` names an Ascend device.
 
-use std::path::{Path, PathBuf};
+use pinpool_sim::acl::Library;
 
-use super::super::process;
-use super::ascendcl::{self, PATH};
+use super::ascendcl::PATH;
 use super::{Report, StandIn};
 use crate::support::skip;
 
@@ -13,28 +11,30 @@ use crate::support::skip;
 #[derive(Clone, Copy)]
 pub struct Way {
     pub name: &'static str,
-    /// The stand-in's feature: which calls it lacks.
-    feature: &'static str,
-    pub environment: &'static [(&'static str, &'static str)],
+    library: Library,
+    /// What makes the machine differ, as commands.
+    commands: &'static [&'static str],
 }
 
 /// What there is today, on a host.
-pub const TODAY: Way = Way { name: "today's library", feature: "", environment: &[] };
+pub const TODAY: Way = Way { name: "today's library", library: Library::Today, commands: &[] };
 /// The same on the device itself.
 pub const ON_DEVICE: Way =
-    Way { name: "on the device (RC mode)", feature: "", environment: &[("PINPOOL_STANDIN_RC", "1")] };
+    Way { name: "on the device (RC mode)", library: Library::Today, commands: &["rc true"] };
 /// Libraries of the end and of the beginning of 2022.
-pub const LATE_2022: Way = Way { name: "the library of late 2022", feature: "acl2022", environment: &[] };
-pub const EARLY_2022: Way = Way { name: "the library of early 2022", feature: "acl5", environment: &[] };
+pub const LATE_2022: Way =
+    Way { name: "the library of late 2022", library: Library::Late2022, commands: &[] };
+pub const EARLY_2022: Way =
+    Way { name: "the library of early 2022", library: Library::Early2022, commands: &[] };
 /// The same on a chip that has few events.
 pub const SMALL_2022: Way = Way {
     name: "the library of early 2022 on a small chip",
-    environment: &[("PINPOOL_STANDIN_SOC", "Ascend310P3"), ("PINPOOL_STANDIN_EVENTS", "1023")],
+    commands: &["chip Ascend310P3", "limits 1023 1984"],
     ..EARLY_2022
 };
 
 pub const ON_DEVICE_2022: Way =
-    Way { name: "the library of late 2022 on the device", environment: ON_DEVICE.environment, ..LATE_2022 };
+    Way { name: "the library of late 2022 on the device", commands: ON_DEVICE.commands, ..LATE_2022 };
 
 pub const WAYS: [Way; 5] = [TODAY, ON_DEVICE, LATE_2022, EARLY_2022, ON_DEVICE_2022];
 
@@ -48,46 +48,41 @@ pub fn is_set() -> bool {
     std::env::var_os(PATH).is_some_and(|path| !path.is_empty())
 }
 
-/// The stand-in of this process. `None`: it uses something else.
+/// The simulation that this process has loaded. `None`: it uses something else.
 pub fn stand_in() -> Option<StandIn> {
-    StandIn::load(Path::new(&std::env::var_os(PATH)?))
+    StandIn::loaded_by(PATH, "sim_acl")
 }
 
 impl Way {
-    /// The library, built on first use. `None`: there is no cargo to build it with, or no source.
-    pub fn library(self) -> Option<PathBuf> {
-        match self.feature {
-            "" => ascendcl::named_or_built(),
-            feature => ascendcl::older(feature),
-        }
+    /// The commands that make a loaded library such a one: a value of [`SETUP`](super::SETUP).
+    pub fn setup(self) -> String {
+        let library = format!("library {:?}", self.library);
+        [&[library.as_str()], self.commands].concat().join(";")
     }
 
-    /// Runs this very test again in a process of its own, with more in its environment.
-    pub fn again(self, test: &str, environment: &[(&str, &str)]) {
-        let Some(library) = self.library() else {
-            skip!("there is no cargo to build the stand-in libascendcl with");
-            return;
-        };
-        println!("{test}: {}", self.name);
-        let mut command = process::command(test);
-        command.env(PATH, library).envs(self.environment.iter().copied()).envs(environment.iter().copied());
-        let output = command.output().expect("this executable can be started again");
-        process::passed(test, &format!("with {}", self.name), &output);
+    /// A machine of this test's own.
+    pub fn machine(self) -> StandIn {
+        let machine = StandIn::npus(self.library);
+        self.commands.iter().for_each(|command| drop(machine.command(&format!("setup {command}"))));
+        machine
     }
 }
 
-/// Runs the body of a test in a process of its own for each of the ways, and checks afterwards that no rule was broken
-/// and nothing is left.
-pub fn on_each(test: &str, ways: &[Way], body: impl FnOnce(&StandIn)) {
-    if !is_set() {
-        return ways.iter().for_each(|way| way.again(test, &[]));
-    }
-    let Some(stand_in) = stand_in() else {
-        skip!("the library that is named is no stand-in");
-        return;
+/// Runs the body of a test in each of the ways, and checks afterwards that no rule was broken and nothing is left. In a
+/// child that loads the simulation, on that.
+pub fn on_each(ways: &[Way], body: impl Fn(&StandIn)) {
+    let on = |machine: &StandIn| {
+        body(machine);
+        no_trace(machine);
     };
-    body(&stand_in);
-    no_trace(&stand_in);
+    match stand_in() {
+        Some(loaded) => on(&loaded),
+        None if is_set() => skip!("the library that is named is no stand-in"),
+        None => ways.iter().for_each(|way| {
+            println!("{}", way.name);
+            on(&way.machine());
+        }),
+    }
 }
 
 /// Everything of the test is dropped: no rule was broken, and nothing is left.

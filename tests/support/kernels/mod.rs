@@ -107,7 +107,12 @@ macro_rules! make {
 impl Raw {
     /// The library at a path, which pinpool has loaded too or is about to.
     pub fn new(path: &Path) -> Self {
-        let raw = Self { library: StandIn::any(path).expect("it was loaded before") };
+        Self::of(StandIn::any(path, "sim_cuda").expect("it was loaded before"))
+    }
+
+    /// The same of a simulated driver.
+    pub fn of(library: StandIn) -> Self {
+        let raw = Self { library };
         ask!(raw, "cuInit", 0);
         raw
     }

@@ -12,6 +12,9 @@ use pinpool::copier::Sink;
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Copier, CopierBuilder, Device, PinnedBuf, Pool, Request, Unpinned};
 
+/// Longer than anything takes that does not hang.
+const HANG: Duration = Duration::from_secs(60);
+
 /// A device of its own, with a pool.
 pub struct Rig {
     pub node: HostNode,
@@ -112,11 +115,12 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
         }
     }
     let waker = Waker::from(Arc::new(Unparks(std::thread::current())));
-    let mut future = pin!(future);
+    let (mut future, since) = (pin!(future), Instant::now());
     loop {
+        assert!(since.elapsed() < HANG, "a future hangs");
         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
             Poll::Ready(output) => return output,
-            Poll::Pending => std::thread::park(),
+            Poll::Pending => std::thread::park_timeout(HANG),
         }
     }
 }

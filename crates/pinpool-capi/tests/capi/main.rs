@@ -1,4 +1,4 @@
-//! The C interface: a program in C on the host device and on the stand-in driver, under valgrind where there is one; and
+//! The C interface: a program in C on the host device and on a simulated driver, under valgrind where there is one; and
 //! the header, which is as the sources say.
 
 #![cfg(target_os = "linux")]
@@ -92,7 +92,7 @@ fn a_program_in_c_on_the_host() {
 fn a_program_in_c_on_a_gpu() {
     match support::doubles::named_or_built() {
         Some(driver) => run(&[], &["cuda"], Some(&driver)).unwrap(),
-        None => skip!("there is no cargo to build the stand-in libcuda with"),
+        None => skip!("the simulation is not beside the executable"),
     }
 }
 

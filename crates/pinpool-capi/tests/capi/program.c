@@ -1,4 +1,4 @@
-/* The C interface, used by a program in C: on the host device, and with "cuda" as its argument on a stand-in driver,
+/* The C interface, used by a program in C: on the host device, and with "cuda" as its argument on a simulated driver,
  * which it loads itself to make streams and copies of its own. It says the first check that fails, and returns 1. */
 
 #include <dlfcn.h>
@@ -244,7 +244,7 @@ static void threads(const char *device) {
     CHECK(pinpool_close(shared.pool, 10000) == PINPOOL_OK);
 }
 
-/* --- on a stand-in driver -------------------------------------------------------------------------------------- */
+/* --- on a simulated driver -------------------------------------------------------------------------------------- */
 
 static void *driver;
 
@@ -256,6 +256,24 @@ static unsigned cu(const char *name, uintptr_t a, uintptr_t b, uintptr_t c, uint
     *(void **)&function = dlsym(driver, name);
     if (!function) fprintf(stderr, "the driver has no %s\n", name), exit(1);
     return function(a, b, c, d);
+}
+
+/* What the simulated driver answers to a command. */
+static const char *sim(const char *command) {
+    static char answer[65536];
+    size_t (*ask)(const char *, char *, size_t);
+    *(void **)&ask = dlsym(driver, "sim_cuda");
+    if (!ask) fprintf(stderr, "the driver is not the simulated one\n"), exit(1);
+    size_t length = ask(command, answer, sizeof answer - 1);
+    CHECK(length < sizeof answer);
+    answer[length] = 0;
+    return answer;
+}
+
+/* How often a hold's event was recorded. */
+static int recorded(void) {
+    const char *line = strstr(sim("report"), "call cuEventRecord ");
+    return line ? atoi(line + strlen("call cuEventRecord ")) : 0;
 }
 
 static uint32_t is_idle(pinpool_pool *pool, const void *address) {
@@ -277,7 +295,7 @@ static void holds(void) {
     CHECK(is_idle(pool, block) == 1);
 
     /* Nothing completes: a freed block is not allocated again, however often memory is asked for. */
-    cu("standin_hang", 1, 0, 0, 0);
+    sim("hang true");
     strcpy(block, "first");
     CHECK(cu("cuMemcpyHtoDAsync_v2", memory, (uintptr_t)block, MIB, stream) == 0);
     CHECK(pinpool_hold(pool, block + 12345, (void *)stream) == PINPOOL_OK);
@@ -293,7 +311,7 @@ static void holds(void) {
         strcpy(other, "later");
     }
     CHECK(pinpool_close(pool, 50) == PINPOOL_TIMEOUT);
-    cu("standin_hang", 0, 0, 0, 0);
+    sim("hang false");
     CHECK(cu("cuMemcpyDtoHAsync_v2", (uintptr_t)back, memory, sizeof back, stream) == 0);
     CHECK(cu("cuStreamSynchronize", stream, 0, 0, 0) == 0);
     CHECK(strcmp(back, "first") == 0);
@@ -307,10 +325,10 @@ static void holds(void) {
     CHECK(is_idle(pool, block) == 1);
 
     /* Many holds share an event, and one that cannot be recorded is recorded later. */
-    unsigned before = cu("standin_calls", (uintptr_t)"cuEventRecord", 0, 0, 0);
+    int before = recorded();
     for (int i = 0; i < 800; i++) CHECK(pinpool_hold(pool, block + i, (void *)stream) == PINPOOL_OK);
-    CHECK(cu("standin_calls", (uintptr_t)"cuEventRecord", 0, 0, 0) - before < 300);
-    cu("standin_fail", (uintptr_t)"cuEventRecord", 1, 2, 0);
+    CHECK(recorded() - before < 300);
+    sim("fail cuEventRecord 1 2 false");
     CHECK(pinpool_hold(pool, block, (void *)stream) == PINPOOL_OK);
     for (int i = 0; i < 5000 && !is_idle(pool, block); i++) usleep(1000);
     CHECK(is_idle(pool, block) == 1);
@@ -360,9 +378,7 @@ static void holds(void) {
     CHECK(pinpool_close(pool, 10000) == PINPOOL_OK);
 
     /* The only rule that was broken is the last one above. */
-    static char report[1 << 16];
-    CHECK(cu("standin_report", (uintptr_t)report, sizeof report, 0, 0) > 0);
-    char *violation = strstr(report, "violation ");
+    const char *violation = strstr(sim("report"), "violation ");
     if (violation) fprintf(stderr, "%.200s\n", violation);
     CHECK(violation && strncmp(violation, "violation STR-1 cuStreamGetCtx", 30) == 0);
     CHECK(!strstr(violation + 1, "violation "));

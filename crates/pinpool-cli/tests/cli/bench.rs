@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde_json::Value;
 
 #[cfg(feature = "cuda")]
-use super::doubles;
-use super::{fails, pinpool, refuses, skip, stderr, stdout};
+use super::{doubles, simulation};
+use super::{fails, keys, limit, pinpool, refuses, skip, stderr, stdout};
 
 /// `pinpool bench`: its table, and the object on its last line.
 fn bench(args: &[&str], device: &str) -> (String, Value) {
@@ -31,25 +31,10 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
 
 /// The object has exactly the keys that are promised, and figures.
 fn is_bench(report: &Value) {
-    let mut keys: Vec<&String> = report.as_object().unwrap().keys().collect();
-    keys.sort();
-    assert_eq!(
-        keys,
-        [
-            "copier_download_gb_per_s",
-            "copier_upload_gb_per_s",
-            "device",
-            "error",
-            "memcpy_gb_per_s",
-            "pageable_upload_gb_per_s",
-            "pinned_peak_download_gb_per_s",
-            "pinned_peak_upload_gb_per_s",
-            "rounds",
-            "size_bytes",
-            "threads",
-            "unpinned"
-        ]
-    );
+    let all = "copier_download_gb_per_s copier_upload_gb_per_s device error memcpy_gb_per_s \
+               pageable_upload_gb_per_s pinned_peak_download_gb_per_s pinned_peak_upload_gb_per_s rounds \
+               size_bytes threads unpinned";
+    assert_eq!(keys(report), all);
     for (key, value) in report.as_object().unwrap() {
         if key.ends_with("gb_per_s") {
             assert!(value.as_f64().unwrap() > 0.0, "{key}: {value}");
@@ -83,7 +68,7 @@ fn the_bench_measures_the_host_device() {
 #[cfg(feature = "cuda")]
 fn the_bench_measures_a_gpu() {
     if !doubles::required() && !doubles::is_set() && doubles::library().is_none() {
-        skip!("there is no cargo to build the stand-in libcuda with");
+        skip!("the simulation is not beside the executable");
         return;
     }
     let (_, report) = bench(&["--threads", "2"], "cuda:0");
@@ -98,14 +83,11 @@ fn figures_are_printed_where_the_device_cannot_be_closed() {
         skip!("this needs the stand-in libcuda");
         return;
     }
-    let Some(library) = doubles::library() else {
-        skip!("there is no cargo to build the stand-in libcuda with");
-        return;
-    };
+    let Some(library) = simulation() else { return };
     let mut command = pinpool();
     command.args(["bench", "--json", "--device", "cuda:0", "--size", "1MiB", "--threads", "2"]);
     // CUDA_ERROR_INVALID_VALUE: the memory is leaked.
-    let command = command.env(doubles::PATH, &library).env("PINPOOL_STANDIN_FAIL", "cuMemFree_v2:1:1");
+    let command = command.env(doubles::PATH, &library).env(doubles::SETUP, "fail cuMemFree_v2 1 1 false");
     let output = fails(command, "not everything was given back");
     let text = stdout(&output);
     assert!(text.starts_with("cuda:0, 2 threads, copies of 1 MiB, best of 5\n"), "{text}");
@@ -157,16 +139,7 @@ fn threads_that_cannot_be_had_are_no_panic() {
         let mut command = pinpool();
         command.args(["bench", "--device", "host", "--threads", "8", "--size", "1MiB"]);
         command.uid(NOBODY).gid(NOBODY);
-        // SAFETY: between fork and exec only a system call is made, which is allowed there.
-        unsafe {
-            command.pre_exec(move || {
-                let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
-                match libc::setrlimit(libc::RLIMIT_NPROC, &raw const limit) {
-                    0 => Ok(()),
-                    _ => Err(std::io::Error::last_os_error()),
-                }
-            });
-        }
+        limit(&mut command, libc::RLIMIT_NPROC, most);
         match command.output() {
             Ok(output) => {
                 let text = stderr(&output);

@@ -1,10 +1,8 @@
 //! `pinpool load` of safetensors files, good ones and others.
 
 use std::fs;
-use std::os::unix::process::CommandExt;
-use std::process::Command;
 
-use super::{Files, fails, load, refuses, squeeze, stdout, succeeds};
+use super::{Files, fails, limit, load, refuses, squeeze, stdout, verifies};
 
 /// A checkpoint of tensors with these lengths, and its bytes.
 pub fn checkpoint(lens: &[usize]) -> Vec<u8> {
@@ -30,8 +28,7 @@ fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
     fs::write(&first, checkpoint(&lens)).unwrap();
     fs::write(&second, checkpoint(&[0])).unwrap();
     let bytes: usize = lens.iter().sum();
-    let report = succeeds(load([&first, &second]).args(["--verify", "--chunk", "64KiB"]), 4 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&bytes.into(), &true.into()));
+    let report = verifies(load([&first, &second]).args(["--chunk", "64KiB"]), 4 << 20, bytes);
     assert!(report["upload_gb_per_s"].as_f64().unwrap() > 0.0);
     assert!(report["download_gb_per_s"].as_f64().unwrap() > 0.0);
 
@@ -43,15 +40,12 @@ fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
     // By an index, of which one tensor is wanted.
     let index = files.path("model.safetensors.index.json");
     fs::write(&index, r#"{"weight_map":{"t.3":"model-1.safetensors"}}"#).unwrap();
-    let report = succeeds(load([&index]).arg("--verify"), 8 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+    verifies(&mut load([&index]), 8 << 20, 16_384);
     // By its folder: the index that is there, and without it all files.
-    let report = succeeds(load([files.0.path()]).arg("--verify"), 8 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+    verifies(&mut load([files.0.path()]), 8 << 20, 16_384);
     fs::remove_file(&index).unwrap();
     fs::write(&second, checkpoint(&[])).unwrap();
-    let report = succeeds(load([files.0.path()]).arg("--verify"), 8 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&bytes.into(), &true.into()));
+    verifies(&mut load([files.0.path()]), 8 << 20, bytes);
     // What is wrong with it is told as for the files.
     std::os::unix::fs::symlink(files.path("gone"), &index).unwrap();
     refuses(&mut load([files.0.path()]), "model.safetensors.index.json");
@@ -63,8 +57,7 @@ fn json_that_is_no_index_is_moved_as_it_is() {
     let files = Files::new();
     let config = files.path("config.json");
     fs::write(&config, r#"{"model_type":"llama"}"#).unwrap();
-    let report = succeeds(load([&config]).arg("--verify"), 8 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&22.into(), &true.into()));
+    verifies(&mut load([&config]), 8 << 20, 22);
 }
 
 /// The bytes of the index itself are nothing to load.
@@ -77,8 +70,7 @@ fn an_index_under_any_name_loads_what_it_names() {
         fs::write(files.path("1.safetensors"), checkpoint(&[100, 5000])).unwrap();
         let index = files.path(name);
         fs::write(&index, r#"{"weight_map":{"t.1":"1.safetensors"}}"#).unwrap();
-        let report = succeeds(load([&index]).arg("--verify"), 8 << 20);
-        assert_eq!(report["bytes"], 5000, "{name}");
+        verifies(&mut load([&index]), 8 << 20, 5000);
     }
 }
 
@@ -90,10 +82,10 @@ fn as_many_shards_as_may_be_open_are_loaded_and_checked() {
         let bytes = String::from_utf8(checkpoint(&[70])).unwrap().replace("t.0", &format!("{number:03x}"));
         fs::write(files.path(&format!("model-{number:05}-of-01433.safetensors")), bytes).unwrap();
     }
-    let report = succeeds(limit_files(load([files.0.path()]).arg("--verify"), 1600), 8 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&(1433 * 70).into(), &true.into()));
+    let command = &mut load([files.0.path()]);
+    verifies(limit(command, libc::RLIMIT_NOFILE, 1600), 8 << 20, 1433 * 70);
     // Where the system opens too few, that is no fault of the command line.
-    fails(limit_files(&mut load([files.0.path()]), 1024), "ulimit -n");
+    fails(limit(&mut load([files.0.path()]), libc::RLIMIT_NOFILE, 1024), "ulimit -n");
 }
 
 #[test]
@@ -106,20 +98,6 @@ fn a_download_that_is_incomplete_is_told() {
     fs::write(&index, r#"{"weight_map":{"t.0":"1.safetensors","t.1":"2.safetensors"}}"#).unwrap();
     refuses(&mut load([&index]), "2 of the 2 files");
     refuses(&mut load([files.0.path()]), "2 of the 2 files");
-}
-
-/// Limits the files that the command may have open.
-fn limit_files(command: &mut Command, most: u64) -> &mut Command {
-    // SAFETY: between fork and exec only a system call is made, which is allowed there.
-    unsafe {
-        command.pre_exec(move || {
-            let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
-            match libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            }
-        })
-    }
 }
 
 #[test]

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 #[cfg(feature = "acl")]
 use super::checkpoints::checkpoint;
-use super::{Files, doubles, pinpool, skip, stderr, stdout};
+use super::{Files, doubles, pinpool, simulation, stderr, stdout};
 
 #[test]
 #[cfg(feature = "cuda")]
@@ -19,22 +19,10 @@ fn files_go_to_a_gpu_and_back() {
     let files = Files::new();
     let file = files.make("model", (9 << 20) + 77);
     let mut command = pinpool();
-    command.args([
-        "load",
-        "--device",
-        "cuda:0",
-        "--json",
-        "--verify",
-        "--capacity",
-        "4MiB",
-        "--chunk",
-        "100KiB",
-    ]);
+    command.args(["load", "--device", "cuda:0", "--json", "--verify"]);
+    command.args(["--capacity", "4MiB", "--chunk", "100KiB"]);
     if !doubles::required() && !doubles::is_set() {
-        let Some(library) = doubles::library() else {
-            skip!("there is no cargo to build the stand-in libcuda with");
-            return;
-        };
+        let Some(library) = simulation() else { return };
         command.env(doubles::PATH, &library);
     }
     let output = command.arg(&file).output().unwrap();
@@ -44,14 +32,11 @@ fn files_go_to_a_gpu_and_back() {
 }
 
 /// `--backing` says where pinned memory comes from; without it the driver allocates where memory cannot be registered
-/// (`99:0`: as on a machine in confidential-computing mode).
+/// (attribute 99 is 0: as on a machine in confidential-computing mode).
 #[test]
 #[cfg(feature = "cuda")]
 fn the_backing_is_chosen_or_what_the_device_can_do() {
-    let Some(library) = doubles::library() else {
-        skip!("there is no cargo to build the stand-in libcuda with");
-        return;
-    };
+    let Some(library) = simulation() else { return };
     let files = Files::new();
     let file = files.make("model", (1 << 20) + 77);
     let file = file.to_str().unwrap();
@@ -59,22 +44,21 @@ fn the_backing_is_chosen_or_what_the_device_can_do() {
     let bench = ["bench", "--size", "1MiB", "--threads", "2"];
     let doctor = ["doctor", "--capacity", "8MiB"];
     for command in [&load[..], &bench, &doctor] {
-        for (attributes, backing, registers, allocates) in [
+        for (setup, backing, registers, allocates) in [
             ("", None, true, false),
             ("", Some("registered"), true, false),
             ("", Some("host-alloc"), false, true),
             // Tried once.
-            ("99:0", None, true, true),
-            ("99:0", Some("host-alloc"), false, true),
+            ("attribute 99 0", None, true, true),
+            ("attribute 99 0", Some("host-alloc"), false, true),
         ] {
             let report = files.path("report");
             let mut run = pinpool();
             run.args(command).args(["--device", "cuda:0"]).env(doubles::PATH, &library);
-            run.env("PINPOOL_STANDIN_ATTRIBUTES", attributes).env("PINPOOL_STANDIN_REPORT", &report);
+            run.env(doubles::SETUP, setup).env(doubles::ascendcl::REPORT, &report);
             run.args(backing.map(|backing| format!("--backing={backing}")));
             let output = run.output().unwrap();
-            let what =
-                format!("{command:?} {attributes} {backing:?}: {}{}", stdout(&output), stderr(&output));
+            let what = format!("{command:?} {setup} {backing:?}: {}{}", stdout(&output), stderr(&output));
             // The doctor's findings on this machine do not matter here.
             assert!(output.status.success() || command[0] == "doctor", "{what}");
             let calls = std::fs::read_to_string(&report).unwrap();
@@ -87,7 +71,7 @@ fn the_backing_is_chosen_or_what_the_device_can_do() {
     // A backing that was chosen is not changed.
     let mut run = pinpool();
     run.args(load).args(["--device", "cuda:0", "--backing", "registered"]).env(doubles::PATH, &library);
-    let output = run.env("PINPOOL_STANDIN_ATTRIBUTES", "99:0").output().unwrap();
+    let output = run.env(doubles::SETUP, "attribute 99 0").output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     assert!(stderr(&output).contains("HostAlloc"), "{}", stderr(&output));
 }
@@ -103,17 +87,13 @@ fn on_npus(ways: &[doubles::npu::Way], run: impl Fn(&str, &[(&str, &Path)]), cal
     if npu::required() {
         return run("acl:0", &[]);
     }
+    let Some(library) = simulation() else { return };
     let files = Files::new();
     for way in ways {
-        let Some(library) = way.library() else {
-            skip!("there is no cargo to build the stand-in libascendcl with");
-            return;
-        };
+        let setup = way.setup();
         for device in ["acl:0", "acl:1"] {
             let written = files.path("report");
-            let mut environment = vec![(PATH, &*library), (REPORT, &*written)];
-            environment.extend(way.environment.iter().map(|(name, value)| (*name, Path::new(value))));
-            run(device, &environment);
+            run(device, &[(PATH, &library), (REPORT, &written), (doubles::SETUP, Path::new(&setup))]);
             let report = report_of(&written).expect("the stand-in wrote what it had seen");
             let what = format!("{} on {device}: {report:?}", way.name);
             assert_eq!(report.violations, Vec::<String>::new(), "{what}");

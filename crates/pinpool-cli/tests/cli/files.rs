@@ -3,7 +3,6 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
 use std::os::unix::fs::FileExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,44 +10,39 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::{
+    Files, fails, limit, load, pinpool, refuses, report, skip, stderr, stdout, succeeds, tells_in_json,
+    verifies,
+};
 #[cfg(feature = "cuda")]
-use super::doubles;
-use super::{Files, fails, load, pinpool, refuses, report, skip, stderr, stdout, succeeds, tells_in_json};
+use super::{doubles, simulation};
 
+/// Of any size, the largest class of buffers and the file itself being smaller than a chunk or not. What was not
+/// measured is null.
 #[test]
 fn a_file_goes_up_and_back() {
     let files = Files::new();
-    let file = files.make("model.bin", 5_000_003);
-    let report = succeeds(load([&file]).args(["--verify", "--chunk", "256KiB"]), 8 << 20);
-    assert_eq!(report["device"], "host:0");
-    assert_eq!(report["bytes"], 5_000_003);
-    assert_eq!(report["verified"], true);
-    assert!(report["upload_gb_per_s"].as_f64().unwrap() > 0.0);
-    assert!(report["download_gb_per_s"].as_f64().unwrap() > 0.0);
     // 20 chunks up and as many back, in segments that the copier keeps while a file is on its way.
-    let checkouts = report["pool"]["checkouts"].as_u64().unwrap();
-    assert!((1..=40).contains(&checkouts), "{report}");
-}
-
-#[test]
-fn what_was_not_measured_is_null() {
-    let files = Files::new();
-    let file = files.make("model.bin", 100_000);
-    let report = succeeds(&mut load([&file]), 8 << 20);
-    assert_eq!(report["bytes"], 100_000);
-    assert!(report["upload_gb_per_s"].is_f64());
-    assert!(report["download_gb_per_s"].is_null() && report["verified"].is_null(), "{report}");
-    assert_eq!(report["pool"]["checkouts"], 1);
-}
-
-#[test]
-fn an_empty_file_is_fine() {
-    let files = Files::new();
-    let file = files.make("empty", 0);
-    let report = succeeds(load([&file]).arg("--verify"), 8 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&0.into(), &true.into()));
-    assert!(report["upload_gb_per_s"].is_null() && report["download_gb_per_s"].is_null(), "{report}");
-    assert_eq!(report["pool"]["checkouts"], 0);
+    for (len, chunk, verify, checkouts) in [
+        (5_000_003, "256KiB", true, 1..=40),
+        (100_000, "1MiB", false, 1..=1),
+        (0, "1MiB", true, 0..=0),
+        (20_000_000, "6MiB", true, 1..=40),
+        (20_000_000, "12MiB", true, 1..=40),
+        (20_000_000, "16MiB", true, 1..=40),
+        (20_000_000, "30MiB", true, 1..=40),
+    ] {
+        let file = files.make("model.bin", len);
+        let mut command = load([&file]);
+        command.args(["--chunk", chunk, "--threads", "2"]).args(verify.then_some("--verify"));
+        let report = succeeds(&mut command, if len > 10_000_000 { 40 << 20 } else { 8 << 20 });
+        assert_eq!((&report["device"], &report["bytes"]), (&"host:0".into(), &len.into()));
+        assert_eq!(report["verified"].as_bool(), verify.then_some(true), "{report}");
+        let measured = |key: &str| report[key].as_f64().map(|speed| speed > 0.0);
+        assert_eq!(measured("upload_gb_per_s"), (len > 0).then_some(true), "{report}");
+        assert_eq!(measured("download_gb_per_s"), (len > 0 && verify).then_some(true), "{report}");
+        assert!(checkouts.contains(&report["pool"]["checkouts"].as_u64().unwrap()), "{chunk}: {report}");
+    }
 }
 
 /// The time of a small file is told, since its speed would be 0.00 GB/s.
@@ -75,10 +69,7 @@ fn several_files_and_any_sizes() {
     for chunk in ["64KiB", "1000B", "65537"] {
         for threads in ["1", "3"] {
             let command = &mut load(&paths);
-            let report =
-                succeeds(command.args(["--verify", "--chunk", chunk, "--threads", threads]), 2 << 20);
-            assert_eq!(report["bytes"], sizes.iter().sum::<usize>());
-            assert_eq!(report["verified"], true);
+            verifies(command.args(["--chunk", chunk, "--threads", threads]), 2 << 20, sizes.iter().sum());
         }
     }
 }
@@ -96,22 +87,10 @@ fn a_pool_of_one_chunk_is_enough_for_many_threads() {
     {
         let capacity = segment.next_multiple_of(page);
         let chunk = chunk.to_string();
-        let report =
-            succeeds(load([&file]).args(["--verify", "--chunk", &chunk, "--threads", "6"]), capacity);
-        assert_eq!((&report["bytes"], &report["verified"]), (&1_234_567.into(), &true.into()));
+        verifies(load([&file]).args(["--chunk", &chunk, "--threads", "6"]), capacity, 1_234_567);
         // A page less than that is refused.
         let less = (capacity - page).max(1).to_string();
         refuses(load([&file]).args(["--chunk", &chunk, "--capacity", &less]), "capacity");
-    }
-}
-
-#[test]
-fn a_chunk_larger_than_the_file_and_than_the_largest_class() {
-    let files = Files::new();
-    let file = files.make("model.bin", 20_000_000);
-    for chunk in ["6MiB", "12MiB", "16MiB", "30MiB"] {
-        let report = succeeds(load([&file]).args(["--verify", "--chunk", chunk, "--threads", "2"]), 40 << 20);
-        assert_eq!((&report["bytes"], &report["verified"]), (&20_000_000.into(), &true.into()));
     }
 }
 
@@ -148,9 +127,7 @@ fn text_for_people() {
 fn a_sample_is_made_and_removed() {
     let files = Files::new();
     let left = || fs::read_dir(files.0.path()).unwrap().count();
-    let command = &mut load(["--sample", "3000001", "--verify"]);
-    let report = succeeds(command.env("TMPDIR", files.0.path()), 8 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&3_000_001.into(), &true.into()));
+    verifies(load(["--sample", "3000001"]).env("TMPDIR", files.0.path()), 8 << 20, 3_000_001);
     assert_eq!(left(), 0);
 
     // Nor does one stay behind when the command is killed in the middle, at whatever time.
@@ -266,10 +243,7 @@ fn what_fails_is_told_from_what_cannot_be_obeyed() {
 
     #[cfg(feature = "cuda")]
     if !doubles::required() && !doubles::is_set() {
-        let Some(library) = doubles::library() else {
-            skip!("in part: there is no cargo to build the stand-in libcuda with");
-            return;
-        };
+        let Some(library) = simulation() else { return };
         let file = files.make("model.bin", 1000);
         let commands = [vec!["bench"], vec!["load", file.to_str().unwrap()]];
         for command in commands {
@@ -279,11 +253,11 @@ fn what_fails_is_told_from_what_cannot_be_obeyed() {
                 all
             };
             // CUDA_ERROR_OUT_OF_MEMORY.
-            let fault = "cuDevicePrimaryCtxRetain:1:2";
-            fails(with("cuda:0").env("PINPOOL_STANDIN_FAIL", fault), "cuDevicePrimaryCtxRetain");
+            let fault = "fail cuDevicePrimaryCtxRetain 1 2 false";
+            fails(with("cuda:0").env(doubles::SETUP, fault), "cuDevicePrimaryCtxRetain");
             fails(&mut with("cuda:9"), "cuda:9");
             // The device is named once.
-            let full = with("cuda:0").env("PINPOOL_STANDIN_MEMORY", "500").output().unwrap();
+            let full = with("cuda:0").env(doubles::SETUP, "devices 2 500").output().unwrap();
             let told = stderr(&full);
             assert_eq!((full.status.code(), told.matches("cuda:0").count()), (Some(1), 1), "{told}");
         }
@@ -363,24 +337,6 @@ fn a_closed_pipe_is_no_panic() {
     assert_eq!(child.wait().unwrap().code(), Some(2));
 }
 
-/// The command with a memlock limit of `limit` bytes and without the right to exceed it.
-fn limited(limit: u64, mut command: Command) -> Command {
-    // SAFETY: between fork and exec only system calls are made, which is allowed there.
-    unsafe {
-        command.pre_exec(move || {
-            let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
-            if libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) != 0 {
-                return Err(std::io::Error::last_os_error());
-            }
-            // CAP_IPC_LOCK. Fails where the test has no right to drop it: then it is not root, and does not have it
-            // either.
-            libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
-            Ok(())
-        });
-    }
-    command
-}
-
 #[test]
 fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
     let files = Files::new();
@@ -389,7 +345,11 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
         load([file.as_os_str(), "--verify".as_ref(), "--unpinned".as_ref(), std::ffi::OsStr::new(unpinned)])
     };
     // A capacity of several extents, each of which is refused.
-    let mut command = limited(65_536, args("allow"));
+    let limited = |mut command: Command| {
+        limit(&mut command, libc::RLIMIT_MEMLOCK, 65_536);
+        command
+    };
+    let mut command = limited(args("allow"));
     let output = command.args(["--json", "--capacity", "200MiB"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let report = report(&output);
@@ -402,13 +362,13 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
         "{text}"
     );
 
-    let output = fails(limited(65_536, args("refuse")).arg("--json"), "memlock limit");
+    let output = fails(limited(args("refuse")).arg("--json"), "memlock limit");
     assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
 
     // A bench's figures then measure other memory than their names say, and the object says so.
     let mut command = pinpool();
     command.args(["bench", "--json", "--device", "host", "--size", "1MiB", "--threads", "2"]);
-    let output = limited(65_536, command).output().unwrap();
+    let output = limited(command).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let report: Value = serde_json::from_str(stdout(&output).lines().last().unwrap()).unwrap();
     assert_eq!((&report["unpinned"], &report["size_bytes"]), (&true.into(), &(1 << 20).into()), "{report}");
@@ -422,11 +382,8 @@ fn hundreds_of_megabytes_through_64_mib() {
     }
     let files = Files::new();
     let file = files.make("model.bin", 300 << 20);
-    let report = succeeds(load([&file]).args(["--verify", "--threads", "2"]), 64 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&(300 << 20).into(), &true.into()));
-    println!("{report}");
+    println!("{}", verifies(load([&file]).args(["--threads", "2"]), 64 << 20, 300 << 20));
     // And the sample of the command in the README.
-    let report = succeeds(load(["--verify", "--threads", "2"]).env("TMPDIR", files.0.path()), 64 << 20);
-    assert_eq!((&report["bytes"], &report["verified"]), (&(1 << 30).into(), &true.into()));
-    println!("{report}");
+    let command = &mut load(["--threads", "2"]);
+    println!("{}", verifies(command.env("TMPDIR", files.0.path()), 64 << 20, 1 << 30));
 }

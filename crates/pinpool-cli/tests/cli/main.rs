@@ -49,33 +49,21 @@ fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
+/// An object's keys in order.
+fn keys(object: &Value) -> String {
+    let mut keys: Vec<&str> = object.as_object().unwrap().keys().map(String::as_str).collect();
+    keys.sort_unstable();
+    keys.join(" ")
+}
+
 /// The JSON object on the last line, with exactly the keys that are promised, and the pool's sums right.
 fn report(output: &Output) -> Value {
     let text = stdout(output);
     let report: Value = serde_json::from_str(text.lines().last().expect("a last line")).unwrap();
-    let keys = |v: &Value| {
-        let mut keys: Vec<String> = v.as_object().unwrap().keys().cloned().collect();
-        keys.sort();
-        keys
-    };
-    assert_eq!(
-        keys(&report),
-        ["bytes", "device", "download_gb_per_s", "error", "pool", "upload_gb_per_s", "verified"]
-    );
-    assert_eq!(
-        keys(&report["pool"]),
-        [
-            "checked_out_bytes",
-            "checkouts",
-            "cut_bytes",
-            "free_bytes",
-            "in_flight_bytes",
-            "pinned_bytes",
-            "quarantined_bytes",
-            "unpinned_bytes",
-            "waits"
-        ]
-    );
+    assert_eq!(keys(&report), "bytes device download_gb_per_s error pool upload_gb_per_s verified");
+    let of_pool = "checked_out_bytes checkouts cut_bytes free_bytes in_flight_bytes pinned_bytes \
+                   quarantined_bytes unpinned_bytes waits";
+    assert_eq!(keys(&report["pool"]), of_pool);
     let pool = |key: &str| report["pool"][key].as_u64().unwrap();
     let parts =
         ["free_bytes", "checked_out_bytes", "in_flight_bytes", "quarantined_bytes", "cut_bytes"].map(pool);
@@ -94,6 +82,14 @@ fn succeeds(command: &mut Command, capacity: u64) -> Value {
     // For nothing, nothing is pinned.
     assert!((held > 0) == (report["bytes"] != 0) && held <= capacity, "{held} of {capacity}");
     assert!(report["error"].is_null(), "{report}");
+    report
+}
+
+/// So many bytes are loaded, and checked.
+#[track_caller]
+fn verifies(command: &mut Command, capacity: u64, bytes: usize) -> Value {
+    let report = succeeds(command.arg("--verify"), capacity);
+    assert_eq!((&report["bytes"], &report["verified"]), (&bytes.into(), &true.into()));
     report
 }
 
@@ -174,16 +170,36 @@ fn the_command_line_is_consistent() {
     }
 }
 
-/// Limits the command's address space.
-fn squeeze(command: &mut Command, bytes: u64) -> &mut Command {
-    // SAFETY: between fork and exec only a system call is made, which is allowed there.
+/// Runs the command under a limit of its own.
+fn limit(command: &mut Command, resource: libc::__rlimit_resource_t, most: u64) -> &mut Command {
+    // SAFETY: between fork and exec only system calls are made, which is allowed there.
     unsafe {
         command.pre_exec(move || {
-            let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-            match libc::setrlimit(libc::RLIMIT_AS, &raw const limit) {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
+            let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+            if libc::setrlimit(resource, &raw const limit) != 0 {
+                return Err(std::io::Error::last_os_error());
             }
+            if resource == libc::RLIMIT_MEMLOCK {
+                // CAP_IPC_LOCK sets that limit aside. What the bounding set lacks no executable gives back, and a
+                // process that may not drop it does not have it.
+                libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
+            }
+            Ok(())
         })
     }
+}
+
+/// Limits the command's address space.
+fn squeeze(command: &mut Command, bytes: u64) -> &mut Command {
+    limit(command, libc::RLIMIT_AS, bytes)
+}
+
+/// The simulated drivers as a library. `None`, and said: it is not beside this executable.
+#[cfg(any(feature = "acl", feature = "cuda"))]
+fn simulation() -> Option<PathBuf> {
+    let library = doubles::library();
+    if library.is_none() {
+        skip!("the simulation is not beside the executable");
+    }
+    library
 }

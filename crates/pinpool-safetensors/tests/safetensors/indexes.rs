@@ -32,7 +32,7 @@ fn an_index_says_which_tensors_are_in_which_file() {
         let expected: Vec<&Made> = vec![&first[0], &first[2], &second[0]];
         assert_eq!(checkpoint.tensors().map(|t| t.name().to_owned()).collect::<Vec<_>>(), ["a", "b", "c"]);
         let got = checkpoint.loader(&copier).load().unwrap();
-        arrived(&copier, &got, &expected);
+        arrived(&copier, &got, expected);
     }
     rig.all_is_back();
 }
@@ -336,7 +336,7 @@ fn a_tensor_that_an_index_leaves_out_is_not_loaded_whatever_the_alignment() {
             copier.device().alloc(n)?.slice(..)
         });
         let loaded = loader.load().unwrap();
-        arrived(&copier, &loaded, &[&tensors[0], &tensors[2]]);
+        arrived(&copier, &loaded, [&tensors[0], &tensors[2]]);
         drop(loaded);
         assert_eq!(asked, [128 + 16], "align {align}");
     }

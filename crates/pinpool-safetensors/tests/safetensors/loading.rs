@@ -7,7 +7,7 @@ use pinpool::Error;
 use pinpool::copier::Reading;
 use pinpool_safetensors::{Checkpoint, DeviceTensor};
 
-use super::{Folder, Made, Rig, arrived, block_on, file, made};
+use super::{Folder, Made, Rig, arrived, block_on, file, made, shards};
 use crate::support::skip;
 
 /// Tensors of all kinds of sizes: none, a byte, odd ones, larger than several chunks.
@@ -36,10 +36,9 @@ fn all_tensors_arrive_in_the_files_order_with_every_byte() {
     assert_eq!(checkpoint.bytes(), tensors.iter().map(|t| t.bytes.len() as u64).sum::<u64>());
     assert_eq!(checkpoint.metadata().collect::<Vec<_>>(), [r#"{"format":"pt"}"#]);
     assert!(checkpoint.tensors().all(|tensor| tensor.file() == path));
-    let all: Vec<&Made> = tensors.iter().collect();
     for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
         let got = checkpoint.loader(&copier).reading(reading).load().unwrap();
-        arrived(&copier, &got, &all);
+        arrived(&copier, &got, &tensors);
     }
     rig.all_is_back();
 }
@@ -64,17 +63,11 @@ fn tensors_lie_side_by_side_where_their_alignment_lets_them() {
             );
         }
         assert!(places.iter().all(|place| place.0 % align as u64 == 0), "{align} {places:x?}");
-        arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+        arrived(&copier, &got, &tensors);
     }
     for align in [0, 3, 4 << 20] {
         let refused = checkpoint.loader(&copier).align(align).start().map(drop).unwrap_err();
-        assert!(
-            matches!(
-                &refused,
-                Error::Argument(text) if text.contains("no alignment")
-            ),
-            "{refused}"
-        );
+        assert!(matches!(&refused, Error::Argument(text) if text.contains("no alignment")), "{refused}");
     }
     rig.all_is_back();
 }
@@ -85,12 +78,10 @@ fn what_is_not_asked_for_is_not_loaded() {
     let path = folder.put("model.safetensors", file(&tensors));
     let copier = rig.copier();
     let checkpoint = Checkpoint::open(path).unwrap();
-    let of = |wanted: &dyn Fn(&Made) -> bool| tensors.iter().filter(|made| wanted(made)).collect::<Vec<_>>();
-
     let got =
         checkpoint.loader(&copier).filter(|t| t.name().starts_with("h.") && t.shape().len() == 2).load();
     let got = got.unwrap();
-    arrived(&copier, &got, &of(&|made| made.name.starts_with("h.") && made.name.ends_with('w')));
+    arrived(&copier, &got, [&tensors[4], &tensors[6]]);
     // With gaps between them in the file.
     let mut turn = 0;
     let loader = checkpoint.loader(&copier).filter(|_| {
@@ -98,12 +89,12 @@ fn what_is_not_asked_for_is_not_loaded() {
         turn % 2 == 0
     });
     let got = loader.load().unwrap();
-    arrived(&copier, &got, &tensors.iter().skip(1).step_by(2).collect::<Vec<_>>());
+    arrived(&copier, &got, tensors.iter().skip(1).step_by(2));
     assert!(checkpoint.loader(&copier).filter(|_| false).load().unwrap().is_empty());
 
     // Lazily, one at a time.
     let one = checkpoint.tensor(&copier, "h.0.w").unwrap().unwrap();
-    arrived(&copier, &[one], &of(&|made| made.name == "h.0.w"));
+    arrived(&copier, &[one], [&tensors[4]]);
     let none = checkpoint.tensor(&copier, "none").unwrap().unwrap();
     assert!(none.slice().is_none() && none.bytes() == 0);
     assert!(checkpoint.tensor(&copier, "h.2.w").unwrap().is_none());
@@ -115,10 +106,7 @@ fn what_is_not_asked_for_is_not_loaded() {
 #[test]
 fn a_load_knows_how_many_are_left() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
-    let paths =
-        [folder.put("1.safetensors", file(&tensors[..4])), folder.put("2.safetensors", file(&tensors[4..]))];
-    let copier = rig.copier();
-    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let (copier, (_, checkpoint)) = (rig.copier(), shards(&folder, &tensors, 5));
     let loading = checkpoint.loader(&copier).filter(|t| t.name() != "odd").start().unwrap();
     for left in (0..tensors.len()).rev() {
         assert_eq!(loading.left(), left);
@@ -143,14 +131,10 @@ fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
     assert!(progress.done >= 65_536 && progress.done < progress.total && !progress.over, "{progress:?}");
     arrived_first(&rig.copier(), &first, &tensors[0]);
     let rest: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
-    arrived(&copier, &rest, &tensors.iter().skip(1).collect::<Vec<_>>());
+    arrived(&copier, &rest, tensors.iter().skip(1));
     let progress = loading.progress();
-    assert!(
-        progress.over
-            && progress.done == 4 << 20
-            && progress.total == 4 << 20
-            && progress.landed_to == 4 << 20
-    );
+    assert_eq!((progress.done, progress.total, progress.landed_to), (4 << 20, 4 << 20, 4 << 20));
+    assert!(progress.over);
     rig.all_is_back();
 }
 
@@ -165,20 +149,14 @@ fn arrived_first(copier: &pinpool::copier::Copier, tensor: &DeviceTensor, made: 
 #[test]
 fn several_shards_are_one_checkpoint_and_nothing_is_in_use_at_its_end() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
-    let paths: Vec<_> = tensors
-        .chunks(4)
-        .enumerate()
-        .map(|(i, part)| folder.put(&format!("{i}.safetensors"), file(part)))
-        .collect();
-    let copier = rig.copier();
-    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let (copier, (_, checkpoint)) = (rig.copier(), shards(&folder, &tensors, 4));
     let loading = checkpoint.loader(&copier).start().unwrap();
     let got: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
     assert!(loading.blocking().next().is_none());
     // At once, not a little later.
     let stats = rig.pool.stats();
     assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
-    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors);
     let none = checkpoint.loader(&copier).filter(|_| false).start().unwrap();
     assert!(none.left() == 0 && none.progress().over, "of nothing it has ended");
     rig.all_is_back();
@@ -194,17 +172,11 @@ fn memory_of_the_callers_own_is_used() {
     let get = |len: usize| memory.slice(4096..4096 + len);
     let got = checkpoint.loader(&copier).memory(get).load().unwrap();
     assert_eq!(got[0].slice().map(|slice| slice.address()), Some(memory.address() + 4096));
-    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors);
     let small = checkpoint.loader(&copier).memory(|len| memory.slice(..len - 1)).start().map(drop);
     assert!(matches!(small, Err(Error::TooSmall { .. })), "{small:?}");
     let crooked = checkpoint.loader(&copier).memory(|len| memory.slice(1..=len)).start().map(drop);
-    assert!(
-        matches!(
-            &crooked,
-            Err(Error::Argument(text)) if text.contains("align")
-        ),
-        "{crooked:?}"
-    );
+    assert!(matches!(&crooked, Err(Error::Argument(text)) if text.contains("align")), "{crooked:?}");
     let none = checkpoint.loader(&copier).memory(|_| Err(Error::Closed)).start().map(drop);
     assert_eq!(none, Err(Error::Closed));
     let other = Rig::late();
@@ -217,13 +189,7 @@ fn memory_of_the_callers_own_is_used() {
 #[test]
 fn tasks_get_tensors_as_threads_do() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
-    let paths: Vec<_> = tensors
-        .chunks(3)
-        .enumerate()
-        .map(|(i, part)| folder.put(&format!("{i}.safetensors"), file(part)))
-        .collect();
-    let copier = rig.copier();
-    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let (copier, (_, checkpoint)) = (rig.copier(), shards(&folder, &tensors, 3));
     let got = block_on(async {
         let loading = checkpoint.loader(&copier).start().unwrap();
         let mut got = Vec::new();
@@ -235,7 +201,7 @@ fn tasks_get_tensors_as_threads_do() {
     });
     let stats = rig.pool.stats();
     assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0, "{stats:?}");
-    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors);
 
     // Polled once, and dropped: what it had begun ends by itself.
     let loading = checkpoint.loader(&copier).start().unwrap();

@@ -4,6 +4,7 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod fork;
+#[cfg(feature = "cuda")]
 mod gpu;
 mod headers;
 mod indexes;
@@ -19,11 +20,15 @@ mod waiting;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use pinpool::Error;
 use pinpool::copier::Copier;
-use pinpool_safetensors::DeviceTensor;
+use pinpool_safetensors::{Checkpoint, DeviceTensor, Load};
 
 pub(crate) use support::rig::{Rig, block_on, pattern};
+
+pub(crate) const HANG: Duration = Duration::from_secs(20);
 
 /// A tensor to be written: bytes of no type's in particular.
 #[derive(Clone, Debug)]
@@ -83,13 +88,49 @@ impl Folder {
     }
 }
 
+/// Files of so many of the tensors each, `1.safetensors` and so on, and the checkpoint of all.
+pub(crate) fn shards(folder: &Folder, tensors: &[Made], each: usize) -> (Vec<PathBuf>, Checkpoint) {
+    let parts = tensors.chunks(each).zip(1..);
+    let paths: Vec<PathBuf> =
+        parts.map(|(part, number)| folder.put(&format!("{number}.safetensors"), file(part))).collect();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    (paths, checkpoint)
+}
+
+/// Waits for it.
+pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + HANG;
+    while !so() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// All that a load gives this handle: tensors, and an error at its end.
+pub(crate) fn drained(load: &Load) -> (Vec<DeviceTensor>, Option<Error>) {
+    let (mut tensors, mut error) = (Vec::new(), None);
+    for next in load.blocking() {
+        assert!(error.is_none(), "{next:?} behind {error:?}");
+        match next {
+            Ok(tensor) => tensors.push(tensor),
+            Err(told) => error = Some(told),
+        }
+    }
+    (tensors, error)
+}
+
+pub(crate) fn names(tensors: &[DeviceTensor]) -> Vec<&str> {
+    tensors.iter().map(|tensor| tensor.name()).collect()
+}
+
 /// The same tensors, with the same bytes on the device, in the same order.
-pub(crate) fn arrived(copier: &Copier, tensors: &[DeviceTensor], expected: &[&Made]) {
-    let names = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<Vec<_>>();
-    assert_eq!(
-        names(tensors.iter().map(|tensor| tensor.name()).collect()),
-        names(expected.iter().map(|made| made.name.as_str()).collect())
-    );
+pub(crate) fn arrived<'a>(
+    copier: &Copier,
+    tensors: &[DeviceTensor],
+    expected: impl IntoIterator<Item = &'a Made>,
+) {
+    let expected: Vec<&Made> = expected.into_iter().collect();
+    assert_eq!(names(tensors), expected.iter().map(|made| &made.name).collect::<Vec<_>>());
     for (tensor, made) in tensors.iter().zip(expected) {
         assert_eq!(tensor.shape(), made.shape);
         assert_eq!(tensor.dtype().to_string(), made.dtype);

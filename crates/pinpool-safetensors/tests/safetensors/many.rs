@@ -42,7 +42,7 @@ fn as_many_files_as_may_be_open_are_loaded() {
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let loading = checkpoint.loader(&copier).start().unwrap();
     let got: Vec<_> = loading.blocking().map(Result::unwrap).collect();
-    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors);
     drop(loading);
     rig.all_is_back();
 }
@@ -56,7 +56,7 @@ fn of_many_files_only_those_that_were_opened_are_read() {
     let tensors = shards(&folder, 300);
     let last = folder.path().join("t0299.safetensors");
     let is_read = |checkpoint: &Checkpoint| {
-        arrived(&copier, &checkpoint.loader(&copier).load().unwrap(), &tensors.iter().collect::<Vec<_>>());
+        arrived(&copier, &checkpoint.loader(&copier).load().unwrap(), &tensors);
         rig.all_is_back();
     };
     let checkpoint = Checkpoint::open(folder.path()).unwrap();

@@ -4,12 +4,11 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use pinpool::{DeviceSlice, Error, Result};
-use pinpool_safetensors::{Checkpoint, DeviceTensor, Load, Tensor};
+use pinpool_safetensors::{Checkpoint, Load, Tensor};
 
-use super::{Folder, Made, Rig, arrived, file, made};
+use super::{Folder, Made, Rig, arrived, made, names, shards, until};
 
 /// Short ones and long ones, of layers that lie in no order, and one without bytes.
 fn layers() -> Vec<Made> {
@@ -23,15 +22,7 @@ fn layers() -> Vec<Made> {
 }
 
 fn two_files(folder: &Folder, tensors: &[Made]) -> Checkpoint {
-    let half = tensors.len() / 2;
-    let paths = [&tensors[..half], &tensors[half..]].into_iter().zip(["1", "2"]);
-    let paths: Vec<_> =
-        paths.map(|(some, name)| folder.put(&format!("{name}.safetensors"), file(some))).collect();
-    Checkpoint::open_files(&paths).unwrap()
-}
-
-fn names(tensors: &[DeviceTensor]) -> Vec<&str> {
-    tensors.iter().map(|tensor| tensor.name()).collect()
+    shards(folder, tensors, tensors.len().div_ceil(2)).1
 }
 
 #[test]
@@ -52,7 +43,7 @@ fn each_tensor_goes_to_memory_of_its_own() {
     };
     let got = checkpoint.loader(&copier).places(place).load().unwrap();
     let expected: Vec<&Made> = tensors.iter().filter(|made| !made.name.starts_with("h.2.")).collect();
-    arrived(&copier, &got, &expected);
+    arrived(&copier, &got, expected.iter().copied());
     let given = given.into_inner();
     assert_eq!(given.len(), expected.len() - 1, "what has no bytes needs no memory");
     for tensor in got.iter().filter(|tensor| tensor.slice().is_some()) {
@@ -105,7 +96,7 @@ fn memory_that_does_not_serve_is_an_error_with_the_tensors_name() {
         large.slice(start..).map(Some)
     };
     let got = checkpoint.loader(&copier).places(place).load().unwrap();
-    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors);
     rig.all_is_back();
 }
 
@@ -121,9 +112,9 @@ fn what_is_needed_first_comes_first() {
         let first = ["head", "h.1.b", "nothing", "h.0.", "h.1."];
         first.into_iter().fold(checkpoint.loader(&copier), |loader, prefix| loader.first(prefix))
     };
-    arrived(&copier, &loader().load().unwrap(), &expected);
+    arrived(&copier, &loader().load().unwrap(), expected.clone());
     let place = |tensor: &Tensor| rig.device.alloc(tensor.bytes() as usize)?.slice(..).map(Some);
-    arrived(&copier, &loader().places(place).load().unwrap(), &expected);
+    arrived(&copier, &loader().places(place).load().unwrap(), expected.clone());
     let memory = rig.device.alloc(4 << 20).unwrap();
     let at = RefCell::new(0);
     let block = |len: usize| {
@@ -131,7 +122,7 @@ fn what_is_needed_first_comes_first() {
         *at.borrow_mut() = (start + len).next_multiple_of(16);
         memory.slice(start..start + len)
     };
-    arrived(&copier, &loader().memory(block).load().unwrap(), &expected);
+    arrived(&copier, &loader().memory(block).load().unwrap(), expected);
     // With a choice, too.
     let got = loader()
         .filter(|tensor| tensor.name().starts_with("h.") && tensor.name().ends_with('b'))
@@ -158,7 +149,7 @@ fn threads_wait_for_tensors_by_name() {
                         // Each thread in another order; each tensor is one thread's.
                         let made = &tensors[(n * (2 * thread + 1) + round) % tensors.len()];
                         if let Some(tensor) = load.take(&made.name).unwrap() {
-                            arrived(copier, &[tensor], &[made]);
+                            arrived(copier, &[tensor], [made]);
                             taken.fetch_add(1, Ordering::SeqCst);
                         }
                     }
@@ -182,7 +173,7 @@ fn a_wait_for_a_late_tensor_holds_up_no_other() {
     let waits = std::thread::spawn(move || last.take("head"));
     let early = load.take("h.1.b").unwrap().unwrap();
     assert!(!waits.is_finished(), "all of it cannot have come");
-    arrived(&rig.copier(), &[early], &[tensors.iter().find(|made| made.name == "h.1.b").unwrap()]);
+    arrived(&rig.copier(), &[early], tensors.iter().find(|made| made.name == "h.1.b"));
     assert!(waits.join().unwrap().unwrap().is_some());
     drop(load);
     rig.all_is_back();
@@ -206,9 +197,7 @@ fn a_load_that_fails_or_is_cancelled_ends_all_waits() {
                 })
             })
             .into();
-        while started.load(Ordering::SeqCst) < 3 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        until("they start", || started.load(Ordering::SeqCst) == 3);
         if cut {
             let path = folder.path().join("2.safetensors");
             std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(1000).unwrap();

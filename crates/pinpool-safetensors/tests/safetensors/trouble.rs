@@ -8,7 +8,7 @@ use pinpool::host::{Call, Failure, Fault};
 use pinpool::{Error, ErrorClass};
 use pinpool_safetensors::{Checkpoint, DeviceTensor};
 
-use super::{Folder, Made, Rig, arrived, block_on, file, made};
+use super::{Folder, Made, Rig, arrived, block_on, drained, file, made, shards, until};
 
 fn many() -> Vec<Made> {
     (0..40).map(|i| made(&format!("t{i:02}"), "F32", &[25_000 + i as usize % 3], i)).collect()
@@ -17,37 +17,26 @@ fn many() -> Vec<Made> {
 #[test]
 fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    let paths = [
-        folder.put("1.safetensors", file(&tensors[..20])),
-        folder.put("2.safetensors", file(&tensors[20..])),
-    ];
+    let (_, checkpoint) = shards(&folder, &tensors, 20);
     // Slow enough for few to be whole before they are cancelled.
     let copier = rig.builder().rate(4 << 20).build().unwrap();
-    let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let mut cancelled = 0;
     for after in [0, 1, 7, 19, 20, 23] {
         let loading = checkpoint.loader(&copier).start().unwrap();
-        let first: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
+        let mut got: Vec<DeviceTensor> = loading.blocking().take(after).map(Result::unwrap).collect();
         std::thread::scope(|scope| scope.spawn(|| loading.cancel()).join().unwrap());
-        let mut more = first.clone();
-        let mut errors = Vec::new();
-        for next in loading.blocking() {
-            match next {
-                Ok(tensor) => more.push(tensor),
-                Err(error) => errors.push(error),
-            }
-        }
-        let whole = more.len();
-        let ended = match errors[..] {
-            [] => whole == tensors.len(),
-            [Error::Cancelled { .. }] => true,
-            _ => false,
+        let (rest, error) = drained(&loading);
+        got.extend(rest);
+        let ended = match error {
+            None => got.len() == tensors.len(),
+            Some(Error::Cancelled { .. }) => true,
+            Some(_) => false,
         };
-        assert!(ended, "{whole} tensors: {errors:?}");
-        cancelled += errors.len();
+        assert!(ended, "{} tensors: {error:?}", got.len());
+        cancelled += usize::from(error.is_some());
         assert!(loading.blocking().next().is_none() && loading.progress().over);
         drop(loading);
-        arrived(&rig.copier(), &more, &tensors.iter().take(whole).collect::<Vec<_>>());
+        arrived(&rig.copier(), &got, tensors.iter().take(got.len()));
         rig.all_is_back();
     }
     assert!(cancelled >= 3, "{cancelled}");
@@ -56,12 +45,8 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
 #[test]
 fn loads_dropped_at_any_point_leave_nothing_behind() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    let paths = [
-        folder.put("1.safetensors", file(&tensors[..20])),
-        folder.put("2.safetensors", file(&tensors[20..])),
-    ];
+    let (_, checkpoint) = shards(&folder, &tensors, 20);
     let copier = rig.copier();
-    let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for round in 0..60 {
         let loading = checkpoint.loader(&copier).start().unwrap();
         match round % 3 {
@@ -73,20 +58,18 @@ fn loads_dropped_at_any_point_leave_nothing_behind() {
     }
     rig.all_is_back();
     let got = checkpoint.loader(&copier).load().unwrap();
-    arrived(&copier, &got, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got, &tensors);
     rig.all_is_back();
 }
 
 #[test]
 fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    let first = folder.put("1.safetensors", file(&tensors[..20]));
-    let second = folder.put("2.safetensors", file(&tensors[20..]));
+    let (paths, checkpoint) = shards(&folder, &tensors, 20);
     let copier = rig.copier();
-    let cut = |len: u64| OpenOptions::new().write(true).open(&second).unwrap().set_len(len).unwrap();
+    let cut = |len: u64| OpenOptions::new().write(true).open(&paths[1]).unwrap().set_len(len).unwrap();
 
     // Before it is loaded.
-    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
     cut(1_000_000);
     let error = checkpoint.loader(&copier).start().map(drop).unwrap_err();
     assert!(
@@ -96,30 +79,23 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
     rig.all_is_back();
 
     // While it is.
-    folder.put("2.safetensors", file(&tensors[20..]));
-    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    let (_, checkpoint) = shards(&folder, &tensors, 20);
     let slow = rig.builder().rate(8 << 20).build().unwrap();
     let loading = checkpoint.loader(&slow).start().unwrap();
     cut(1_000_000);
-    let (mut got, mut errors) = (Vec::new(), Vec::new());
-    for next in loading.blocking() {
-        match next {
-            Ok(tensor) => got.push(tensor),
-            Err(error) => errors.push(error),
-        }
-    }
+    let (got, error) = drained(&loading);
     // The first that is missing by its name, and how many are there; the cause has the file.
-    let [Error::Tensor { tensor, landed, total: 40, cause }] = &errors[..] else { panic!("{errors:?}") };
-    assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{errors:?}");
+    let Some(Error::Tensor { tensor, landed, total: 40, cause }) = &error else { panic!("{error:?}") };
+    assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{error:?}");
     let Error::Read { what, offset: 1_000_000, kind: std::io::ErrorKind::UnexpectedEof, .. } = &**cause
     else {
         panic!("{cause:?}")
     };
     assert!(what.ends_with("2.safetensors"));
-    let told = errors[0].to_string();
+    let told = error.as_ref().unwrap().to_string();
     assert!(told.starts_with(&format!("tensor \"{tensor}\"")) && told.contains("2.safetensors"), "{told}");
     assert!(got.len() >= 20 && got.len() < 40, "{}", got.len());
-    arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+    arrived(&copier, &got, tensors.iter().take(got.len()));
     drop(loading);
     rig.all_is_back();
 }
@@ -143,12 +119,8 @@ fn a_file_that_is_written_to_ends_the_load_of_one_tensor_too() {
         rig.node.hang(0);
         let got = std::thread::scope(|scope| {
             let loading = scope.spawn(|| checkpoint.tensor(&copier, name));
-            let since = std::time::Instant::now();
             // A chunk on its way was read already.
-            while rig.pool.stats().in_flight_bytes < 100_000 {
-                assert!(since.elapsed() < Duration::from_secs(20), "nothing is on its way");
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            until("nothing is on its way", || rig.pool.stats().in_flight_bytes >= 100_000);
             write_to(&path);
             rig.node.resume(0);
             loading.join().unwrap()
@@ -161,10 +133,8 @@ fn a_file_that_is_written_to_ends_the_load_of_one_tensor_too() {
 #[test]
 fn a_load_that_cannot_start_all_files_leaves_nothing_on_the_wire() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    folder.put("1.safetensors", file(&tensors[..20]));
-    folder.put("2.safetensors", file(&tensors[20..]));
+    let (_, checkpoint) = shards(&folder, &tensors, 20);
     let copier = rig.copier();
-    let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let mut blocks = 0;
     std::thread::scope(|scope| {
         let memory = |len: usize| {
@@ -173,11 +143,7 @@ fn a_load_that_cannot_start_all_files_leaves_nothing_on_the_wire() {
                 rig.node.hang(0);
                 return rig.device.alloc(len)?.slice(..);
             }
-            let since = std::time::Instant::now();
-            while rig.pool.stats().in_flight_bytes == 0 {
-                assert!(since.elapsed() < Duration::from_secs(20), "nothing is on its way");
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            until("nothing is on its way", || rig.pool.stats().in_flight_bytes > 0);
             let node = &rig.node;
             scope.spawn(|| {
                 std::thread::sleep(Duration::from_millis(100));
@@ -196,18 +162,12 @@ fn a_load_that_cannot_start_all_files_leaves_nothing_on_the_wire() {
 #[test]
 fn progress_never_goes_back() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    let paths = [
-        folder.put("1.safetensors", file(&tensors[..20])),
-        folder.put("2.safetensors", file(&tensors[20..])),
-    ];
+    let (_, checkpoint) = shards(&folder, &tensors, 20);
     // Four seconds of it.
     let copier = rig.builder().rate(1 << 20).build().unwrap();
-    let checkpoint = Checkpoint::open_files(&paths).unwrap();
     for (task, cancelled) in [(false, true), (true, true), (false, false), (true, false)] {
         let loading = checkpoint.loader(&copier).start().unwrap();
-        while loading.progress().done < 256 << 10 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        until("nothing arrives", || loading.progress().done >= 256 << 10);
         let before = loading.progress();
         if cancelled {
             loading.cancel();
@@ -244,18 +204,16 @@ fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
         let checkpoint = Checkpoint::open(&path).unwrap();
         rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Transient });
         let loading = checkpoint.loader(&copier).start().unwrap();
-        let results: Vec<_> = loading.blocking().collect();
+        let (got, error) = drained(&loading);
         drop(loading);
-        let (last, got) = results.split_last().unwrap();
-        let error = last.as_ref().unwrap_err();
-        let Error::Tensor { tensor, landed, total: 40, cause } = error else { panic!("{error:?}") };
+        let error = error.expect("a copy fails");
+        let Error::Tensor { tensor, landed, total: 40, cause } = &error else { panic!("{error:?}") };
         assert_eq!((&**tensor, *landed), (&*tensors[got.len()].name, got.len()), "{error}");
         assert!(
             matches!(**cause, Error::Transfer { .. }) && error.class() == ErrorClass::Transient,
             "{error}"
         );
-        let got: Vec<DeviceTensor> = got.iter().map(|next| next.clone().unwrap()).collect();
-        arrived(&copier, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+        arrived(&copier, &got, tensors.iter().take(got.len()));
         rig.all_is_back();
     }
 }
@@ -299,43 +257,40 @@ fn a_device_without_room_is_an_error_before_anything_moves() {
 #[test]
 fn a_file_that_was_written_to_is_not_what_was_opened() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    let first = folder.put("1.safetensors", file(&tensors[..20]));
-    let second = folder.put("2.safetensors", file(&tensors[20..]));
-    let copier = rig.copier();
+    let (paths, checkpoint) = shards(&folder, &tensors, 20);
+    let (copier, second) = (rig.copier(), &paths[1]);
     // Some bytes in its midst, the length as before; and a clock that has gone on, however coarse it is.
     let write = || {
         std::thread::sleep(Duration::from_millis(30));
-        OpenOptions::new().write(true).open(&second).unwrap().write_all_at(&[7; 9], 500_000).unwrap();
+        OpenOptions::new().write(true).open(second).unwrap().write_all_at(&[7; 9], 500_000).unwrap();
     };
     let changed = |error: &Error| matches!(error, Error::Malformed { what, why, .. } if what.ends_with("2.safetensors") && why.contains("was written to"));
 
     // Before it is loaded.
-    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
     write();
     let error = checkpoint.loader(&copier).start().map(drop).unwrap_err();
     assert!(changed(&error), "{error}");
     rig.all_is_back();
 
     // While it is: tensors that were not handed out by then are not, and the load ends with an error.
-    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let slow = rig.builder().rate(4 << 20).build().unwrap();
     let loading = checkpoint.loader(&slow).start().unwrap();
     write();
-    let results: Vec<_> = loading.blocking().collect();
-    let errors: Vec<&Error> = results.iter().filter_map(|next| next.as_ref().err()).collect();
-    assert!(errors.len() == 1 && changed(errors[0]) && results.last().unwrap().is_err(), "{errors:?}");
-    drop(results);
+    let (got, error) = drained(&loading);
+    assert!(error.as_ref().is_some_and(changed), "{error:?}");
+    drop((got, loading));
     rig.all_is_back();
 
     // A new file of the same name is another file: the load continues with the one that was opened.
-    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
-    let before = std::fs::read(&second).unwrap();
-    std::fs::remove_file(&second).unwrap();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let before = std::fs::read(second).unwrap();
+    std::fs::remove_file(second).unwrap();
     folder.put("2.safetensors", "something else");
     let got = checkpoint.loader(&copier).filter(|t| t.name() == "t39").load().unwrap();
     let last = made("t39", "F32", &[tensors[39].shape[0]], 39);
     assert!(before.ends_with(&last.bytes));
-    arrived(&copier, &got, &[&last]);
+    arrived(&copier, &got, [&last]);
     drop(got);
     rig.all_is_back();
 }
@@ -344,11 +299,10 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
 #[test]
 fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    let first = folder.put("1.safetensors", file(&tensors[..20]));
-    let second = folder.put("2.safetensors", file(&tensors[20..]));
-    for (path, before) in [(&first, 19), (&second, 39)] {
+    let (paths, _) = shards(&folder, &tensors, 20);
+    for (path, before) in [(&paths[0], 19), (&paths[1], 39)] {
         for task in [false, true] {
-            let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+            let checkpoint = Checkpoint::open_files(&paths).unwrap();
             let slow = rig.builder().rate(4 << 20).build().unwrap();
             let loading = checkpoint.loader(&slow).start().unwrap();
             write_to(path);
@@ -371,12 +325,8 @@ fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
 #[test]
 fn two_files_in_the_same_memory_are_refused() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    let paths = [
-        folder.put("1.safetensors", file(&tensors[..20])),
-        folder.put("2.safetensors", file(&tensors[20..])),
-    ];
+    let (_, checkpoint) = shards(&folder, &tensors, 20);
     let copier = rig.copier();
-    let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let memory = rig.device.alloc(8 << 20).unwrap();
     for step in [0, 16, 1 << 20] {
         let mut at = 0;
@@ -385,13 +335,7 @@ fn two_files_in_the_same_memory_are_refused() {
             memory.slice(at..at + len)
         });
         let refused = start.start().map(drop);
-        assert!(
-            matches!(
-                &refused,
-                Err(Error::Argument(text)) if text.contains("overlap")
-            ),
-            "{refused:?}"
-        );
+        assert!(matches!(&refused, Err(Error::Argument(text)) if text.contains("overlap")), "{refused:?}");
         rig.all_is_back();
     }
     // Longer than need be: the bytes beyond the first file's tensors are used for the second's.
@@ -400,19 +344,15 @@ fn two_files_in_the_same_memory_are_refused() {
         at += len.next_multiple_of(16);
         memory.slice(at - len.next_multiple_of(16)..)
     });
-    arrived(&copier, &got.load().unwrap(), &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &got.load().unwrap(), &tensors);
 }
 
 /// The program's own code may do anything, and end in any way.
 #[test]
 fn callbacks_that_panic_or_wait_leave_nothing_behind() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
-    let paths = [
-        folder.put("1.safetensors", file(&tensors[..20])),
-        folder.put("2.safetensors", file(&tensors[20..])),
-    ];
+    let (_, checkpoint) = shards(&folder, &tensors, 20);
     let copier = rig.copier();
-    let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let panics = |what: &dyn Fn() -> bool| {
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(what));
         assert!(caught.is_err());
@@ -434,7 +374,7 @@ fn callbacks_that_panic_or_wait_leave_nothing_behind() {
     for (count, tensor) in loading.blocking().enumerate() {
         if count % 13 == 0 {
             let other = checkpoint.tensor(&copier, "t39").unwrap().expect("it is there");
-            arrived(&copier, &[tensor.unwrap(), other], &[&tensors[count], &tensors[39]]);
+            arrived(&copier, &[tensor.unwrap(), other], [&tensors[count], &tensors[39]]);
         }
     }
     drop(loading);

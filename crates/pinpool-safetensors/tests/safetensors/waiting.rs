@@ -4,30 +4,19 @@ use std::future::Future;
 use std::time::{Duration, Instant};
 
 use pinpool::Error;
-use pinpool::host::HostConfig;
 use pinpool_safetensors::{Checkpoint, Load};
 
-use super::{Folder, Made, Rig, arrived, block_on, file, made};
+use super::{Folder, HANG, Made, Rig, arrived, block_on, made, shards, until};
 
 const SOON: Duration = Duration::from_millis(30);
-const HANG: Duration = Duration::from_secs(20);
 const COUNT: usize = 24;
 
 /// A checkpoint of two files, of 3 MiB.
 fn checkpoint(folder: &Folder) -> (Vec<Made>, Checkpoint) {
-    let tensors: Vec<Made> =
-        (0..COUNT).map(|n| made(&format!("t{n:02}"), "U8", &[128 << 10], n as u64)).collect();
-    let (first, second) = tensors.split_at(COUNT / 2);
-    let paths = [folder.put("1.safetensors", file(first)), folder.put("2.safetensors", file(second))];
-    (tensors, Checkpoint::open_files(&paths).unwrap())
-}
-
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + HANG;
-    while !so() {
-        assert!(Instant::now() < deadline, "{what}");
-        std::thread::yield_now();
-    }
+    let tensors = (0..COUNT).map(|n| made(&format!("t{n:02}"), "U8", &[128 << 10], n as u64));
+    let tensors: Vec<Made> = tensors.collect();
+    let (_, checkpoint) = shards(folder, &tensors, COUNT / 2);
+    (tensors, checkpoint)
 }
 
 #[test]
@@ -59,7 +48,7 @@ fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
     drop(all);
     rig.all_is_back();
     let loaded = checkpoint.loader(&copier.with_timeout(HANG)).load().unwrap();
-    arrived(&copier, &loaded, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &loaded, &tensors);
     rig.all_is_back();
 }
 
@@ -210,14 +199,17 @@ fn waits_by_name_and_iterations_share_a_load() {
     rig.all_is_back();
 }
 
-/// A stepped device moves only when a thread steps it, so one that waits for a tensor does.
+/// A device that is moved by hand runs only what a thread tells it to, so one that waits for a tensor does.
+#[cfg(feature = "cuda")]
 #[test]
-fn a_thread_that_waits_moves_a_stepped_device() {
-    let (rig, folder) = (Rig::new(HostConfig::new().stepped(3), 16 << 20), Folder::new());
+fn a_thread_that_waits_moves_a_device_by_hand() {
+    let machine = super::support::hand::Machine::new(1, 64 << 20, 3);
+    let (folder, device) = (Folder::new(), machine.device(0));
     let (tensors, checkpoint) = checkpoint(&folder);
-    let copier = rig.copier();
+    let pool = pinpool::Pool::builder(&device).capacity(16 << 20).build().unwrap();
+    let copier = pinpool::Copier::builder(&pool, &device).chunk(64 << 10).share(1 << 20).build().unwrap();
     let loaded = checkpoint.loader(&copier).load().unwrap();
-    arrived(&copier, &loaded, &tensors.iter().collect::<Vec<_>>());
+    arrived(&copier, &loaded, &tensors);
     let load = checkpoint.loader(&copier).start().unwrap();
     assert_eq!(load.take("t23").unwrap().unwrap().name(), "t23");
     assert_eq!(load.blocking().map(Result::unwrap).count(), COUNT - 1);

@@ -1,18 +1,15 @@
-//! What a child's lines say, what is wrong with it, and a table for a reader.
+//! What a child's lines say, and what is wrong with it.
 
-use std::collections::BTreeMap;
-use std::fmt::{self, Write};
+use std::fmt;
 
+use super::MARK;
 use super::listed::{Listed, OnDriver};
-use super::{MARK, id};
 
 /// What a driver did at a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Got {
     /// The code and the driver's word for it.
     Code(u32, String),
-    /// The process died there, or hung, and how.
-    Ended(String),
     /// It is listed as not to be tried.
     NotTried,
     /// The rule stopped there: why.
@@ -38,34 +35,27 @@ impl Row {
     }
 }
 
-/// The rows in a child's output, given at which steps it ended before; at which step it stopped in the middle; and
-/// whether it came to its end.
-pub fn read(
-    rule: &'static str,
-    output: &str,
-    ended: &BTreeMap<usize, String>,
-) -> (Vec<Row>, Option<usize>, bool) {
+/// The rows in a child's output; at which step it stopped in the middle; and whether it came to its end.
+pub fn read(rule: &'static str, output: &str) -> (Vec<Row>, Option<usize>, bool) {
     let (mut rows, mut at, mut done) = (Vec::new(), None, false);
     for line in output.lines() {
         // The test harness may have written in front of it.
         let Some((_, line)) = line.split_once(MARK) else { continue };
         let parts: Vec<&str> = line.trim_start_matches('\t').split('\t').collect();
         let number = |n: usize| parts.get(n).and_then(|part| part.parse::<u32>().ok()).unwrap_or(u32::MAX);
+        let text = |n: usize| parts.get(n).copied().unwrap_or_default().to_owned();
         let step = number(1) as usize;
-        let mut row = |got| {
-            let call = parts.get(2).copied().unwrap_or_default().to_owned();
-            rows.push(Row { rule, step, call, stand_in: number(3), got });
-        };
+        let row = |got| Row { rule, step, call: text(2), stand_in: number(3), got };
         match parts[0] {
             "begin" => at = Some(step),
             "says" => {
                 at = None;
-                row(Got::Code(number(4), parts.get(5).copied().unwrap_or_default().into()));
+                rows.push(row(Got::Code(number(4), text(5))));
             }
-            "not" => row(ended.get(&step).map_or(Got::NotTried, |how| Got::Ended(how.clone()))),
+            "not" => rows.push(row(Got::NotTried)),
             "short" => {
-                let (call, why) = (String::new(), parts.get(1).copied().unwrap_or_default().into());
-                rows.push(Row { rule, step: 0, call, stand_in: 0, got: Got::Short(why) });
+                let got = Got::Short(text(1));
+                rows.push(Row { rule, step: 0, call: String::new(), stand_in: 0, got });
             }
             "done" => done = true,
             _ => {}
@@ -89,7 +79,6 @@ pub fn judge(rows: &[Row], listed: &[Listed]) -> Vec<String> {
         let what = match (&row.got, known.map(|k| k.on_driver)) {
             (Got::Short(_), _) | (Got::NotTried, Some(OnDriver::NotTried)) => continue,
             (Got::NotTried, _) => "it was not tried, and the list does not say so",
-            (Got::Ended(_), _) => "it cannot be tried; if that is how drivers are, list it as not tried",
             (Got::Code(..), None) if row.same() => continue,
             (Got::Code(..), None) => "a difference that is not listed",
             (Got::Code(code, _), Some(OnDriver::Says(known, _))) if *code == known => continue,
@@ -115,37 +104,8 @@ impl fmt::Display for Row {
         write!(f, "{rule} step {step}, {call}: the stand-in says {stand_in}, the driver ")?;
         match got {
             Got::Code(code, name) => write!(f, "{code} ({name})"),
-            Got::Ended(how) => write!(f, "{how}"),
             Got::NotTried => write!(f, "was not asked"),
             Got::Short(why) => write!(f, "was not asked: {why}"),
         }
     }
-}
-
-/// All of it, a line for each step.
-pub fn table(rows: &[Row], listed: &[Listed]) -> String {
-    let mut text = String::new();
-    let mut line = |cells: [&str; 7]| {
-        let [id, step, call, stand_in, driver, same, rule] = cells;
-        let _ = writeln!(text, "{id:8} {step:>4} {call:36} {stand_in:>8}  {driver:44} {same:11} {rule}");
-    };
-    line(["rule", "step", "call", "stand-in", "driver", "same?", "sequence"]);
-    for row in rows {
-        let known = listed.iter().find(|l| (l.rule, l.step) == (row.rule, row.step));
-        let driver = match &row.got {
-            Got::Code(code, name) => format!("{code} {name}"),
-            Got::Ended(how) => how.clone(),
-            Got::NotTried => "-".into(),
-            Got::Short(why) => why.clone(),
-        };
-        let same = match (&row.got, known) {
-            (Got::Short(_) | Got::NotTried, _) => "not tried",
-            _ if row.same() => "yes",
-            (_, Some(_)) => "NO, listed",
-            (_, None) => "NO",
-        };
-        let (step, stand_in) = (row.step.to_string(), row.stand_in.to_string());
-        line([&id(row.rule), &step, &row.call, &stand_in, &driver, same, row.rule]);
-    }
-    text
 }

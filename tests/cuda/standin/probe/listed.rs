@@ -1,5 +1,4 @@
-//! Where the stand-in and real drivers are known to differ, and what is not tried on a real one. The one place for it:
-//! the page of the stand-in (`tests/doubles/cuda/src/lib.rs`) has the same lines as a table, and a test compares.
+//! Where the simulation and real drivers are known to differ, and what is not tried on a real one.
 
 /// The call of a whole sequence that is not tried.
 pub const ALL_OF_IT: &str = "all of it";
@@ -36,19 +35,6 @@ const fn not_tried(
     Listed { rule, step, call, stand_in, on_driver: OnDriver::NotTried, why }
 }
 
-impl Listed {
-    /// Its line in the stand-in's table.
-    pub fn row(&self) -> String {
-        let Self { rule, step, call, stand_in, on_driver, why } = self;
-        let (code, seen) = match on_driver {
-            OnDriver::Says(code, Some(driver)) => (code.to_string(), *driver),
-            OnDriver::Says(code, None) => (code.to_string(), "unseen"),
-            OnDriver::NotTried => ("not tried".into(), "-"),
-        };
-        format!("| {} | {step}: {call} | {stand_in} | {code} | {seen} | {why} |", super::id(rule))
-    }
-}
-
 const CALLBACK: &str = "a call from the driver's own callback: undefined there, and it may never come back";
 const CAPTURING: &str = "a graph that is still being captured belongs to the capture: undefined there";
 const MEETING: &str = "threads that write the same bytes without order: undefined there";
@@ -81,7 +67,6 @@ pub const LISTED: &[Listed] = &[
     not_tried("str_1_a_stream_that_is_gone", 3, "cuStreamSynchronize", 400, STALE),
     not_tried("evt_1_an_event_that_is_gone", 2, "cuEventQuery", 400, STALE),
     not_tried("evt_1_an_event_that_is_gone", 3, "cuEventDestroy_v2", 400, STALE),
-    // streams
     not_tried("ctx_6_only_contexts_of_ones_own_are_destroyed", 7, "cuCtxDestroy_v2", 201, STALE),
     not_tried("bat_4_no_copy_writes_where_another_one_does", 1, "cuMemcpyBatchAsync", 0, OVERLAP),
     not_tried("bat_6_one_call_at_a_time", 0, ALL_OF_IT, 0, LOSES),
@@ -99,12 +84,10 @@ pub const LISTED: &[Listed] = &[
         on_driver: OnDriver::Says(0, Some("580.159.04")),
         why: "more references than there are: the driver does not look",
     },
-    not_tried("gra_4_references_are_counted", 4, "cuGraphDestroy", 1, CAPTURING),
-    // kernels
+    not_tried("gra_4_references_are_counted", 5, "cuGraphDestroy", 1, CAPTURING),
     not_tried("ker_2_modules_and_functions_that_are_gone", 4, "cuModuleUnload", 400, STALE),
     not_tried("ker_2_modules_and_functions_that_are_gone", 5, "cuModuleGetFunction", 400, STALE),
     not_tried("ker_2_modules_and_functions_that_are_gone", 6, "cuLaunchKernel", 400, STALE),
     not_tried("ker_6_no_row_meets_what_another_one_writes", 0, ALL_OF_IT, 0, MEETING),
     not_tried("ker_8_a_module_whose_kernel_is_queued", 0, ALL_OF_IT, 0, UNLOADING),
-    // pointers
 ];

@@ -9,38 +9,34 @@
 //! What is no step is either the same on both, such as handles that are made on the way ([`made!`]: where that fails
 //! the rule cannot be tried, which is told), or is the stand-in's alone and asked behind [`Driver::is_stand_in`].
 //!
-//! On a real driver each rule has a process of its own. Where one dies or hangs, the step that it was at is written
-//! down as such, and the rule is tried once more without that step. The child talks to its parent by lines on its
-//! standard output that begin with [`MARK`].
+//! On a real driver each rule has a process of its own. Where one dies or hangs, the step that it was at is told, which
+//! is to be listed as not tried if that is how drivers are. The child talks to its parent by lines on its standard
+//! output that begin with [`MARK`].
 
 #![allow(unsafe_code, reason = "calling a driver")]
 
 pub mod judge;
 pub mod listed;
 
-use std::collections::BTreeMap;
 use std::ffi::{CStr, OsStr, c_char};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use judge::{Got, Row};
 use listed::{LISTED, OnDriver};
 
-use crate::support::doubles::{self, HANG, StandIn};
-use crate::support::skip;
+use crate::support::doubles::{self, HANG, StandIn, gpu_name};
+use pinpool_sim::cuda::Driver as Version;
 
 /// What a child's lines for its parent begin with.
 const MARK: &str = "probe";
-/// Which rule the child tries, on which library, without which steps.
+/// Which rule the child tries, on which library; and the step at which it is to die, for the test of the comparison.
 pub const RULE: &str = "PINPOOL_PROBE_RULE";
 pub const LIBRARY: &str = "PINPOOL_PROBE_LIBRARY";
-const WITHOUT: &str = "PINPOOL_PROBE_WITHOUT";
+pub const DIES: &str = "PINPOOL_PROBE_DIES";
 /// Longer than a rule takes, the driver's start included.
 const LIMIT: Duration = Duration::from_secs(120);
-/// How often a rule is tried again without the step that it died at.
-const TRIES: usize = 12;
 
 pub const PAGE: usize = 4096;
 
@@ -60,22 +56,10 @@ pub fn id(name: &str) -> String {
     format!("{}-{number}", family.to_uppercase())
 }
 
-/// Calls an entry point whose arguments are all numbers of the size of a pointer, or are passed like one.
+/// Calls an entry point whose arguments are numbers and pointers.
 macro_rules! call {
-    ($driver:expr, $name:literal $(, $argument:expr)*) => {{
-        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
-        // register of its own, and what the tests point at is valid.
-        unsafe {
-            let function = $driver.stand_in.get::<unsafe extern "C" fn($(word!($argument)),*) -> u32>($name);
-            function($($argument as usize),*)
-        }
-    }};
-}
-
-/// A word for each argument.
-macro_rules! word {
-    ($argument:expr) => {
-        usize
+    ($driver:expr, $name:literal $(, $argument:expr)*) => {
+        $crate::support::doubles::gpu::Raw($driver.stand_in.clone()).call($name, &[$($argument as usize),*])
     };
 }
 
@@ -107,9 +91,7 @@ macro_rules! rules {
         }),*];
         $($(#[$doc])* #[test] fn $name() {
             let rule = $list.iter().find(|rule| rule.name == stringify!($name)).expect("it is in the list");
-            if let Some(driver) = $crate::standin::probe::Driver::$make() {
-                (rule.body)(&driver);
-            }
+            (rule.body)(&$crate::standin::probe::Driver::$make());
         })*
     };
 }
@@ -118,21 +100,19 @@ macro_rules! rules {
 macro_rules! behaviour {
     ($($(#[$doc:meta])* $name:ident ($make:ident) |$driver:ident| $body:block)*) => {
         $($(#[$doc])* #[test] fn $name() {
-            let Some($driver) = $crate::standin::probe::Driver::$make() else { return };
+            let $driver = $crate::standin::probe::Driver::$make();
             $body
         })*
     };
 }
 
-/// A driver that rules are tried on. One test at a time has the stand-in, as if just loaded.
+/// A driver that rules are tried on.
 pub struct Driver {
     /// The library, which may be a real driver: then none of `standin_*` is there.
     pub stand_in: StandIn,
     real: bool,
     rule: &'static str,
     steps: AtomicUsize,
-    without: Vec<usize>,
-    _alone: MutexGuard<'static, ()>,
 }
 
 #[repr(C, align(4096))]
@@ -157,52 +137,25 @@ impl std::ops::DerefMut for Pages {
     }
 }
 
-static ALONE: Mutex<()> = Mutex::new(());
-
 impl Driver {
-    /// The stand-in. `None`: nothing to build it with.
-    pub fn bare() -> Option<Self> {
-        let Some(library) = doubles::named_or_built() else {
-            skip!(
-                "there is no cargo to build the stand-in libcuda with; {} can name a built one",
-                doubles::PATH
-            );
-            return None;
-        };
-        let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let Some(stand_in) = StandIn::load(&library) else {
-            skip!("{} is no stand-in", library.display());
-            return None;
-        };
-        stand_in.reset();
-        Some(Self {
-            stand_in,
-            real: false,
-            rule: "",
-            steps: AtomicUsize::new(0),
-            without: vec![],
-            _alone: alone,
-        })
+    /// A simulated one that is not initialised.
+    pub fn bare() -> Self {
+        let stand_in = StandIn::loaded().unwrap_or_else(|| StandIn::gpus(Version::Cuda12_8));
+        stand_in.command("bare");
+        Self { stand_in, real: false, rule: "", steps: AtomicUsize::new(0) }
     }
 
     /// Initialised, and device 0's primary context current.
-    pub fn ready() -> Option<Self> {
-        let driver = Self::bare()?;
+    pub fn ready() -> Self {
+        let driver = Self::bare();
         driver.start();
-        Some(driver)
+        driver
     }
 
     /// A library that is compared with what the stand-in says.
     fn real(library: &OsStr, rule: &Rule) -> Self {
-        let without = std::env::var(WITHOUT).unwrap_or_default();
-        let driver = Self {
-            stand_in: StandIn::any(Path::new(library)).expect("it was loaded before"),
-            real: true,
-            rule: rule.name,
-            steps: AtomicUsize::new(0),
-            without: without.split(',').filter_map(|step| step.parse().ok()).collect(),
-            _alone: ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner()),
-        };
+        let stand_in = StandIn::any(Path::new(library), "sim_cuda").expect("it was loaded before");
+        let driver = Self { stand_in, real: true, rule: rule.name, steps: AtomicUsize::new(0) };
         if rule.ready {
             driver.start();
         }
@@ -212,6 +165,17 @@ impl Driver {
     fn start(&self) {
         assert_eq!(call!(self, "cuInit", 0), 0, "cuInit");
         self.current(0);
+    }
+
+    /// Calls of this thread are made to the same machine.
+    pub fn enter(&self) {
+        self.stand_in.enter();
+    }
+
+    /// The driver's number for the first device, the second and so on.
+    pub fn ordinal(&self, device: usize) -> usize {
+        let name = gpu_name(device);
+        name.trim_start_matches("cuda:").parse().expect("a number")
     }
 
     /// Whether its answers beside the codes are the stand-in's own.
@@ -241,10 +205,13 @@ impl Driver {
         }
         let (step_text, expected) = (step.to_string(), expected.to_string());
         let listed = LISTED.iter().find(|l| (l.rule, l.step) == (self.rule, step));
-        if self.without.contains(&step) || matches!(listed, Some(l) if l.on_driver == OnDriver::NotTried) {
+        if listed.is_some_and(|l| l.on_driver == OnDriver::NotTried) {
             return tell(&["not", &step_text, call, &expected]);
         }
         tell(&["begin", &step_text, call, &expected]);
+        if std::env::var(DIES).is_ok_and(|dies| dies == step_text) {
+            std::process::abort();
+        }
         let code = make();
         tell(&["says", &step_text, call, &expected, &code.to_string(), &self.name_of(code)]);
     }
@@ -379,41 +346,15 @@ pub fn try_all(
             rows.push(Row { rule: rule.name, step: 0, call, stand_in: 0, got: Got::NotTried });
             continue;
         }
-        // Why the child ended at a step.
-        let mut ended: BTreeMap<usize, String> = BTreeMap::new();
-        for attempt in 0.. {
-            let without: Vec<String> = ended.keys().map(ToString::to_string).collect();
-            let mut all = vec![(RULE, rule.name), (LIBRARY, library.to_str().expect("a path in UTF-8"))];
-            let without = without.join(",");
-            all.push((WITHOUT, &without));
-            all.extend(environment);
-            let child = doubles::child(test, &all, LIMIT);
-            let (found, at, done) = judge::read(rule.name, &child.stdout, &ended);
-            match at {
-                Some(step) if !done && attempt < TRIES => {
-                    println!(
-                        "{}: the child {} at step {step}: {}",
-                        rule.name,
-                        child.how(),
-                        child.last_words()
-                    );
-                    ended.insert(step, child.how());
-                    continue;
-                }
-                _ if !done => wrong.push(format!(
-                    "{}: the child {} beside its steps: {}",
-                    rule.name,
-                    child.how(),
-                    child.last_words()
-                )),
-                _ => {}
-            }
-            rows.extend(found);
-            break;
+        let mut all = vec![(RULE, rule.name), (LIBRARY, library.to_str().expect("a path in UTF-8"))];
+        all.extend(environment);
+        let child = doubles::child(test, &all, LIMIT);
+        let (found, at, done) = judge::read(rule.name, &child.stdout);
+        if !done || found.is_empty() {
+            let at = at.map_or("beside its steps".into(), |step| format!("at step {step}"));
+            wrong.push(format!("{}: the child {} {at}: {}", rule.name, child.how(), child.last_words()));
         }
-        if !rows.iter().any(|row| row.rule == rule.name) {
-            wrong.push(format!("{}: no step was made", rule.name));
-        }
+        rows.extend(found);
     }
     (rows, wrong)
 }

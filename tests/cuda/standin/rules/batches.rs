@@ -129,6 +129,7 @@ rules! {
         let (lists, is_seen) = (Lists::new(memory, &bytes, 4, 1024), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
+                d.enter();
                 d.current(0);
                 while !is_seen.load(Ordering::Relaxed) {
                     d.batch(0, &lists, stream);
@@ -173,7 +174,11 @@ behaviour! {
         assert_eq!(d.register(&mut bytes), 0);
         bytes[4096..].fill(2);
         let start = bytes.as_ptr() as usize;
-        let lists = Lists(vec![memory, memory, memory + (1 << 30)], vec![start, start + 4096, start], vec![4096, 4096, 16]);
+        let lists = Lists(
+            vec![memory, memory, memory + (1 << 30)],
+            vec![start, start + 4096, start],
+            vec![4096, 4096, 16],
+        );
         assert_eq!(d.batch(1, &lists, stream), 2, "where it failed");
         let mut back = d.pages(1, 0);
         assert_eq!(d.download(&mut back, memory, stream), 0);

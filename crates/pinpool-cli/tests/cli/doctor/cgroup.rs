@@ -108,38 +108,31 @@ impl Drop for Group {
     }
 }
 
+/// A group with that limit. `None`, and said: none can be made.
+fn group_of(bytes: u64) -> Option<Group> {
+    Group::new(bytes).inspect_err(|why| skip!("no control group can be made here: {why}")).ok()
+}
+
 #[test]
 fn a_real_group_with_a_limit_is_found() {
-    let group = match Group::new(256 << 20) {
-        Ok(group) => group,
-        Err(why) => {
-            skip!("no control group can be made here: {why}");
-            return;
-        }
-    };
+    let Some(group) = group_of(256 << 20) else { return };
     let path = group.path.to_str().unwrap();
     let said = format!("of 256 MiB ({} of {path})", group.limit);
     let found = findings(&mut group.doctor("1GiB"));
-    found.is("cgroup", "fail", &[&said, "the pool wants 1 GiB", "the kernel ends"], &[]);
+    found.is("cgroup", &format!("fail: {said} & the pool wants 1 GiB & the kernel ends"));
     // What fits is pinned and copied within the group, and the limit is said all the same.
     let found = findings(&mut group.doctor("16MiB"));
-    found.is("cgroup", "ok", &[&said], &[]);
+    found.is("cgroup", &format!("ok: {said}"));
     let memlock = &found.check("memlock")["status"];
     assert!(found.check("pin")["status"] != "fail" || memlock == "fail", "{}", found.0);
     // Little is left past the pool.
-    findings(&mut group.doctor("240MiB")).is("cgroup", "warn", &[&said, "leaves little"], &[]);
+    findings(&mut group.doctor("240MiB")).is("cgroup", &format!("warn: {said} & leaves little"));
 }
 
 /// The command sees what its groups leave, and takes a part of that: the kernel ends nothing.
 #[test]
 fn the_command_stays_within_a_real_group() {
-    let group = match Group::new(200 << 20) {
-        Ok(group) => group,
-        Err(why) => {
-            skip!("no control group can be made here: {why}");
-            return;
-        }
-    };
+    let Some(group) = group_of(200 << 20) else { return };
     let pinpool = |args: &[&str]| {
         let mut command = pinpool();
         command.args(args).args(["--device", "host"]);

@@ -1,10 +1,10 @@
 //! Limits of the process and of the kernel: fabricated, and set for real.
 
-use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use super::machine::{Machine, limits, status};
 use super::{doctor, findings, stdout};
+use crate::limit;
 use crate::support::skip;
 
 const IPC_LOCK: u64 = 1 << 14;
@@ -16,29 +16,22 @@ fn memlock(value: &str) -> String {
 #[test]
 fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
     let machine = Machine::healthy();
-    machine.host("256MiB").is("memlock", "ok", &["unlimited"], &[]);
+    machine.host("256MiB").is("memlock", "ok: unlimited");
     machine.file("/proc/self/limits", &memlock("8388608"));
-    machine
-        .host("256MiB")
-        .is(
-            "memlock",
-            "fail",
-            &["8 MiB", "256 MiB", "no CAP_IPC_LOCK"],
-            &["LimitMEMLOCK=infinity", "sudo prlimit --memlock=unlimited:unlimited", "limits.conf"],
-        )
-        .spares("memlock", "docker");
-    machine.host("4MiB").is("memlock", "ok", &["enough"], &[]);
+    machine.host("256MiB").is(
+        "memlock",
+        "fail: 8 MiB & 256 MiB & no CAP_IPC_LOCK => LimitMEMLOCK=infinity & \
+         sudo prlimit --memlock=unlimited:unlimited & limits.conf & !docker",
+    );
+    machine.host("4MiB").is("memlock", "ok: enough");
 
     // A process that may raise its limit needs no administrator.
     machine.file("/proc/self/limits", &memlock("8388608/unlimited"));
-    machine
-        .host("256MiB")
-        .is("memlock", "fail", &[], &["ulimit -l 262144"])
-        .spares("memlock", "sudo prlimit");
+    machine.host("256MiB").is("memlock", "fail: => ulimit -l 262144 & !sudo prlimit");
     machine.file("/proc/self/limits", &memlock("8388608/16777216"));
-    machine.host("256MiB").is("memlock", "fail", &[], &["sudo prlimit"]);
+    machine.host("256MiB").is("memlock", "fail: => sudo prlimit");
     machine.file("/.dockerenv", "").file("/proc/self/limits", &memlock("8388608/unlimited"));
-    machine.host("256MiB").is("memlock", "fail", &[], &["shell: ulimit -l 262144", "docker run: --ulimit"]);
+    machine.host("256MiB").is("memlock", "fail: => shell: ulimit -l 262144 & docker run: --ulimit");
     machine.without("/.dockerenv").file("/proc/self/limits", &memlock("8388608"));
 }
 
@@ -46,33 +39,25 @@ fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
 fn in_containers_the_remedy_is_the_containers() {
     let machine = Machine::healthy();
     machine.file("/proc/self/limits", &memlock("8388608")).file("/.dockerenv", "");
-    machine
-        .host("256MiB")
-        .is("memlock", "fail", &[], &["docker run: --ulimit memlock=-1:-1"])
-        .spares("memlock", "systemd");
+    machine.host("256MiB").is("memlock", "fail: => docker run: --ulimit memlock=-1:-1 & !systemd");
     machine.without("/.dockerenv").file("/run/.containerenv", "");
-    machine.host("256MiB").is("memlock", "fail", &[], &["podman run: --ulimit memlock=-1:-1"]);
+    machine.host("256MiB").is("memlock", "fail: => podman run: --ulimit memlock=-1:-1");
     // Kubelets' containers show signs of other tools too.
     machine.file("/var/run/secrets/kubernetes.io/serviceaccount/token", "");
-    machine
-        .host("256MiB")
-        .is(
-            "memlock",
-            "fail",
-            &[],
-            &["kubernetes: securityContext.capabilities.add: [\"IPC_LOCK\"]", "containerd"],
-        )
-        .spares("memlock", "podman");
+    machine.host("256MiB").is(
+        "memlock",
+        "fail: => kubernetes: securityContext.capabilities.add: [\"IPC_LOCK\"] & containerd & !podman",
+    );
     let machine = Machine::healthy();
     let pod = "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n";
     machine.file("/proc/self/limits", &memlock("8388608")).file("/proc/self/cgroup", pod);
-    machine.host("256MiB").is("memlock", "fail", &[], &["kubernetes: "]);
+    machine.host("256MiB").is("memlock", "fail: => kubernetes: ");
     let machine = Machine::healthy();
     machine.file("/run/systemd/container", "lxc\n").file("/proc/self/limits", &memlock("65536"));
-    machine.host("256MiB").is("memlock", "fail", &[], &["--ulimit memlock=-1", "IPC_LOCK"]);
+    machine.host("256MiB").is("memlock", "fail: => --ulimit memlock=-1 & IPC_LOCK");
     // Windows Subsystem for Linux is no container, though systemd calls it one.
     machine.file("/run/systemd/container", "wsl\n");
-    machine.host("256MiB").is("memlock", "fail", &[], &["systemd, in"]);
+    machine.host("256MiB").is("memlock", "fail: => systemd, in");
 }
 
 /// The head of the text says what the remedies are for.
@@ -100,20 +85,20 @@ fn the_environment_is_told() {
 fn the_capability_sets_the_limit_aside_outside_of_user_namespaces() {
     let machine = Machine::healthy();
     machine.file("/proc/self/limits", &memlock("65536")).file("/proc/self/status", &status(IPC_LOCK));
-    machine.host("256MiB").is("memlock", "ok", &["64 KiB", "CAP_IPC_LOCK"], &[]);
+    machine.host("256MiB").is("memlock", "ok: 64 KiB & CAP_IPC_LOCK");
     machine.file("/proc/self/uid_map", "         0          0 4294967295\n");
-    machine.host("256MiB").is("memlock", "ok", &[], &[]);
+    machine.host("256MiB").is("memlock", "ok");
     // The user's own id alone; and the map of rootless containers: a range of subordinate numbers besides.
     let own = "         0       1000          1\n";
     for map in [own.to_owned(), format!("{own}         1     100000      65536\n")] {
         machine.file("/proc/self/uid_map", &map);
-        machine.host("256MiB").is("memlock", "fail", &["user namespace"], &[]);
+        machine.host("256MiB").is("memlock", "fail: user namespace");
     }
     machine.file("/proc/self/uid_map", "");
-    machine.host("256MiB").is("memlock", "ok", &[], &[]);
+    machine.host("256MiB").is("memlock", "ok");
     // All but that one.
     machine.file("/proc/self/status", &status(!IPC_LOCK)).file("/proc/self/uid_map", "0 0 4294967295\n");
-    machine.host("256MiB").is("memlock", "fail", &["no CAP_IPC_LOCK"], &[]);
+    machine.host("256MiB").is("memlock", "fail: no CAP_IPC_LOCK");
 }
 
 #[test]
@@ -121,10 +106,10 @@ fn what_is_locked_already_counts() {
     let machine = Machine::healthy();
     let locked = status(0).replace("VmLck:\t       0 kB", "VmLck:\t  131072 kB");
     machine.file("/proc/self/limits", &memlock("268435456"));
-    machine.host("256MiB").is("memlock", "ok", &[], &[]);
+    machine.host("256MiB").is("memlock", "ok");
     machine.file("/proc/self/status", &locked);
-    machine.host("256MiB").is("memlock", "fail", &[], &[]);
-    machine.host("128MiB").is("memlock", "ok", &[], &[]);
+    machine.host("256MiB").is("memlock", "fail");
+    machine.host("128MiB").is("memlock", "ok");
 }
 
 fn hard(resource: libc::__rlimit_resource_t) -> u64 {
@@ -134,23 +119,10 @@ fn hard(resource: libc::__rlimit_resource_t) -> u64 {
     limit.rlim_max
 }
 
-/// The doctor, on this very machine, under a limit of its own and without CAP_IPC_LOCK.
+/// The doctor, on this very machine, under a limit of its own.
 fn limited(resource: libc::__rlimit_resource_t, value: u64) -> Command {
     let mut command = doctor();
-    command.args(["--device", "host"]);
-    // SAFETY: between fork and exec only system calls are made, which is allowed there.
-    unsafe {
-        command.pre_exec(move || {
-            let limit = libc::rlimit { rlim_cur: value, rlim_max: value };
-            if libc::setrlimit(resource, &raw const limit) != 0 {
-                return Err(std::io::Error::last_os_error());
-            }
-            // CAP_IPC_LOCK: a capability that the bounding set lacks is given back by no executable. A process that may
-            // not drop it does not have it.
-            libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
-            Ok(())
-        });
-    }
+    limit(command.args(["--device", "host"]), resource, value);
     command
 }
 
@@ -158,10 +130,10 @@ fn limited(resource: libc::__rlimit_resource_t, value: u64) -> Command {
 fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
     let found = findings(&mut limited(libc::RLIMIT_MEMLOCK, 65_536));
     found
-        .is("memlock", "fail", &["64 KiB", "no CAP_IPC_LOCK"], &[])
-        .is("pin", "fail", &["could not be pinned", "limit is 64 KiB"], &["see memlock"])
-        .is("copy", "warn", &["nothing could be pinned"], &[])
-        .is("device", "ok", &["host:0"], &[]);
+        .is("memlock", "fail: 64 KiB & no CAP_IPC_LOCK")
+        .is("pin", "fail: could not be pinned & limit is 64 KiB => see memlock")
+        .is("copy", "warn: nothing could be pinned")
+        .is("device", "ok: host:0");
     let fix = found.check("memlock")["fix"].as_str().unwrap();
     let remedies = ["LimitMEMLOCK=infinity", "--ulimit memlock=-1", "IPC_LOCK"];
     assert!(remedies.iter().any(|remedy| fix.contains(remedy)), "{fix}");
@@ -171,7 +143,7 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
         return;
     }
     let found = findings(limited(libc::RLIMIT_MEMLOCK, 4 << 20).args(["--capacity", "1MiB"]));
-    found.is("memlock", "ok", &["enough"], &[]).is("pin", "ok", &["1 MiB"], &[]);
+    found.is("memlock", "ok: enough").is("pin", "ok: 1 MiB");
     assert_ne!(found.check("copy")["status"], "fail");
 }
 
@@ -179,20 +151,8 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
 #[test]
 fn without_address_space_all_checks_are_told() {
     for kib in [307_200_u64, 380 << 10, 450 << 10] {
-        let mut command = doctor();
-        command.args(["--device", "host"]);
-        // SAFETY: only a system call is made between fork and exec.
-        unsafe {
-            command.pre_exec(move || {
-                let limit = libc::rlimit { rlim_cur: kib << 10, rlim_max: kib << 10 };
-                match libc::setrlimit(libc::RLIMIT_AS, &raw const limit) {
-                    0 => Ok(()),
-                    _ => Err(std::io::Error::last_os_error()),
-                }
-            });
-        }
         // (Which looks whether they are all there.)
-        findings(&mut command);
+        findings(&mut limited(libc::RLIMIT_AS, kib << 10));
     }
 }
 
@@ -206,20 +166,6 @@ fn without_the_right_to_lock_a_user_namespace_gives_none() {
     }
     let mut command = Command::new("unshare");
     command.args(["--user", "--map-root-user", env!("CARGO_BIN_EXE_pinpool"), "doctor", "--device", "host"]);
-    // SAFETY: only a system call is made between fork and exec.
-    unsafe {
-        command.pre_exec(|| {
-            let limit = libc::rlimit { rlim_cur: 65_536, rlim_max: 65_536 };
-            match libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            }
-        });
-    }
-    findings(&mut command).is("memlock", "fail", &["user namespace"], &[]).is(
-        "pin",
-        "fail",
-        &["limit is 64 KiB"],
-        &[],
-    );
+    limit(&mut command, libc::RLIMIT_MEMLOCK, 65_536);
+    findings(&mut command).is("memlock", "fail: user namespace").is("pin", "fail: limit is 64 KiB");
 }

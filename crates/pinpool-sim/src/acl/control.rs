@@ -1,0 +1,86 @@
+//! What tests ask of this library beside its own calls, and what its report says.
+
+use std::fmt::Write;
+
+use super::Library;
+use super::calls::forget;
+use super::world::{CURRENT, World, overlaps};
+
+impl World {
+    /// Answers a command of a test: words with spaces between them. Those that any vendor's world has are in `common.rs`.
+    ///
+    /// # Panics
+    /// There is no such command.
+    pub fn command(&mut self, text: &str) -> String {
+        let words: Vec<&str> = text.split(' ').collect();
+        if let Some(answer) = self.common.command(&words) {
+            return answer;
+        }
+        if let Some(rest) = text.strip_prefix("setup ") {
+            let answer = self.command(rest);
+            self.setup.push(rest.to_owned());
+            return answer;
+        }
+        let number = |word: &str| word.parse::<usize>().unwrap_or_else(|_| panic!("{text}: a number"));
+        let on = |word: &str| word == "true";
+        match words[..] {
+            // Everything as when the world was made; handles from before name nothing any more. Of what threads have of
+            // their own, only the calling thread's part is reset.
+            ["reset"] => {
+                self.reset();
+                CURRENT.set(0);
+                forget();
+            }
+            ["report"] => return self.report(),
+            // So many devices with so many bytes of memory each.
+            ["devices", count, memory] => self.have_devices(number(count), number(memory)),
+            // An older library: see [`Library`].
+            ["library", name] => self.library = Library::named(name),
+            ["chip", name] => self.chip = std::ffi::CString::new(name).unwrap_or_default(),
+            // Kills a device with that code.
+            ["kill", device, code] => self.kill(number(device), number(code) as u32),
+            // Whether a copy may still use this memory that had not ended when its device was lost.
+            ["late", at, len] => {
+                let (at, len) = (number(at), number(len));
+                let uses = |side: &(usize, usize)| overlaps(at, len, side.0, side.1);
+                return self.late.iter().flatten().any(uses).to_string();
+            }
+            // Whether the program is said to run on the device (RC mode). To be set before anything is allocated.
+            ["rc", on_device] => self.on_device = on(on_device),
+            // Whether every copy is of a whole segment, so that the distance between them can be checked.
+            ["segments", whole] => self.whole_segments = on(whole),
+            // How many events and streams each device has from now on.
+            ["limits", events, streams] => {
+                (self.event_limit, self.stream_limit) = (number(events), number(streams));
+            }
+            // How many bytes of page-locked memory one allocation may have, and all together.
+            ["host", extent, all] => self.hosts.limit_to(number(extent), number(all)),
+            // Whether product and driver can register memory.
+            ["registers", can] => self.hosts.can_register = on(can),
+            _ => panic!("no command: {text}"),
+        }
+        String::new()
+    }
+
+    /// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they were
+    /// destroyed), `note what count`, `call name count`, `last name`, which call came last; and `over` when every device
+    /// that was set was reset and every context that was made was destroyed, or was to be.
+    pub fn report(&self) -> String {
+        let leaks = [
+            ("devices", self.devices.iter().map(|d| d.sets).sum()),
+            ("contexts", self.contexts.values().filter(|c| c.explicit).count()),
+        ];
+        let more = [
+            ("allocations", self.blocks.len()),
+            ("hosts", self.hosts.count()),
+            ("registrations", self.hosts.registrations()),
+        ];
+        let there = leaks.into_iter().chain(self.owned(None)).chain(more);
+        // Counts though the call may have failed: these are the last calls that a program makes.
+        let closed = ["aclrtResetDevice", "aclrtDestroyContext"];
+        let over = closed.map(|name| self.made(name)).into_iter().sum::<u64>() >= self.opened;
+        let mut all = self.common.report(there, over);
+        let _ = writeln!(all, "last {}", self.last);
+        all
+    }
+}

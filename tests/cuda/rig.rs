@@ -1,0 +1,140 @@
+//! What the tests of GPUs share.
+
+#![allow(unsafe_code, reason = "raw handles, and a fork")]
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use pinpool::{Device, DeviceSlice, Error, Pool, Stream, cuda};
+
+use crate::support::doubles::gpu::{bytes, filled, until};
+use crate::support::doubles::{self, HANG, StandIn, gpu_name};
+
+pub fn open() -> Device {
+    Device::open(&gpu_name(0)).unwrap()
+}
+
+/// Both GPUs of a machine.
+pub fn both() -> (Device, Device) {
+    (open(), Device::open(&gpu_name(1)).unwrap())
+}
+
+pub fn adopt(device: &Device, stream: usize) -> Result<Stream, Error> {
+    // SAFETY: tests keep their streams until all work is complete, or see to it that nothing depends on that.
+    unsafe { cuda::adopt_stream(device, stream as *mut c_void, ()) }
+}
+
+/// There and back.
+pub fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usize) {
+    let sent = bytes(seed, memory.len());
+    drop(stream.upload(filled(pool, &sent), memory).unwrap());
+    let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
+    assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
+}
+
+/// With everything closed, no rule was broken and nothing is left.
+pub fn is_clean(stand_in: &StandIn) {
+    let report = stand_in.final_report();
+    assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+}
+
+/// The ids of the rules that were broken so far.
+pub fn broken(stand_in: &StandIn) -> Vec<String> {
+    let first = |line: String| line.split(' ').next().unwrap_or_default().to_owned();
+    stand_in.report().violations.into_iter().map(first).collect()
+}
+
+/// Sets a flag when it is dropped.
+pub struct Flag(Arc<AtomicBool>);
+
+impl Drop for Flag {
+    fn drop(&mut self) {
+        // Release: the reader that sees the flag, by the acquire in `flag`, sees what came before the drop.
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+/// A flag, and whether it was dropped.
+pub fn flag() -> (Flag, impl Fn() -> bool + Clone) {
+    let flag = Arc::new(AtomicBool::new(false));
+    // Acquire: pairs with the release in the flag's drop.
+    (Flag(flag.clone()), move || flag.load(Ordering::Acquire))
+}
+
+/// Runs a test of this executable in a process of its own, in which it passes.
+pub fn passes_in_a_child(test: &str, environment: &[(&str, &str)], limit: Duration) {
+    let child = doubles::child(test, environment, limit);
+    crate::support::process::forward(&child.stdout, &child.stderr);
+    let passed = child.status.is_some_and(|status| status.success());
+    assert!(passed, "{test}: the child {}: {}", child.how(), child.last_words());
+    assert!(child.stdout.contains("1 passed"), "{test} did not run");
+}
+
+/// Runs `body` in the child of a fork, whose exit code it returns; 0 says that all is well.
+pub fn in_a_fork(body: impl FnOnce() -> i32) {
+    // SAFETY: the child calls what is under test, and `_exit`.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0);
+    if pid == 0 {
+        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(99);
+        // SAFETY: ends the child without running anything of the parent's.
+        unsafe { libc::_exit(code) };
+    }
+    let mut status = 0;
+    until("the child ends", || {
+        // SAFETY: our child, and a place for its status.
+        let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+        ended == pid
+    });
+    assert!(libc::WIFEXITED(status));
+    assert_eq!(libc::WEXITSTATUS(status), 0, "what failed in the child of the fork, 99 for a panic");
+}
+
+/// The number of the first check that failed, counted from 1; 0 if all hold.
+pub fn first_wrong(checks: &[bool]) -> i32 {
+    checks.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1)
+}
+
+/// What was logged for one target, a line each.
+#[derive(Clone)]
+pub struct Log {
+    target: &'static str,
+    least: tracing::Level,
+    lines: Arc<Mutex<Vec<String>>>,
+}
+
+impl Log {
+    pub fn new(target: &'static str, least: tracing::Level) -> Self {
+        Self { target, least, lines: Arc::default() }
+    }
+
+    pub fn lines(&self) -> Vec<String> {
+        self.lines.lock().unwrap().clone()
+    }
+}
+
+impl tracing::Subscriber for Log {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target() == self.target && *metadata.level() <= self.least
+    }
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Line(String);
+        impl tracing::field::Visit for Line {
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                self.0 += &format!("{field}={value:?} ");
+            }
+        }
+        let mut line = Line(String::new());
+        event.record(&mut line);
+        self.lines.lock().unwrap().push(line.0.replace("message=", ""));
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}

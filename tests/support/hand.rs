@@ -1,0 +1,223 @@
+//! Simulated GPUs that a test moves by hand: nothing runs until the test says so, and the same seed and calls give the
+//! same run.
+//!
+//! The devices have no threads of the crate's ([`Device::by_hand`]). What is submitted stays queued in the simulation
+//! until [`Machine::step`] runs one operation, or a call that waits does. Used by the fuzz targets too.
+
+use pinpool::{Device, DeviceSlice};
+use pinpool_sim::Fault;
+use pinpool_sim::cuda::{Driver, Gpus};
+
+/// The driver's calls that a pool and copies make.
+pub const CALLS: [&str; 15] = [
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuStreamWaitEvent",
+];
+
+/// Whether the call puts an operation into a stream's queue.
+pub fn queues(call: &str) -> bool {
+    call.starts_with("cuMemcpy") || ["cuEventRecord", "cuStreamWaitEvent"].contains(&call)
+}
+
+/// How a call fails: with the class of error that the name says, before it has done anything, but for the last two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure {
+    Argument,
+    Transient,
+    DeviceLost,
+    Capture,
+    /// A transient error, but what the call queues runs all the same. Of a call that queues nothing it is a transient error.
+    RunsAnyway,
+    /// The call succeeds, but what it queues does not run, nor what follows on that stream, until [`Machine::resume`]. Of
+    /// a call that queues nothing it is no failure.
+    Stall,
+}
+
+impl Failure {
+    pub const ALL: [Self; 6] =
+        [Self::Argument, Self::Transient, Self::DeviceLost, Self::Capture, Self::RunsAnyway, Self::Stall];
+
+    fn code(self) -> u32 {
+        match self {
+            Self::Argument => 400,
+            Self::Transient | Self::RunsAnyway => 2,
+            Self::DeviceLost => 700,
+            Self::Capture => 900,
+            Self::Stall => 0,
+        }
+    }
+}
+
+/// A machine of GPUs that only the test moves.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    gpus: Gpus,
+    devices: usize,
+    setup: [String; 2],
+}
+
+impl Machine {
+    /// So many GPUs with so many bytes of memory each, whose order of steps follows from the seed.
+    pub fn new(devices: usize, memory: usize, seed: u64) -> Self {
+        let gpus = Gpus::new();
+        // SAFETY: the simulation's functions have the driver's signatures, and stay.
+        unsafe { pinpool::cuda::install(gpus.ordinal(0), &|name| Driver::Cuda12_8.symbol(name)) }
+            .expect("the simulation has every call");
+        let made =
+            Self { gpus, devices, setup: [format!("devices {devices} {memory}"), format!("by-hand {seed}")] };
+        made.setup.iter().for_each(|command| drop(made.command(command)));
+        made
+    }
+
+    /// As it was made, with nothing left of what was: for many short runs, since a machine stays to the process's end.
+    /// No device is used any more.
+    pub fn renew(&self, seed: u64) {
+        (0..self.devices).for_each(|device| Device::abandon(&self.name(device)));
+        self.command("reset");
+        self.command(&self.setup[0]);
+        self.command(&format!("by-hand {seed}"));
+        self.enter();
+    }
+
+    /// The calling thread's calls are made to this machine from now on, where they do not say to which.
+    pub fn enter(&self) {
+        self.gpus.enter();
+    }
+
+    /// The name by which a device is opened.
+    pub fn name(&self, device: usize) -> String {
+        format!("cuda:{}", self.gpus.ordinal(device))
+    }
+
+    /// Opens a device, or gives another handle to it.
+    pub fn device(&self, device: usize) -> Device {
+        let gpus = self.gpus;
+        Device::by_hand(&self.name(device), move || gpus.step()).expect("it can be opened")
+    }
+
+    /// Sends a command: see the simulation's `control.rs`.
+    pub fn command(&self, text: &str) -> String {
+        self.gpus.command(text)
+    }
+
+    /// Runs one operation that can run, of any stream. `false`: there is none.
+    pub fn step(&self) -> bool {
+        self.gpus.step()
+    }
+
+    /// The same of the nth stream of a device, in the order in which they were made, without those that were destroyed.
+    pub fn step_stream(&self, device: usize, nth: usize) -> bool {
+        self.gpus.step_stream(device, nth)
+    }
+
+    /// The same of the nth of those of a device's streams that can run one, round and round. `false`: none can.
+    pub fn step_runnable(&self, device: usize, nth: usize) -> bool {
+        let streams = self.gpus.runnable(device);
+        !streams.is_empty() && self.step_stream(device, streams[nth % streams.len()])
+    }
+
+    /// How many operations of a device are queued.
+    pub fn queued(&self, device: usize) -> usize {
+        self.gpus.queued(device)
+    }
+
+    /// How many of a device's streams could run an operation now.
+    pub fn runnable(&self, device: usize) -> usize {
+        self.gpus.runnable(device).len()
+    }
+
+    /// Makes the nth call of that name from now on fail once, before it has done anything.
+    pub fn fail(&self, call: &str, nth: u64, code: u32) {
+        self.gpus.fail(Fault { call: call.into(), left: nth, code, after: false });
+    }
+
+    /// The same by the kind of failure. No name stands for any call: of that it is not known what it queues.
+    pub fn fault(&self, call: &str, nth: u64, failure: Failure) {
+        let after = failure == Failure::RunsAnyway && queues(call);
+        self.gpus.fail(Fault { call: call.into(), left: nth, code: failure.code(), after });
+    }
+
+    /// No call fails any more. Returns how many were still to fail.
+    pub fn calm(&self) -> usize {
+        self.gpus.calm().len()
+    }
+
+    /// Whether a call is still to fail.
+    pub fn is_armed(&self) -> bool {
+        self.gpus.is_armed()
+    }
+
+    /// Does something while no call fails.
+    pub fn calmly<R>(&self, body: impl FnOnce() -> R) -> R {
+        let faults = self.gpus.calm();
+        let result = body();
+        faults.into_iter().for_each(|fault| self.gpus.fail(fault));
+        result
+    }
+
+    /// Holds a stream, counted as for [`step_stream`](Self::step_stream): what it has queued and what follows runs only
+    /// for a call that synchronises. `false`: there is no such stream.
+    pub fn hold(&self, device: usize, nth: usize) -> bool {
+        self.gpus.hold(device, nth)
+    }
+
+    /// Ends what [`hold`](Self::hold) and [`Failure::Stall`] did to one stream of a device, or to all.
+    pub fn resume(&self, device: usize, nth: Option<usize>) {
+        self.gpus.resume(device, nth);
+    }
+
+    /// While it is set nothing runs.
+    pub fn hang(&self, hung: bool) {
+        self.command(&format!("hang {hung}"));
+    }
+
+    /// Loses a device: an illegal address was used.
+    pub fn kill(&self, device: usize) {
+        self.command(&format!("kill {device} 700"));
+    }
+
+    /// Whether a device is lost, whatever has been told of it.
+    pub fn is_lost(&self, device: usize) -> bool {
+        self.gpus.is_lost(device)
+    }
+
+    /// What device memory holds now. Nothing runs for it.
+    pub fn read(&self, memory: &DeviceSlice) -> Vec<u8> {
+        self.gpus.read(memory.address(), memory.len())
+    }
+
+    /// Rules that were broken, and what was not given back, a line each.
+    pub fn wrong(&self) -> String {
+        let report = self.report();
+        let of_these = |line: &&str| line.starts_with("violation") || line.starts_with("leak");
+        report.lines().filter(of_these).collect::<Vec<_>>().join("\n")
+    }
+
+    /// Bytes of host memory that are registered.
+    pub fn registered(&self) -> usize {
+        self.gpus.registered()
+    }
+
+    /// Whether everything was given back, the devices too, and no rule was broken.
+    pub fn is_clean(&self) -> bool {
+        self.report().lines().any(|line| line == "over") && self.wrong().is_empty()
+    }
+
+    /// The simulation's report: broken rules, what is left, counts of calls.
+    pub fn report(&self) -> String {
+        self.command("report")
+    }
+}
