@@ -12,7 +12,8 @@
 //!
 //! The mix goes through phases in which different kinds prevail (a model is loaded, traffic begins, traffic shifts to
 //! longer contexts, a second model is loaded under traffic), so that memory cut for one kind must serve another.
-//! Everything follows from the seed: no copy runs, and no clock is asked, so the same seed prints the same bytes.
+//! Everything follows from the seed, on a simulated GPU on which nothing runs by itself, so the same seed prints the same
+//! bytes.
 //! The figures are of one thread, since the interleaving of threads would be another input.
 //!
 //! # What is printed
@@ -32,11 +33,15 @@
 //! it.
 #![allow(missing_docs)]
 
+#[allow(dead_code, unsafe_code, reason = "tests use more of it; handing functions to pinpool")]
+#[path = "../tests/support/hand.rs"]
+mod hand;
+
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Unpinned};
+use hand::Machine;
+use pinpool::{Error, PinnedBuf, Pool, PoolBuilder};
 
 const MIB: usize = 1 << 20;
 const CAPACITY: usize = 384 * MIB;
@@ -116,12 +121,10 @@ fn power_of_two(len: usize) -> usize {
 }
 
 fn replay(seed: u64, scale: u64, title: &str, setup: impl Fn(PoolBuilder) -> PoolBuilder) {
-    let node = HostNode::new(HostConfig::new().memory(MIB)).expect("a sane configuration");
-    let device = Device::on(&node, 0).expect("the node has a device");
-    // A low memlock limit does not change the bytes.
-    let builder = Pool::builder(&device).capacity(CAPACITY).initial(CAPACITY).unpinned(Unpinned::Allow);
+    let machine = Machine::new(1, MIB, seed);
+    let device = machine.device(0);
+    let builder = Pool::builder(&device).capacity(CAPACITY).initial(CAPACITY);
     let pool = setup(builder).build().expect("memory for a pool");
-    pool.wait_pinned(None).expect("pinning ends");
 
     println!("\n{title}, capacity {} MiB", CAPACITY / MIB);
     println!(

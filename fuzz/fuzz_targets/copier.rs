@@ -575,9 +575,12 @@ impl World {
             let failure = Failure::ALL[usize::from(failure) % Failure::ALL.len()];
             return MACHINE.fault(call.map_or("", |call| CALLS[call % CALLS.len()]), nth + 1, failure);
         };
-        let failure = match failure % 3 {
+        // With threads a wait for a device that stalls lasts.
+        let failure = match failure % 5 {
             0 => host::Failure::Transient,
-            1 => host::Failure::Argument,
+            1 => host::Failure::RunsAnyway,
+            2 => host::Failure::Argument,
+            3 => host::Failure::Capture,
             _ => host::Failure::DeviceLost,
         };
         match call.map(|call| Call::ALL[call % Call::ALL.len()]) {

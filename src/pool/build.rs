@@ -102,6 +102,8 @@ impl PoolBuilder {
         if let Some(kind) = backing.kind() {
             self.devices.iter().try_for_each(|d| d.context().driver().can_use(kind))?;
         }
+        // What a pool does on devices by hand must not depend on the machine, and it has no threads.
+        let by_hand = self.devices[0].context().is_by_hand();
         let thread_cache = if self.track { Some(0) } else { self.thread_cache };
         let thread_cache = thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
         let config = CentralConfig {
@@ -110,18 +112,18 @@ impl PoolBuilder {
             transfer_cache: thread_cache.saturating_mul(2).min(capacity / 16),
             largest: extent.min(capacity) - 32,
             step: region,
-            by_hand: self.devices[0].context().is_by_hand(),
+            by_hand,
             serves: self.devices.iter().map(|d| (d.context().id(), d.name().into())).collect(),
             track: self.track,
         };
         let options = RegionOptions {
             extent,
-            threads,
+            threads: if by_hand { 0 } else { threads },
             unpinned: self.unpinned,
             huge: self.huge_pages,
             node: self.numa_node.or_else(|| self.devices[0].numa_node()),
             backing: self.backing,
-            check_cgroups: self.check_cgroups,
+            check_cgroups: self.check_cgroups && !by_hand,
         };
         Ok((config, options, initial))
     }

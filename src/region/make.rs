@@ -91,9 +91,7 @@ impl Regions {
 
     /// Where so many bytes come from. Maps them, unless the driver allocates them.
     fn supply(&self, len: usize, context: &Arc<Context>) -> Result<Supply> {
-        // What a device by hand does must not depend on the machine, and it gets no threads, as it has none of its own.
-        let is_inline = context.worker().is_inline();
-        if self.options.check_cgroups && !is_inline {
+        if self.options.check_cgroups {
             os::refuse_over_cgroups(len)?;
         }
         if let Some(kind) = self.kind(context) {
@@ -110,7 +108,7 @@ impl Regions {
         }
         // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is unmapped by
         // `finish`, after the toucher was dropped.
-        let toucher = unsafe { Toucher::start(base, len, if is_inline { 0 } else { threads }, huge, node) };
+        let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
         let region = Region::new(base, RegionSource::Mapped, context);
         let id = self.add(Region { node, ..region }).id;
         Ok(Supply::Mapped { id, base, toucher })

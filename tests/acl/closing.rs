@@ -1,11 +1,8 @@
 //! Closing an Ascend device: what the library got back when it returns, and what the error says where that was refused.
 
-use super::*;
+use std::time::Instant;
 
-/// For a test after which something stays allocated.
-fn leaving_something(body: impl FnOnce(&StandIn)) {
-    body(&TODAY.machine());
-}
+use super::*;
 
 /// Opened twice the device is set twice, if only for a short time; both are undone when it is closed.
 #[test]
@@ -29,73 +26,69 @@ fn a_device_that_was_opened_again_is_let_go_of_as_often() {
 
 #[test]
 fn what_the_library_refuses_to_take_back_is_told() {
-    leaving_something(|stand_in| {
-        for call in
-            ["aclrtFree", "aclrtFreeHost", "aclrtDestroyStream", "aclrtDestroyEvent", "aclrtResetDevice"]
-        {
-            // Where another thread has given all of it back before, the next round has the failure.
-            let error = loop {
-                let device = open(0);
-                let pool = pool(&device, 1 << 20);
-                round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
-                stand_in.fail(call, 1, 507_000, false);
-                drop(pool);
-                let closed = device.close(HANG);
-                stand_in.calm();
-                if let Err(error) = closed {
-                    break error;
-                }
-            };
-            assert!(error.is_closed() && error.held_by().leaked == 1, "{call}: {error}");
-        }
-        assert_eq!(stand_in.struck(), 5);
-    });
+    let stand_in = &TODAY.machine();
+    for call in ["aclrtFree", "aclrtFreeHost", "aclrtDestroyStream", "aclrtDestroyEvent", "aclrtResetDevice"]
+    {
+        // Where another thread has given all of it back before, the next round has the failure.
+        let error = loop {
+            let device = open(0);
+            let pool = pool(&device, 1 << 20);
+            round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
+            stand_in.fail(call, 1, 507_000, false);
+            drop(pool);
+            let closed = device.close(HANG);
+            stand_in.calm();
+            if let Err(error) = closed {
+                break error;
+            }
+        };
+        assert!(error.is_closed() && error.held_by().leaked == 1, "{call}: {error}");
+    }
+    assert_eq!(stand_in.struck(), 5);
 }
 
 #[test]
 fn a_lost_device_is_closed_without_a_call() {
-    leaving_something(|stand_in| {
-        let device = open(0);
-        let memory = device.alloc(1000).unwrap();
-        // The worker has begun; its beginning takes calls of its own.
-        drop(device.alloc(1000).unwrap());
-        until("all else is freed", || calls(stand_in, "aclrtMalloc") == calls(stand_in, "aclrtFree") + 1);
-        // A free is followed by calls of the same thread.
-        let sum = || stand_in.report().calls.iter().map(|call| call.1).sum::<u64>();
-        let mut seen = (sum(), Instant::now());
-        while seen.1.elapsed() < Duration::from_millis(100) {
-            if sum() != seen.0 {
-                seen = (sum(), Instant::now());
-            }
+    let stand_in = &TODAY.machine();
+    let device = open(0);
+    let memory = device.alloc(1000).unwrap();
+    // The worker has begun; its beginning takes calls of its own.
+    drop(device.alloc(1000).unwrap());
+    until("all else is freed", || calls(stand_in, "aclrtMalloc") == calls(stand_in, "aclrtFree") + 1);
+    // A free is followed by calls of the same thread.
+    let sum = || stand_in.report().calls.iter().map(|call| call.1).sum::<u64>();
+    let mut seen = (sum(), Instant::now());
+    while seen.1.elapsed() < Duration::from_millis(100) {
+        if sum() != seen.0 {
+            seen = (sum(), Instant::now());
         }
-        stand_in.kill(0, 507_010);
-        assert!(device.stream().is_err());
-        let before = sum();
-        drop(memory);
-        let error = device.close(HANG).unwrap_err();
-        assert!(error.is_closed() && error.held_by().lost.is_some(), "{error}");
-        // The memory, and the device that stays set.
-        assert!(error.held_by().leaked >= 2, "{error}");
-        assert_eq!(sum(), before);
-    });
+    }
+    stand_in.kill(0, 507_010);
+    assert!(device.stream().is_err());
+    let before = sum();
+    drop(memory);
+    let error = device.close(HANG).unwrap_err();
+    assert!(error.is_closed() && error.held_by().lost.is_some(), "{error}");
+    // The memory, and the device that stays set.
+    assert!(error.held_by().leaked >= 2, "{error}");
+    assert_eq!(sum(), before);
 }
 
 /// Before host memory is freed every device is drained. A device that turns out to be lost then does not use it: what
 /// is in flight there never runs.
 #[test]
 fn another_device_that_is_lost_keeps_nothing_of_this_one() {
-    leaving_something(|stand_in| {
-        let [device, other] = [open(0), open(1)];
-        let pool = pool(&device, 1 << 20);
-        round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
-        assert!(stand_in.report().leaks.iter().any(|leak| leak.starts_with("hosts")));
-        stand_in.kill(1, 507_010);
-        drop(pool);
-        device.close(HANG).unwrap();
-        let leaks = stand_in.report().leaks;
-        assert!(!leaks.iter().any(|leak| leak.starts_with("hosts")), "{leaks:?}");
-        assert!(other.close(HANG).is_err_and(|error| error.is_closed()));
-    });
+    let stand_in = &TODAY.machine();
+    let [device, other] = [open(0), open(1)];
+    let pool = pool(&device, 1 << 20);
+    round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
+    assert!(stand_in.report().leaks.iter().any(|leak| leak.starts_with("hosts")));
+    stand_in.kill(1, 507_010);
+    drop(pool);
+    device.close(HANG).unwrap();
+    let leaks = stand_in.report().leaks;
+    assert!(!leaks.iter().any(|leak| leak.starts_with("hosts")), "{leaks:?}");
+    assert!(other.close(HANG).is_err_and(|error| error.is_closed()));
 }
 
 /// One refused wait for the device must not leak gigabytes for good.

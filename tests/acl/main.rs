@@ -1,9 +1,9 @@
-//! Ascend devices through the crate's public face, on simulated ones (`crates/pinpool-sim`): what the contract's suite,
-//! which runs there too, does not test.
+//! Ascend devices through the crate's public face, on simulated ones (`crates/pinpool-sim`): what the contract's
+//! suite, which runs there too, does not test.
 //!
-//! Each test has a machine of its own for each library that it is about (`tests/support/doubles/npu.rs`), and afterwards
-//! no rule may have been broken and nothing may be left there. Where `PINPOOL_REQUIRE` names an Ascend device,
-//! `what_the_device_says` runs on that.
+//! Each test has a machine of its own for each library that it is about (`tests/support/doubles/npu.rs`), and
+//! afterwards no rule may have been broken and nothing may be left there. Where `PINPOOL_REQUIRE` names an Ascend
+//! device, `what_the_device_says` runs on that.
 
 #![cfg(all(feature = "acl", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling the library beside pinpool")]
@@ -21,13 +21,23 @@ mod standin;
 #[path = "../support/mod.rs"]
 mod support;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Stream, Unpinned, acl};
 use support::doubles::ascendcl::{PATH, REPORT, acl, made, report_of, says};
+use support::doubles::gpu::{calls, filled, until};
 use support::doubles::npu::{self, EARLY_2022, LATE_2022, ON_DEVICE, SMALL_2022, TODAY, on_each};
 use support::doubles::{self, HANG, SETUP, StandIn, npu_name};
 use support::{bytes, skip};
+
+/// The path of the simulation as a library. `None`, and said: it is not there.
+fn simulation() -> Option<String> {
+    let library = doubles::library();
+    if library.is_none() {
+        skip!("the simulation is not beside the executable");
+    }
+    library.map(|path| path.into_os_string().into_string().unwrap())
+}
 
 /// Of copies up and down again.
 const ROUNDS: usize = 24;
@@ -49,12 +59,6 @@ fn pool(device: &Device, capacity: usize) -> Pool {
     Pool::builder(device).capacity(capacity).extent(128 << 10).region(256 << 10).build().unwrap()
 }
 
-fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
-    let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
-    buf.extend_from_slice(bytes);
-    buf
-}
-
 /// Up and down again, and compared.
 fn round_trip(pool: &Pool, stream: &Stream, seed: usize, len: usize) {
     let (sent, memory) = (bytes(seed, len), stream.device().alloc(len).unwrap());
@@ -62,20 +66,6 @@ fn round_trip(pool: &Pool, stream: &Stream, seed: usize, len: usize) {
     let landing = pool.checkout_timeout(len, HANG).unwrap();
     let back = stream.download(&memory, landing).unwrap().wait().unwrap();
     assert!(*back == sent, "{len} bytes");
-}
-
-/// Waits until it is so; no test asserts how long that takes.
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// How often a call was made so far.
-fn calls(stand_in: &StandIn, name: &str) -> u64 {
-    stand_in.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
 }
 
 /// The library's text about this thread's latest error, if there is one that nobody has asked for.
@@ -181,12 +171,10 @@ fn nothing_is_called_after_the_end() {
 #[test]
 fn nothing_is_called_while_the_process_ends() {
     if std::env::var_os(REPORT).is_none() {
-        let Some(library) = doubles::library() else {
-            return skip!("the simulation is not beside the executable");
-        };
+        let Some(library) = simulation() else { return };
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("report");
-        let environment = [(PATH, library.to_str().unwrap()), (REPORT, path.to_str().unwrap())];
+        let environment = [(PATH, &*library), (REPORT, path.to_str().unwrap())];
         let child = doubles::child("nothing_is_called_while_the_process_ends", &environment, HANG);
         let ended = child.status.and_then(|status| status.code());
         assert_eq!(ended, Some(0), "the child {}: {}", child.how(), child.last_words());

@@ -57,9 +57,7 @@ fn a_library_that_cannot_be_used_is_named() {
 #[test]
 fn a_toolkit_is_found_by_its_home() {
     let test = "opening::a_toolkit_is_found_by_its_home";
-    let Some(library) = doubles::library() else {
-        return skip!("the simulated libascendcl is not beside the executable");
-    };
+    let Some(library) = simulation() else { return };
     let home = std::env::temp_dir().join(format!("pinpool-toolkit-{}", std::process::id()));
     if std::env::var_os("PINPOOL_TEST_PART").is_none() {
         std::fs::create_dir_all(home.join("lib64")).unwrap();
@@ -76,17 +74,15 @@ fn a_toolkit_is_found_by_its_home() {
 #[test]
 fn devices_that_are_not_there_are_named() {
     let test = "opening::devices_that_are_not_there_are_named";
-    let Some(library) = doubles::library() else {
-        return skip!("the simulated libascendcl is not beside the executable");
-    };
-    let library = library.to_str().unwrap();
-    if part(test, "none", &[(PATH, library), (SETUP, "devices 0 0"), (doubles::PATH, "/nowhere")]) {
+    let Some(library) = simulation() else { return };
+    let with = |setup| [(PATH, &*library), (SETUP, setup), (doubles::PATH, "/nowhere")];
+    if part(test, "none", &with("devices 0 0")) {
         let why = why("acl:0");
         assert!(why.contains("ASCEND_RT_VISIBLE_DEVICES"), "{why}");
         // Going on without a device is a line in the log, not an error.
         assert_eq!(Device::open("auto").unwrap().name(), "host:0");
     }
-    if part(test, "two", &[(PATH, library), (doubles::PATH, "/nowhere")]) {
+    if part(test, "two", &with("")) {
         let known = |name: &str| match Device::open(name) {
             Err(Error::UnknownDevice { name: of, known }) if of == name => known,
             other => panic!("{other:?}"),
@@ -101,30 +97,32 @@ fn devices_that_are_not_there_are_named() {
         let stream = Device::open("acl:0").unwrap().stream().unwrap();
         assert!(device.stream().unwrap().wait_for(&stream).is_ok());
     }
-    if part(
-        test,
-        "taken",
-        &[(PATH, library), (SETUP, "fail aclrtSetDevice 1 507033 false"), (doubles::PATH, "/nowhere")],
-    ) {
+    if part(test, "taken", &with("fail aclrtSetDevice 1 507033 false")) {
         // The first device is busy, so the second is taken in its place.
         assert_eq!(Device::open("auto").unwrap().name(), "acl:1");
     }
-    for (call, code) in [
-        ("aclInit", "500000"),
-        ("aclrtGetDeviceCount", "107000"),
-        ("aclrtSetDevice", "507033"),
-        ("aclrtGetRunMode", "107000"),
-        ("aclrtGetCurrentContext", "107002"),
-    ] {
-        let fault = format!("fail {call} 1 {code} false");
-        if part(test, call, &[(PATH, library), (SETUP, &fault)]) {
-            let error = Device::open("acl:0").unwrap_err().to_string();
-            assert!(error.contains("acl:0") && error.contains(call) && error.contains(code), "{error}");
+}
+
+#[test]
+fn a_call_that_fails_while_a_device_is_opened_is_named() {
+    on_each(&[TODAY], |stand_in| {
+        for (call, code) in [
+            ("aclInit", 500_000),
+            ("aclrtGetDeviceCount", 107_000),
+            ("aclrtSetDevice", 507_033),
+            ("aclrtGetRunMode", 107_000),
+            ("aclrtGetCurrentContext", 107_002),
+        ] {
+            stand_in.fail(call, 1, code, false);
+            let error = Device::open(&npu_name(0)).unwrap_err().to_string();
+            for part in [npu_name(0), call.to_owned(), code.to_string()] {
+                assert!(error.contains(&part), "{error}");
+            }
             // The cause of the failure is over.
-            drop(Device::open("acl:0").unwrap());
-            npu::no_trace(&npu::stand_in().unwrap());
+            drop(open(0));
+            npu::no_trace(stand_in);
         }
-    }
+    });
 }
 
 #[test]

@@ -145,13 +145,9 @@ pub fn stream_ready(on: &Subject) {
         drop(stream.upload(filled(&pool, &sent), &from).unwrap());
         drop(stream.copy(&from, &to).unwrap());
         let landing = pool.checkout_on(&stream, 60_000).unwrap();
-        let landing = match other.download(&to, landing) {
-            Err(SubmitError {
-                error: Error::Mismatch { what: "a stream-ready buffer", .. },
-                buffer: Some(landing),
-            }) => landing,
-            wrong => panic!("used on another stream: {wrong:?}"),
-        };
+        let refused = other.download(&to, landing).unwrap_err();
+        not_ready(&refused.error);
+        let landing = refused.buffer.unwrap();
         assert!(*stream.download(&to, landing).unwrap().wait().unwrap() == *sent);
         drop(pool.checkout_on(&stream, 60_000).unwrap());
         assert_eq!(pool.checkout_on(&stream, 60_000).unwrap().wait().unwrap().len(), 0);
@@ -174,10 +170,7 @@ pub fn blocking(on: &Subject) {
     assert!(back == sent);
     stream.upload_blocking(&[7; 50], memory.slice(50..100)).unwrap();
     assert!(fetch(&pool, &stream, &memory)[50..100] == [7; 50]);
-    assert!(matches!(
-        &stream.upload_blocking(&[], &memory),
-        Err(Error::Argument(text)) if text.contains("nothing to copy")
-    ));
+    argument(&stream.upload_blocking(&[], &memory).unwrap_err(), "nothing to copy");
     let error = stream.download_blocking(&memory, &mut [0; 10]);
     assert_eq!(error, Err(Error::TooSmall { need: 100_001, have: 10 }));
 }

@@ -381,6 +381,21 @@ fn fetch(pool: &Pool, stream: &Stream, memory: &DeviceSlice) -> Vec<u8> {
     stream.download(memory, landing).unwrap().wait().unwrap().to_vec()
 }
 
+/// A misuse, which the error tells in these words.
+fn argument(error: &Error, says: &str) {
+    assert!(matches!(error, Error::Argument(text) if text.contains(says)), "{says:?} is not in: {error}");
+}
+
+/// What is of another device or stream.
+fn mismatch(error: &Error) {
+    assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+}
+
+/// A stream-ready buffer on another stream.
+fn not_ready(error: &Error) {
+    assert!(matches!(error, Error::Mismatch { what: "a stream-ready buffer", .. }), "{error}");
+}
+
 /// A refused submit that must give the buffer back unharmed.
 fn refusal<T: std::fmt::Debug>(result: Result<T, SubmitError<PinnedBuf>>, expected: &[u8]) -> Error {
     match result {

@@ -1,10 +1,8 @@
 //! Where host memory comes from: what the driver allocates, what the pool adopts, values that are registered.
 
-#![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
-
 use std::fs::File;
 use std::io::Write;
-use std::ops::{Deref, DerefMut};
+use std::ops::Deref;
 use std::os::fd::FromRawFd;
 
 use memmap2::{Mmap, MmapMut};
@@ -12,45 +10,17 @@ use pinpool::{Backing, ErrorClass, HostAllocFlags, Lend, RegionInfo, Registered,
 
 use super::*;
 use crate::support::skip;
+use crate::support::value::Value;
 
 const PAGE: usize = 64 << 10;
 const HANG: Duration = Duration::from_secs(20);
 
-/// Bytes, and whether they were dropped.
-struct Watched {
-    bytes: Vec<u8>,
-    dropped: Arc<AtomicUsize>,
+/// A value, and how often it was dropped.
+fn watched(bytes: Vec<u8>) -> (Value, Arc<AtomicUsize>) {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let count = dropped.clone();
+    (Value::new(bytes, move || _ = count.fetch_add(1, Ordering::SeqCst)), dropped)
 }
-
-impl Watched {
-    fn new(bytes: Vec<u8>) -> (Self, Arc<AtomicUsize>) {
-        let dropped = Arc::new(AtomicUsize::new(0));
-        (Self { bytes, dropped: dropped.clone() }, dropped)
-    }
-}
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        self.bytes.fill(0xDD);
-        self.dropped.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-impl Deref for Watched {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.bytes
-    }
-}
-
-impl DerefMut for Watched {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes
-    }
-}
-
-// SAFETY: a vector that is not resized stays where it is.
-unsafe impl StableDeref for Watched {}
 
 /// Waits until `so` holds.
 fn until(on: &Subject, what: &str, mut so: impl FnMut() -> bool) {
@@ -156,9 +126,9 @@ pub fn adopted(on: &Subject) {
         .build()
         .unwrap();
     let content = bytes(1, 5 * PAGE + 777);
-    let (watched, dropped) = Watched::new(content.clone());
-    let (start, end) = (watched.as_ptr().addr(), watched.as_ptr().addr() + watched.len());
-    let info = match pool.adopt(watched) {
+    let (value, dropped) = watched(content.clone());
+    let (start, end) = (value.as_ptr().addr(), value.as_ptr().addr() + value.len());
+    let info = match pool.adopt(value) {
         Err(refused) if on.cannot(&refused.error) => {
             return println!("refused, as it may be here: {}", refused.error);
         }
@@ -196,8 +166,8 @@ pub fn adopted(on: &Subject) {
     until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
     assert_eq!((pool.regions(), pool.stats().pinned_bytes), (vec![], 0));
     // It ends with the pool as well, and not while a buffer is out.
-    let (watched, dropped) = Watched::new(content);
-    pool.adopt(watched).unwrap();
+    let (value, dropped) = watched(content);
+    pool.adopt(value).unwrap();
     let last = filled(&pool, b"last");
     drop(pool);
     std::thread::sleep(Duration::from_millis(5));
@@ -216,16 +186,9 @@ pub fn adopting_refused(on: &Subject) {
     pool.wait_pinned(Some(HANG)).unwrap();
     let before = (pool.stats(), pool.pinning().wanted);
     let refused = pool.adopt(bytes(3, 4095)).unwrap_err();
-    assert!(
-        matches!(&refused.error, Error::Argument(text) if text.contains("no whole page")),
-        "{}",
-        refused.error
-    );
+    argument(&refused.error, "no whole page");
     assert!(refused.buffer.unwrap() == bytes(3, 4095));
-    assert!(matches!(
-        pool.adopt(Vec::new()).unwrap_err().error,
-        Error::Argument(text) if text.contains("no whole page")
-    ));
+    argument(&pool.adopt(Vec::new()).unwrap_err().error, "no whole page");
     let large = MmapMut::map_anon(7 * PAGE).unwrap();
     let at = large.as_ptr();
     let refused = pool.adopt(large).unwrap_err();
@@ -254,7 +217,7 @@ pub fn adopting_refused(on: &Subject) {
 pub fn registered(on: &Subject) {
     let (pool, stream, memory) = (on.pool(4 << 20), on.stream(), on.alloc(300_000));
     let refused = on.device.register(Vec::new()).unwrap_err();
-    assert!(matches!(&refused.error, Error::Argument(text) if text.contains("nothing to copy")));
+    argument(&refused.error, "nothing to copy");
     assert_eq!(refused.buffer, Some(Vec::new()));
     let before = on.device.registered_bytes();
     let content = bytes(1, 300_000);
@@ -283,7 +246,7 @@ pub fn registered(on: &Subject) {
     let refused = stream.upload(value, memory.slice(0..100)).unwrap_err();
     assert_eq!(refused.error, Error::TooSmall { need: 300_000, have: 100 });
     let refused = stream.upload_part(refused.buffer.unwrap(), 10..300_001, &memory).unwrap_err();
-    assert!(matches!(&refused.error, Error::Argument(text) if text.contains("range")));
+    argument(&refused.error, "range");
     value = refused.buffer.unwrap();
     // Shared by several copies.
     let shared = Arc::new(value);
@@ -325,8 +288,8 @@ pub fn registered_is_kept(on: &Subject) {
     for (shared, waits) in [(false, false), (true, false), (false, true), (true, true)] {
         // Whole pages, of which no other value has a part.
         let content = bytes(usize::from(shared), 200_001);
-        let (watched, dropped) = Watched::new(content.clone());
-        let Some(value) = register(on, watched, false) else { return };
+        let (value, dropped) = watched(content.clone());
+        let Some(value) = register(on, value, false) else { return };
         let memory = on.alloc(200_001);
         if shared {
             let value = Arc::new(value);
@@ -343,8 +306,8 @@ pub fn registered_is_kept(on: &Subject) {
     }
     until(on, "all is unregistered", || on.device.registered_bytes() == before);
     // Downloads write to the value until they are complete, though its handle was dropped.
-    let (watched, dropped) = Watched::new(vec![0; 100_000]);
-    let Some(value) = register(on, watched, false) else { return };
+    let (value, dropped) = watched(vec![0; 100_000]);
+    let Some(value) = register(on, value, false) else { return };
     let memory = on.alloc(100_000);
     drop(stream.download(&memory, value).unwrap());
     stream.synchronize().unwrap();

@@ -5,22 +5,9 @@ use std::sync::Mutex;
 use pinpool::Copier;
 use pinpool::copier::Transfer;
 
-use super::copier::{HANG, all_back};
+use super::copier::{HANG, all_back, copiers, read};
 use super::waiting::block_on_with;
 use super::*;
-
-fn read(on: &Subject, pool: &Pool, memory: &DeviceSlice) -> Vec<u8> {
-    fetch(pool, &on.stream(), memory)
-}
-
-/// With the device ring, where there is one, and without.
-fn copiers(on: &Subject, test: impl Fn(&Pool, Copier)) {
-    for ring in [64 << 20, 0] {
-        let pool = on.pool(8 << 20);
-        test(&pool, Copier::builder(&pool, &on.device).threads(3).ring(ring).build().unwrap());
-        all_back(on, &pool);
-    }
-}
 
 /// What is in memory as soon as that is as it must be. A transfer whose handle was dropped may have no segment yet, and is
 /// there some time after its segments are back: the ring is in between.
@@ -42,7 +29,7 @@ fn start(copier: &Copier, bytes: &[u8], dst: impl pinpool::DeviceRange) -> Trans
 }
 
 pub(super) fn order(on: &Subject) {
-    copiers(on, |pool, copier| {
+    copiers(on, 8 << 20, |pool, copier| {
         let stream = on.stream();
         let (memory, copy) = (on.alloc(200_000), on.alloc(200_000));
         for round in 0..10 {
@@ -66,16 +53,15 @@ pub(super) fn order(on: &Subject) {
             assert!(all[..100] == sent[..100] && all[100..] == bytes(round + 50, 200_000)[100..]);
         }
         if let Some(other) = &on.other {
-            let wrong = |error: Error| assert!(matches!(error, Error::Mismatch { .. }), "{error}");
             let far = other.stream().unwrap();
-            wrong(start(&copier, b"here", &memory).order(&far).unwrap_err());
-            wrong(copier.wait_for(&far).unwrap_err());
+            mismatch(&start(&copier, b"here", &memory).order(&far).unwrap_err());
+            mismatch(&copier.wait_for(&far).unwrap_err());
         }
     });
 }
 
 pub(super) fn awaited(on: &Subject) {
-    copiers(on, |pool, copier| {
+    copiers(on, 8 << 20, |pool, copier| {
         let pump = || {
             on.pump();
             copier.reap();

@@ -10,7 +10,7 @@ use pinpool::copier::CopyRange;
 use pinpool::host::{Call, Failure, HostConfig};
 use pinpool::{Copier, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError, Unpinned};
 
-use crate::setup::{HANG, Node, Setup, until};
+use crate::setup::{HANG, Node, Setup, ends, until};
 use crate::support::{bytes, in_use, own_process};
 
 const THREADS: usize = 4;
@@ -177,7 +177,7 @@ fn blocks_of_one_place_are_copied_from_where_they_are() {
         let blocks =
             pinned(&s, &from, (0..COUNT).map(|i| if sorted { i * stride } else { mixed(i) * stride }));
         let places: Vec<DeviceSlice> = blocks.iter().map(|(_, place)| place.clone()).collect();
-        let taken = if room { Vec::new() } else { no_room(&s) };
+        let taken = if room { Vec::new() } else { s.emptied() };
         let before = s.copier.stats();
         let came = s.copier.upload_pages(blocks).unwrap().wait().unwrap();
         assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
@@ -200,22 +200,13 @@ fn apart(s: &Setup, from: &Pool, count: usize) -> Vec<(PinnedBuf, DeviceSlice)> 
     pinned(s, from, (0..count).map(|i| i * (LEN + 64)))
 }
 
-/// Takes all that a copier could have as segments.
-fn no_room(s: &Setup) -> Vec<PinnedBuf> {
-    let mut taken = Vec::new();
-    for len in [4 << 20, 1 << 20, 64 << 10, 4 << 10, 64] {
-        taken.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
-    }
-    taken
-}
-
 /// On each device. The blocks are of a pool of their own, and the copier's pool has room for segments or none.
 fn both_ways(test: impl Fn(&Setup, &Pool)) {
     for room in [true, false] {
         for node in Node::each() {
             let s = setup(node, 24 << 20);
             let from = Pool::builder(&s.device).capacity(40 << 20).unpinned(Unpinned::Allow).build().unwrap();
-            let taken = if room { Vec::new() } else { no_room(&s) };
+            let taken = if room { Vec::new() } else { s.emptied() };
             test(&s, &from);
             drop(taken);
             s.all_back();
@@ -273,8 +264,8 @@ fn a_copy_of_blocks_fails() {
     });
 }
 
-/// The device dies at any point of a call with pieces, or with blocks in flight, whose handle waits or was dropped: it ends
-/// with that error, nothing stays in use for good, and no wait lasts for ever.
+/// The device dies at any point of a call with pieces, or under blocks whose handle waits or was
+/// dropped: all end with that error, nothing stays in use for good, and no wait lasts for ever.
 #[test]
 fn a_device_dies_under_pieces_and_blocks() {
     #[derive(Clone, Copy, Debug, PartialEq)]
@@ -329,38 +320,22 @@ fn blocks_in_flight_on_a_dead_device_never_come_back() {
     for up in [true, false] {
         let s = setup(HostConfig::new(), 24 << 20);
         s.node.hang(true);
-        let places = (0..20).map(|i| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap());
-        let blocks: Vec<_> = places.map(|place| (s.pool.checkout(LEN).unwrap(), place)).collect();
+        let block = |i: usize| (s.filled(&[1; LEN]), s.memory.slice(i * LEN..(i + 1) * LEN).unwrap());
+        let blocks: Vec<_> = (0..20).map(block).collect();
         let granted = s.pool.stats().granted_bytes;
-        let error = if up {
-            let filled = blocks.into_iter().map(|(mut buf, place)| {
-                buf.try_resize(LEN, 1).unwrap();
-                (buf, place)
-            });
-            let sent = s.copier.upload_pages(filled.collect()).unwrap();
-            die_in_flight(&s, granted);
-            sent.wait().unwrap_err().error
+        let sent = if up {
+            s.copier.upload_pages(blocks).unwrap()
         } else {
-            let blocks = blocks.into_iter().map(|(buf, place)| (place, buf));
-            let coming = s.copier.download_pages(blocks.collect()).unwrap();
-            die_in_flight(&s, granted);
-            coming.wait().unwrap_err().error
+            s.copier.download_pages(blocks.into_iter().map(|(buf, place)| (place, buf)).collect()).unwrap()
         };
+        until("all are in flight", || s.pool.stats().in_flight_bytes >= granted);
+        s.node.host().kill(0);
+        let error = sent.wait().unwrap_err().error;
         assert!(error.is_device_lost(), "{error}");
-        while s.pool.stats().in_flight_bytes > 0 {
-            std::thread::yield_now();
-        }
+        until("none is in flight", || s.pool.stats().in_flight_bytes == 0);
         assert!(s.pool.stats().quarantined_bytes >= granted, "{:?}", s.pool.stats());
         s.pool.check().unwrap();
     }
-}
-
-/// The device dies as soon as so many bytes are in flight.
-fn die_in_flight(s: &Setup, bytes: usize) {
-    while s.pool.stats().in_flight_bytes < bytes {
-        std::thread::yield_now();
-    }
-    s.node.host().kill(0);
 }
 
 /// A stream that is lost takes with it the blocks of the chunks that are in flight there, and no others of the call.
@@ -370,11 +345,7 @@ fn a_lost_stream_keeps_the_blocks_of_its_chunks_alone() {
     let Some(node) = Node::by_hand(5) else { return };
     let s = Setup::new(node, 64 << 20, |copier| copier.chunk(BLOCK).depth(1));
     let (pool, memory) = (&s.pool, &s.memory);
-    let block = |n: usize| {
-        let mut block = pool.checkout(BLOCK).unwrap();
-        block.try_resize(BLOCK, 7).unwrap();
-        (block, memory.slice(n * BLOCK..(n + 1) * BLOCK).unwrap())
-    };
+    let block = |n: usize| (s.filled(&vec![7; BLOCK]), memory.slice(n * BLOCK..(n + 1) * BLOCK).unwrap());
     let blocks: Vec<_> = (0..24).map(block).collect();
     no_event_is_recorded(&s);
     let sent = s.copier.upload_pages(blocks).unwrap();
@@ -454,17 +425,10 @@ fn empty_pieces_wait_for_nothing() {
     let place = s.memory.slice(..1).unwrap();
     let one = [7_u8];
     s.copier.upload_slices(&[(&one, place.clone()), (&[], place.clone()), (&[], place.clone())]).unwrap();
-    let mut taken = Vec::new();
-    for len in [64 << 10, 4 << 10, 64] {
-        taken.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
-    }
-    let (send, receive) = std::sync::mpsc::channel();
-    let copier = s.copier.clone();
-    std::thread::spawn(move || {
-        let up = copier.upload_slices(&[(&[], place.clone()), (&[], place.clone())]);
-        send.send(up).unwrap();
+    let (taken, copier) = (s.emptied(), s.copier.clone());
+    ends("a wait for room that is not needed", move || {
+        copier.upload_slices(&[(&[], place.clone()), (&[], place.clone())]).unwrap();
     });
-    assert_eq!(receive.recv_timeout(HANG).expect("it waits for room that it does not need"), Ok(()));
     drop(taken);
     s.all_back();
 }
@@ -480,16 +444,10 @@ fn pinned_blocks_may_be_all_that_the_pool_has() {
         pieces.push((buf, s.memory.slice(at..at + 1000).unwrap()));
     }
     let places: Vec<DeviceSlice> = pieces.iter().map(|piece| piece.1.clone()).collect();
-    let (send, receive) = std::sync::mpsc::channel();
     let copier = s.copier.clone();
-    std::thread::spawn(move || {
-        let back = copier.upload_pages(pieces).expect("in place").wait();
-        send.send(back.is_ok()).unwrap();
-    });
-    assert!(receive.recv_timeout(HANG).expect("it waits for its own blocks"));
+    ends("a wait for its own blocks", move || drop(copier.upload_pages(pieces).unwrap().wait().unwrap()));
     for (seed, place) in places.iter().enumerate().step_by(97) {
-        let back = s.device.stream().unwrap().download(place, s.pool.checkout(1000).unwrap()).unwrap();
-        assert!(back.wait().unwrap()[..] == bytes(seed, 1000)[..], "piece {seed}");
+        assert!(*s.read(place) == *bytes(seed, 1000), "piece {seed}");
     }
     s.all_back();
 }
@@ -541,13 +499,9 @@ fn a_refused_piece_is_named() {
     let targets: &'static mut [[u8; 100]] = targets.leak();
     let mut down: Vec<_> = targets.iter_mut().map(|to| &mut to[..]).enumerate().map(cut).collect();
     small(s.copier.download_slices(&mut down).unwrap_err(), 778, 100, (100, 98));
-    let full = |len: usize| {
-        let mut buf = s.pool.checkout(len).unwrap();
-        buf.try_resize(len, 7).unwrap();
-        buf
-    };
     // Blocks of two places each.
-    let blocks = |i: usize| (full(if i == 3 { 150 } else { 200 }), vec![place(2 * i), place(2 * i + 1)]);
+    let blocks =
+        |i: usize| (s.filled(&vec![7; if i == 3 { 150 } else { 200 }]), vec![place(2 * i), place(2 * i + 1)]);
     let refused = s.copier.upload_pages((0..5).map(blocks).collect()).unwrap_err();
     small(refused.error, 3, 200, (200, 150));
     let back: Vec<usize> = refused.buffer.unwrap().iter().map(|(buf, _)| buf.len()).collect();
@@ -581,11 +535,7 @@ fn pages_at_even_distances() {
         0 => vec![all.clone()],
         _ => vec![some.clone(), beside.clone()],
     };
-    let fill = |n: usize, len: usize| {
-        let mut buf = s.pool.checkout(len).unwrap();
-        buf.extend_from_slice(&bytes(n, len));
-        buf
-    };
+    let fill = |n: usize, len: usize| s.filled(&bytes(n, len));
     let lens = [64 * PAGE, 22 * PAGE];
     let sent: Vec<_> = (0..2).map(|n| (fill(n, lens[n]), places(n))).collect();
     s.copier.upload_pages(sent).unwrap().wait().unwrap();
@@ -693,10 +643,8 @@ fn changes(then: usize, steady: usize) -> Changes {
 fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
     let s = setup(HostConfig::new(), 1 << 20);
     for steady in 0..40 {
-        let stream = s.device.stream().unwrap();
-        let mut guard = s.pool.checkout(8000).unwrap();
-        guard.extend_from_slice(&[9; 8000]);
-        stream.upload(guard, s.memory.slice(..8000).unwrap()).unwrap().wait().unwrap();
+        let place = s.memory.slice(..8000).unwrap();
+        s.copier.upload_slice(&[9; 8000], &place).unwrap();
         let piece = |i: usize| {
             let grows = changes(1500, steady + 100 * usize::from(i != 3));
             let place = s.memory.slice(i * 1000..(i + 1) * 1000).unwrap();
@@ -707,9 +655,10 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
         if let Ok(sent) = s.copier.upload_pages(all) {
             let _ = sent.wait();
         }
-        let back = stream.download(s.memory.slice(..8000).unwrap(), s.pool.checkout(8000).unwrap());
-        let back = back.unwrap().wait().unwrap();
-        assert!(back[4000..].iter().all(|byte| *byte == 9), "beyond all of them, asked {steady} times");
+        assert!(
+            s.read(&place)[4000..].iter().all(|byte| *byte == 9),
+            "beyond all of them, asked {steady} times"
+        );
     }
     s.all_back();
 }
@@ -719,21 +668,15 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
 #[test]
 fn a_call_goes_on_with_the_segment_that_it_has() {
     let s = setup(HostConfig::new(), 4 << 20);
-    let mut bufs = Vec::new();
-    let mut expected = Vec::new();
-    for i in 0..2400 {
-        let mut buf = s.pool.checkout(1000).unwrap();
-        buf.extend_from_slice(&bytes(i, 1000));
-        expected.extend_from_slice(&bytes(i, 1000));
-        bufs.push((buf, s.memory.slice(i * 1000..(i + 1) * 1000).unwrap()));
-    }
+    let sources: Vec<_> = (0..2400).map(|i| bytes(i, 1000)).collect();
+    let piece = |(i, source): (usize, &Vec<u8>)| {
+        (s.filled(source), s.memory.slice(i * 1000..(i + 1) * 1000).unwrap())
+    };
+    let bufs: Vec<_> = sources.iter().enumerate().map(piece).collect();
     // All but one segment, whatever length that has.
     let one =
         [1_500_000, 1 << 20, 600_000].into_iter().find_map(|len| s.pool.try_checkout(len).ok()).unwrap();
-    let mut rest: Vec<PinnedBuf> = Vec::new();
-    for len in [1 << 18, 1 << 16, 1 << 14, 1 << 12, 1000, 64] {
-        rest.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
-    }
+    let rest = s.emptied();
     drop(one);
     let stop = AtomicBool::new(false);
     let (send, receive) = std::sync::mpsc::channel();
@@ -761,10 +704,7 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
     });
     done.expect("the call waits for a request that waits for the call").unwrap();
     drop(rest);
-    let stream = s.device.stream().unwrap();
-    let back =
-        stream.download(s.memory.slice(..expected.len()).unwrap(), s.pool.checkout(expected.len()).unwrap());
-    assert!(back.unwrap().wait().unwrap()[..] == expected[..]);
+    assert!(*s.read(&s.memory.slice(..2400 * 1000).unwrap()) == *sources.concat());
     s.all_back();
 }
 
@@ -795,7 +735,7 @@ fn a_segment_outlives_copies_whose_end_is_never_known() {
     assert!(sent.wait().is_err_and(|failed| failed.error.class() == ErrorClass::Argument));
     // Nothing has been copied yet. The test takes all that the pool has, and writes to it.
     assert!(s.node.queued() > 0);
-    let mut taken = no_room(&s);
+    let mut taken = s.emptied();
     for buf in &mut taken {
         buf.try_resize(buf.capacity(), 0xEE).unwrap();
     }
@@ -803,11 +743,9 @@ fn a_segment_outlives_copies_whose_end_is_never_known() {
     s.node.calm();
     while s.node.step() {}
     drop(taken);
-    let stream = s.device.stream().unwrap();
-    for (place, sent) in places.iter().zip([&first, &last]) {
-        let back = stream.download(place, s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
-        // Where they overlap, either wins.
-        let own = if std::ptr::eq(sent, &raw const first) { 0..100 } else { 200..LEN };
+    // Where they overlap, either wins.
+    for (place, sent, own) in [(&places[0], first, 0..100), (&places[1], last, 200..LEN)] {
+        let back = s.read(place);
         assert!(back[own.clone()] == sent[own], "the copy read what another wrote to its segment");
     }
     s.pool.check().unwrap();
@@ -817,27 +755,20 @@ fn a_segment_outlives_copies_whose_end_is_never_known() {
 #[test]
 fn a_pool_of_another_device_is_refused() {
     let (s, other) = (setup(HostConfig::new(), 4 << 20), setup(HostConfig::new(), 1 << 20));
-    let pool = &other.pool;
-    let refused = Copier::builder(pool, &s.device).build().unwrap_err();
+    let refused = Copier::builder(&other.pool, &s.device).build().unwrap_err();
     assert!(matches!(refused, Error::Mismatch { .. }), "{refused}");
     let wrong = |error: Error| {
         let Error::Piece { piece: 1, memory: 8, cause } = &error else { panic!("{error}") };
         assert!(matches!(**cause, Error::Mismatch { .. }), "{error}");
     };
-    let filled = |pool: &Pool| {
-        let mut buf = pool.checkout(8).unwrap();
-        buf.extend_from_slice(b"neighbor");
-        buf
-    };
     // The last of two.
     let place = |i: usize| s.memory.slice(i * 8..i * 8 + 8).unwrap();
-    let refused =
-        s.copier.upload_pages(vec![(filled(&s.pool), place(0)), (filled(pool), place(1))]).unwrap_err();
+    let both = || [s.filled(b"neighbor"), other.filled(b"neighbor")].into_iter().enumerate();
+    let refused = s.copier.upload_pages(both().map(|(i, buf)| (buf, place(i))).collect()).unwrap_err();
     let back = refused.buffer.unwrap();
     assert!(back.len() == 2 && back.iter().all(|(buf, _)| **buf == *b"neighbor"));
     wrong(refused.error);
-    let refused =
-        s.copier.download_pages(vec![(place(0), filled(&s.pool)), (place(1), filled(pool))]).unwrap_err();
+    let refused = s.copier.download_pages(both().map(|(i, buf)| (place(i), buf)).collect()).unwrap_err();
     assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
     wrong(refused.error);
     assert_eq!(s.copier.stats().chunks, 0);
@@ -860,9 +791,7 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
             scope.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
                     let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
-                    let mut buf = s.pool.checkout(64).unwrap();
-                    buf.extend_from_slice(&[1; 64]);
-                    drop(s.copier.upload_pages(vec![(buf, place)]).unwrap());
+                    drop(s.copier.upload_pages(vec![(s.filled(&[1; 64]), place)]).unwrap());
                 }
             });
         }

@@ -1,9 +1,10 @@
-//! What these tests share: a device with a pool, a copier and memory, which threads move, or the test by hand.
+//! What these tests share: a device with a pool, a copier and memory. Threads move the device, or the
+//! test by hand.
 
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, Pool, Unpinned};
+use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, PinnedBuf, Pool, Unpinned};
 
 #[cfg(feature = "cuda")]
 use crate::support::hand;
@@ -21,7 +22,19 @@ pub fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// What the device is of: a host node with threads, or a simulated machine that does nothing by itself.
+/// Runs what may hang instead of failing.
+pub fn ends<T: Send + 'static>(what: &str, test: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, ended) = std::sync::mpsc::channel::<()>();
+    let thread = std::thread::spawn(move || {
+        let _done = done;
+        test()
+    });
+    let ended = ended.recv_timeout(2 * HANG);
+    assert_ne!(ended, Err(std::sync::mpsc::RecvTimeoutError::Timeout), "hangs: {what}");
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// What the device is of: a host node with threads, or a simulated machine that is moved by hand.
 pub enum Node {
     Host(HostNode),
     #[cfg(feature = "cuda")]
@@ -94,7 +107,8 @@ impl Node {
         }
     }
 
-    /// Makes a call fail, counted from 0. (A GPU copies many pieces by one call: of its copies it is the first or second.)
+    /// Makes a call fail, counted from 0. A GPU copies many pieces by one call, so of its copies it is
+    /// the first or the second.
     pub fn fail(&self, call: Call, nth: u64, failure: Failure) {
         match self {
             Self::Host(node) => node.fail(Fault { device: 0, call, nth, failure }),
@@ -122,7 +136,7 @@ impl Node {
         }
     }
 
-    /// No call fails any more. Whether all that were to fail did; by hand, whether any did since the machine was made.
+    /// No call fails any more. Whether all that were to fail did; by hand, whether any ever did.
     pub fn calm(&self) -> bool {
         match self {
             Self::Host(node) => node.clear_faults() == 0,
@@ -164,6 +178,25 @@ impl Setup {
         let copier = options(Copier::builder(&pool, &device)).build().unwrap();
         let memory = device.alloc(32 << 20).unwrap();
         Self { node, device, pool, copier, memory }
+    }
+
+    /// A buffer with these bytes.
+    pub fn filled(&self, bytes: &[u8]) -> PinnedBuf {
+        let mut buf = self.pool.checkout(bytes.len()).unwrap();
+        buf.extend_from_slice(bytes);
+        buf
+    }
+
+    /// What device memory holds, by a stream.
+    pub fn read(&self, place: &DeviceSlice) -> PinnedBuf {
+        let stream = self.device.stream().unwrap();
+        stream.download(place, self.pool.checkout(place.len()).unwrap()).unwrap().wait().unwrap()
+    }
+
+    /// All that a copier could have as segments.
+    pub fn emptied(&self) -> Vec<PinnedBuf> {
+        let of = |len: usize| std::iter::from_fn(move || self.pool.try_checkout(len).ok());
+        [8 << 20, 1 << 20, 64 << 10, 4 << 10, 64].into_iter().flat_map(of).collect()
     }
 
     /// Lets what does not move by itself do a step.

@@ -12,6 +12,7 @@ use crate::support::bytes;
 const LEN: usize = 3000;
 /// The longest that are copied at once.
 const LONGEST: usize = 256 << 10;
+
 fn setup(options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
     Setup::new(HostConfig::new(), 32 << 20, |copier| options(copier.threads(2)))
 }
@@ -26,10 +27,7 @@ fn is_there(s: &Setup, expected: &[u8], place: &DeviceSlice) {
 fn short_slices_need_no_memory_of_the_pool() {
     let s = setup(|copier| copier);
     s.pool.wait_pinned(None).unwrap();
-    let mut taken = Vec::new();
-    for len in [8 << 20, 1 << 20, 64 << 10, 4 << 10, 64] {
-        taken.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
-    }
+    let mut taken = s.emptied();
     for len in [1, LEN, LONGEST] {
         let mut back = vec![0; len];
         s.copier.upload_slice(&bytes(len, len), &s.memory).unwrap();

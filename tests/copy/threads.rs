@@ -1,4 +1,5 @@
-//! Which thread moves a small transfer: the copier's own, one that waits for it, or one that moves the device by hand; and what a waker on such a thread may do.
+//! Which thread moves a small transfer: the copier's own, one that waits for it, or one that moves the device by hand;
+//! and what a waker on such a thread may do.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -7,27 +8,19 @@ use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::support::downloaded;
-use pinpool::copier::{CopyRange, Fill, Priority, Sink, Source, Transfer};
+use pinpool::copier::{CopyRange, Fill, Priority, Source, Transfer};
 use pinpool::host::{Call, Failure, HostConfig};
 use pinpool::{Copier, CopierBuilder, DeviceSlice, Error, Stream};
 
-use crate::setup::{HANG, Node, Setup, until};
+use crate::bulk::{sink, source};
+use crate::setup::{HANG, Node, Setup, ends, until};
 use crate::support::{bytes, in_use};
 
 const LEN: usize = 300;
 const PIECE: usize = 512;
+
 fn setup(node: impl Into<Node>, options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
     Setup::new(node, 8 << 20, options)
-}
-
-/// With threads, some of which are late, and without any.
-fn everywhere(test: impl Fn(Setup)) {
-    test(setup(HostConfig::new(), |copier| copier.threads(3)));
-    test(setup(HostConfig::new(), |copier| copier.threads(1).chunk(16 << 10).share(100 << 10)));
-    test(setup(HostConfig::new().late(Duration::from_micros(100), 3), |copier| {
-        copier.threads(2).chunk(16 << 10)
-    }));
-    Node::by_hand(5).into_iter().for_each(|node| test(setup(node, |copier| copier)));
 }
 
 impl Setup {
@@ -50,34 +43,21 @@ impl Setup {
     }
 }
 
-/// Runs a test that may hang instead of failing.
-fn ends(what: &str, test: impl FnOnce() + Send + 'static) {
-    let (done, ended) = std::sync::mpsc::channel::<()>();
-    let thread = std::thread::spawn(move || {
-        let _done = done;
-        test();
-    });
-    let ended = ended.recv_timeout(2 * HANG);
-    assert_ne!(ended, Err(std::sync::mpsc::RecvTimeoutError::Timeout), "hangs: {what}");
-    if let Err(panic) = thread.join() {
-        std::panic::resume_unwind(panic);
-    }
-}
-
 /// A failed event is made up for by a later one.
 #[test]
 fn events_fail() {
-    everywhere(|s| {
-        for call in [Call::Record, Call::Query, Call::CreateEvent] {
-            for nth in 0..3 {
-                s.node.fail(call, nth, Failure::Transient);
+    for share in [4 << 20, 100 << 10] {
+        for node in Node::each() {
+            let s = setup(node, |copier| copier.threads(2).chunk(16 << 10).share(share));
+            for call in [Call::Record, Call::Query, Call::CreateEvent] {
+                (0..3).for_each(|nth| s.node.fail(call, nth, Failure::Transient));
+                s.all(100).into_iter().for_each(|sent| drop(sent.wait().unwrap()));
+                (0..100).for_each(|i| s.is_there(i));
+                s.node.calm();
+                s.all_back();
             }
-            s.all(100).into_iter().for_each(|sent| drop(sent.wait().unwrap()));
-            (0..100).for_each(|i| s.is_there(i));
-            s.node.calm();
-            s.all_back();
         }
-    });
+    }
 }
 
 /// What a waker tries, though it must not wait.
@@ -90,17 +70,20 @@ enum Tries {
     Block,
 }
 
+/// Whether the waker ran on a thread of the copier's, and how its try ended.
+type Told = (bool, Result<(), Error>);
+
 struct Waiter {
     tries: Tries,
     copier: Copier,
     stream: Stream,
     memory: DeviceSlice,
     blocks: DeviceSlice,
-    told: SyncSender<(bool, Result<(), Error>)>,
+    told: SyncSender<Told>,
 }
 
 impl Waiter {
-    fn waker(s: &Setup, tries: Tries) -> (Waker, Receiver<(bool, Result<(), Error>)>) {
+    fn waker(s: &Setup, tries: Tries) -> (Waker, Receiver<Told>) {
         let (told, hears) = sync_channel(1000);
         let (copier, stream) = (s.copier.clone(), s.device.stream().unwrap());
         let (memory, blocks) = (s.range(900), s.memory.slice(16 << 20..17 << 20).unwrap());
@@ -175,15 +158,13 @@ fn a_waker_starts_transfers_and_does_not_wait() {
     }
 }
 
-/// So it is on the thread that sees copies of streams complete: the wait would be for its own thread.
+/// So it is on the thread that sees copies of streams complete: the wait would be for itself.
 #[test]
 fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     let s = setup(HostConfig::new(), |copier| copier);
     let (waker, hears) = Waiter::waker(&s, Tries::Block);
     s.node.hang(true);
-    let mut buf = s.pool.checkout(LEN).unwrap();
-    buf.try_resize(LEN, 1).unwrap();
-    let mut sent = s.device.stream().unwrap().upload(buf, s.range(0)).unwrap();
+    let mut sent = s.device.stream().unwrap().upload(s.filled(&[1; LEN]), s.range(0)).unwrap();
     assert!(std::pin::Pin::new(&mut sent).poll(&mut Context::from_waker(&waker)).is_pending());
     drop(waker);
     s.node.hang(false);
@@ -213,25 +194,33 @@ fn a_waker_starts_a_transfer_to_a_lost_device() {
     });
 }
 
-/// A source that blocks until it is told to go on.
+/// Blocks sources and sinks until they are told to go on.
 #[derive(Clone, Default)]
-struct Blocks {
-    calls: Arc<AtomicUsize>,
-    goes_on: Arc<AtomicBool>,
-}
+struct Blocks(Arc<(AtomicUsize, AtomicBool)>);
 
-impl Source for Blocks {
-    fn len(&self) -> u64 {
-        32 << 10
+impl Blocks {
+    fn calls(&self) -> usize {
+        self.0.0.load(Ordering::Relaxed)
     }
 
-    fn fill(&self, _: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
-        self.calls.fetch_add(1, Ordering::Relaxed);
-        while !self.goes_on.load(Ordering::Relaxed) {
+    fn go_on(&self) {
+        self.0.1.store(true, Ordering::Relaxed);
+    }
+
+    fn wait(&self) {
+        self.0.0.fetch_add(1, Ordering::Relaxed);
+        while !self.0.1.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        into.push(&vec![7; into.remaining()]);
-        Ok(())
+    }
+
+    fn source(&self, len: usize) -> impl Source + std::fmt::Debug + use<> {
+        let blocks = self.clone();
+        source("blocks", len, move |_, into: &mut Fill<'_>| {
+            blocks.wait();
+            into.push(&vec![7; into.remaining()]);
+            Ok(())
+        })
     }
 }
 
@@ -247,45 +236,24 @@ fn a_transfer_does_not_wait_for_sources_that_block() {
             s.node.hang(true);
             let first = s.start(0);
             until("the first goes", || s.pool.stats().in_flight_bytes > 0);
-            let source = Blocks::default();
+            let blocks = Blocks::default();
             let urgent = s.copier.with_priority(Priority::Foreground);
-            let upload = urgent.upload(source.clone(), s.memory.slice(1 << 20..)).unwrap();
-            until("the source is asked", || source.calls.load(Ordering::Relaxed) >= 1);
+            let upload = urgent.upload(blocks.source(32 << 10), s.memory.slice(1 << 20..)).unwrap();
+            until("the source is asked", || blocks.calls() >= 1);
             // The worker of the first is to send this one.
             let second = s.start(1);
             s.node.hang(false);
             while !first.is_over() {
                 std::thread::yield_now();
             }
-            until("all of the source is asked for", || source.calls.load(Ordering::Relaxed) == 2);
+            until("all of the source is asked for", || blocks.calls() == 2);
             second.wait_timeout(HANG).expect("it waits for the source").unwrap();
-            source.goes_on.store(true, Ordering::Relaxed);
+            blocks.go_on();
             upload.wait().unwrap();
             s.is_there(1);
             s.all_back();
         }
     });
-}
-
-/// A megabyte, of which each part is read or written when a call of the program's has returned.
-struct Calls<F>(F);
-
-impl<F: Fn() -> std::io::Result<()> + Send + Sync + 'static> Source for Calls<F> {
-    fn len(&self) -> u64 {
-        1 << 20
-    }
-
-    fn fill(&self, _: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
-        (self.0)()?;
-        into.push(&vec![7; into.remaining()]);
-        Ok(())
-    }
-}
-
-impl<F: Fn() -> std::io::Result<()> + Send + Sync + 'static> Sink for Calls<F> {
-    fn put(&self, _: u64, _: &[u8]) -> std::io::Result<()> {
-        (self.0)()
-    }
 }
 
 /// One thread and one segment are left for transfers that cannot block, for which a source or sink may wait.
@@ -300,32 +268,27 @@ fn sources_and_sinks_wait_for_another_transfer() {
     ] {
         ends(&format!("{threads} threads, a share of {share}, upload: {upload}"), move || {
             let s = setup(HostConfig::new(), |copier| copier.threads(threads).chunk(16 << 10).share(share));
-            let (slice, there) = (bytes(1, 512 << 10), Arc::new(AtomicBool::new(false)));
+            let slice = bytes(1, 512 << 10);
             let urgent = s.copier.with_priority(Priority::Foreground);
             for copier in [&s.copier, &urgent] {
-                there.store(false, Ordering::Relaxed);
-                let (calls, seen) = (Arc::new(AtomicUsize::new(0)), there.clone());
-                let called = calls.clone();
-                let waits = Calls(move || {
-                    called.fetch_add(1, Ordering::Relaxed);
-                    while !seen.load(Ordering::Relaxed) {
-                        std::thread::sleep(Duration::from_millis(1));
-                    }
-                    Ok(())
-                });
+                let blocks = Blocks::default();
                 let place = s.memory.slice(1 << 20..2 << 20).unwrap();
-                let (up, down) = match upload {
-                    true => (Some(urgent.upload(waits, place).unwrap()), None),
-                    false => (None, Some(urgent.download(place, waits).unwrap())),
+                let (up, down) = if upload {
+                    (Some(urgent.upload(blocks.source(1 << 20), place).unwrap()), None)
+                } else {
+                    let waits = blocks.clone();
+                    let sink = sink(move |_, _: &[u8]| {
+                        waits.wait();
+                        Ok(())
+                    });
+                    (None, Some(urgent.download(place, sink).unwrap()))
                 };
-                while calls.load(Ordering::Relaxed) == 0 {
-                    std::thread::yield_now();
-                }
+                until("it is asked", || blocks.calls() > 0);
                 // Until all have called that will.
                 std::thread::sleep(Duration::from_millis(20));
-                assert!(calls.load(Ordering::Relaxed) <= threads);
+                assert!(blocks.calls() <= threads);
                 copier.upload_slice(&slice, s.memory.slice(..512 << 10).unwrap()).unwrap();
-                there.store(true, Ordering::Relaxed);
+                blocks.go_on();
                 up.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
                 down.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
                 assert!(downloaded(&s.copier, s.memory.slice(..512 << 10).unwrap()) == slice);
@@ -340,7 +303,7 @@ fn sources_and_sinks_wait_for_another_transfer() {
 fn a_failed_source_leaves_nothing_in_use() {
     let s = setup(HostConfig::new(), |copier| copier.threads(1));
     for _ in 0..20 {
-        let fails = Calls(|| Err(std::io::Error::other("no more")));
+        let fails = source("fails", 1 << 20, |_, _: &mut Fill<'_>| Err(std::io::Error::other("no more")));
         let one = vec![CopyRange { at: 0, device: s.range(0) }];
         let said = s.copier.upload(fails, one).unwrap().wait();
         let Err(failed) = said else { panic!("it fails") };
@@ -363,9 +326,7 @@ fn two_threads_wait_on_a_device_by_hand() {
                 for i in 0..1000 {
                     let (piece, place) = (bytes(i, LEN), s.range(t));
                     s.copier.upload(piece.clone(), &place).unwrap().wait().unwrap();
-                    let mut buf = s.pool.checkout(LEN).unwrap();
-                    buf.extend_from_slice(&piece);
-                    drop(stream.upload(buf, &place).unwrap().wait().unwrap());
+                    drop(stream.upload(s.filled(&piece), &place).unwrap().wait().unwrap());
                 }
             });
         }

@@ -1,5 +1,5 @@
-//! The pool itself, on the host device: checkout and return, threads, requests that wait, growth and its limits,
-//! closing, host functions, and a fork.
+//! The pool itself, on the host device and on simulated GPUs that a test moves by hand: checkout and return, threads,
+//! requests that wait, growth and its limits, closing, host functions, and a fork.
 
 mod async_server;
 mod buffers;

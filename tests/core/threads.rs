@@ -707,7 +707,7 @@ fn what_goes_is_unpinned_once_and_before_what_comes_is_pinned() {
         };
         let trimmers = [(); 3].map(|()| scope.spawn(trim));
         let take = || {
-            for _ in 0..rounds(4000) {
+            for _ in 0..rounds(2000) {
                 // What both threads take is all of the capacity, so that a region that leaves for good is missed.
                 let two = [(); 2].map(|()| pool.checkout_timeout(60 << 10, HANG));
                 assert!(two.iter().all(Result::is_ok), "{two:?}, {:?}", pool.stats());

@@ -3,8 +3,6 @@
 //!
 //! What needs no kernel is in `copy/pieces.rs`, on host devices.
 
-#![cfg(all(feature = "cuda", target_os = "linux"))]
-
 use std::time::{Duration, Instant};
 
 use pinpool::copier::{FileSource, Reading};
@@ -193,7 +191,9 @@ fn pages_keep_all_their_memory() {
 /// Pieces of all lengths and alignments, by the ring and without it.
 #[test]
 fn pieces_and_pages_of_any_length_are_in_their_places() {
-    on_gpu(|_| {
+    on_gpu(|gpu| {
+        // The simulation has no kernels of its own to get wrong.
+        let part = if gpu.stand_in.is_some() { 4 } else { 1 };
         for ring in [64 << 20, 0] {
             let mut b = Bench::new(ring);
             let mut random = Random(7);
@@ -209,7 +209,7 @@ fn pieces_and_pages_of_any_length_are_in_their_places() {
             ];
             for (case, count, len) in cases {
                 let case = format!("{case}, ring of {ring}");
-                let places = b.places(&mut random, count, len);
+                let places = b.places(&mut random, count / part, len);
                 b.pieces(&mut random, &places, &case);
                 b.pages(&mut random, &places, 37, &case);
             }
@@ -221,7 +221,7 @@ fn pieces_and_pages_of_any_length_are_in_their_places() {
                 assert_eq!((stats.ring_bytes, stats.launches), (0, 0), "{stats:?}");
             } else {
                 assert!(stats.has_kernels, "{stats:?}");
-                assert!(stats.ring_bytes > 40 << 20 && stats.launches > 0, "{stats:?}");
+                assert!(stats.ring_bytes > (40 << 20) / part as u64 && stats.launches > 0, "{stats:?}");
                 assert!(stats.ring <= 64 << 20, "{stats:?}");
             }
             all_back(&b.pool);

@@ -3,7 +3,7 @@
 //! On a GPU where there is one, else on the stand-in driver, which cudarc finds as `libcuda.so` on the library path and
 //! which runs every copy as late as the rules allow. Each test has a process of its own.
 
-#![cfg(all(feature = "cudarc", target_os = "linux"))]
+#![cfg(feature = "cudarc")]
 #![allow(unsafe_code, reason = "cudarc's unsafe calls")]
 
 use std::path::Path;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 use pinpool::cudarc::{self as shared, CudarcStream, SharedSlice};
-use pinpool::{Device, Error, Pool};
+use pinpool::{Device, Error, PinnedBuf, Pool, SubmitError};
 
 use crate::rig::passes_in_a_child;
 use crate::support::doubles::gpu::filled;
@@ -112,6 +112,13 @@ fn on_device(stream: &Arc<CudaStream>, bytes: &[u8]) -> cudarc::driver::CudaSlic
 
 fn pool(device: &Device, len: usize) -> Pool {
     Pool::builder(device).capacity(4 * len + (1 << 20)).extent(len + (1 << 20)).build().unwrap()
+}
+
+/// The buffer of a copy that was refused since nothing would order it.
+fn unordered<T: std::fmt::Debug>(said: Result<T, SubmitError<PinnedBuf>>) -> PinnedBuf {
+    let refused = said.unwrap_err();
+    assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
+    refused.buffer.unwrap()
 }
 
 /// A context and a stream for each way in which cudarc keeps order.
@@ -223,10 +230,7 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
     beside!(what_nothing_would_order_is_refused_with_the_buffer);
     let [default, own, untracked] = ways().try_into().unwrap();
     let pool = pool(&shared::device(own.1.context()).unwrap(), 4096);
-    let filled = || {
-        let buf = filled(&pool, &[7; 64]);
-        buf
-    };
+    let filled = || filled(&pool, &[7; 64]);
     // Another stream of the same context: cudarc tracks it, or it does not.
     let mut slice = on_device(&own.1, &[0; 64]);
     let other = adopted(&own.1.context().new_stream().unwrap()).unwrap();
@@ -235,14 +239,9 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
     let mut slice = on_device(&untracked.1, &[0; 64]);
     let stranger = adopted(&default.1).unwrap();
     for _ in 0..2 {
-        let refused = stranger.upload_to(filled(), &mut slice).unwrap_err();
-        assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
-        assert_eq!(*refused.buffer.unwrap(), [7; 64]);
+        assert_eq!(*unordered(stranger.upload_to(filled(), &mut slice)), [7; 64]);
     }
-    let refused = stranger.download_from(&slice, filled()).unwrap_err();
-    assert!(
-        matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }) && refused.buffer.is_some()
-    );
+    unordered(stranger.download_from(&slice, filled()));
     // Made while tracking was off, used while it is on.
     let late = CudaContext::new(0).unwrap();
     // SAFETY: nothing is used on more than one stream meanwhile.
@@ -251,22 +250,16 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
     let mut slice = on_device(&first, &[0; 64]);
     // SAFETY: as above.
     unsafe { late.enable_event_tracking() };
-    let refused = adopted(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
-    assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
+    unordered(adopted(&second).unwrap().upload_to(filled(), &mut slice));
     // A slice of another `CudaContext` for the same context, which has no stream but the default one: what cudarc
     // will do to the slice waits for no event.
     let quiet = CudaContext::new(0).unwrap();
     let mut lone = on_device(&quiet.default_stream(), &[0; 64]);
-    let refused = other.upload_to(filled(), &mut lone).unwrap_err();
-    assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
-    let refused = other.download_from(&lone, refused.buffer.unwrap()).unwrap_err();
-    assert!(
-        matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }) && refused.buffer.is_some()
-    );
+    let back = unordered(other.upload_to(filled(), &mut lone));
+    unordered(other.download_from(&lone, back));
     // Nor if that has another stream: cudarc stops tracking when it is dropped.
     let second_of_quiet = quiet.new_stream().unwrap();
-    let refused = other.upload_to(filled(), &mut lone).unwrap_err();
-    assert!(matches!(refused.error, Error::Mismatch { what: "a cudarc slice", .. }), "{}", refused.error);
+    unordered(other.upload_to(filled(), &mut lone));
     // With a stream of its own the slice stays tracked until it is dropped.
     let mut owned = on_device(&second_of_quiet, &[0; 64]);
     other.upload_to(filled(), &mut owned).unwrap().wait().unwrap();
@@ -369,10 +362,7 @@ fn what_follows_a_copy_on_another_stream_comes_after_it() {
     let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
     let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
     let pool = pool(on_owner.device(), 2 * READS * LEN);
-    let filled = |seed| {
-        let buf = filled(&pool, &bytes(seed, LEN));
-        buf
-    };
+    let filled = |seed| filled(&pool, &bytes(seed, LEN));
     // SAFETY: what is read of it before it is written is not looked at, here and below.
     let fresh = || unsafe { owner.alloc::<u8>(LEN) }.unwrap();
     for round in 0..10 {
@@ -514,7 +504,7 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
             drop(slice);
             // SAFETY: written before it is read, or not read.
             let mut fresh = unsafe { owner.alloc::<u8>(LEN) }.unwrap();
-            let buf = filled(&pool, &new);
+            let buf = filled(pool, &new);
             d.fail(call, nth, code, after);
             let flight = on_other.upload_to(buf, &mut fresh);
             d.calm();
@@ -716,10 +706,7 @@ fn an_error_that_cudarc_has_noted_breaks_no_order() {
     let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
     let shared = adopted(&one).unwrap();
     let pool = pool(shared.device(), 1000);
-    let filled = || {
-        let buf = filled(&pool, &bytes(2, 1000));
-        buf
-    };
+    let filled = || filled(&pool, &bytes(2, 1000));
     let mut slice = on_device(&other, &bytes(1, 1000));
     let noted = cudarc::driver::DriverError(cudarc::driver::sys::CUresult::CUDA_ERROR_NOT_FOUND);
     // Before: the stream would not wait for what was done to the slice.

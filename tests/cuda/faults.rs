@@ -25,7 +25,7 @@ use pinpool_sim::cuda::Driver;
 
 use crate::rig::flag;
 use crate::support::doubles::gpu::{Raw, bytes, until};
-use crate::support::doubles::{HANG, StandIn, gpu_name};
+use crate::support::doubles::{HANG, StandIn, gpu_name, on_stand_in};
 
 const LEN: usize = 4000;
 const PAGE: usize = 64 << 10;
@@ -324,8 +324,11 @@ impl Sweep {
     }
 
     fn all(&self) {
-        let stand_in = StandIn::gpus(Driver::Cuda12_8);
-        assert_eq!(self.run(&stand_in, None), Vec::<String>::new(), "without any fault");
+        on_stand_in(|stand_in| self.all_on(stand_in));
+    }
+
+    fn all_on(&self, stand_in: &StandIn) {
+        assert_eq!(self.run(stand_in, None), Vec::<String>::new(), "without any fault");
         let clean = stand_in.report();
         assert_eq!(clean.leaks, Vec::<String>::new(), "without any fault");
         let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
@@ -341,7 +344,7 @@ impl Sweep {
                     // What is lost or kept for ever stays on a machine of its own.
                     let leaves = is_final(Some(fault)) || name == "cuUserObjectRelease";
                     let fresh = leaves.then(|| StandIn::gpus(Driver::Cuda12_8));
-                    let machine = fresh.as_ref().unwrap_or(&stand_in);
+                    let machine = fresh.as_ref().unwrap_or(stand_in);
                     let wrong = self.run(machine, Some(fault));
                     let met = machine.struck();
                     (runs, struck) = (runs + 1, struck + met);

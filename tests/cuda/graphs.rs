@@ -3,7 +3,6 @@
 //!
 //! As in `streams.rs` the server is played by raw driver calls, and most tests run on a real GPU too.
 
-#![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]
 
 use std::sync::Arc;
@@ -12,7 +11,9 @@ use pinpool::{Device, Error, ErrorClass, PinnedBuf, Stream, SubmitError, cuda};
 use pinpool_sim::cuda::Driver;
 
 use crate::rig::{self, open, round_trip};
-use crate::support::doubles::gpu::{Gpu, bytes, filled, on_driver, on_gpu, on_stand_in, pool, until};
+use crate::support::doubles::gpu::{
+    Gpu, all_back, bytes, filled, on_driver, on_gpu, on_stand_in, pool, until,
+};
 use crate::support::doubles::{HANG, gpu_name};
 
 const LEN: usize = 10_000;
@@ -95,11 +96,7 @@ fn what_cannot_be_captured_is_refused_before_the_driver_hears_of_it() {
             assert!(told.contains("hold_captured needs a stream") && back, "{what}: {told}");
         }
         drop((stream, shared, other));
-        until("all is back", || {
-            let s = pool.stats();
-            s.in_flight_bytes + s.checked_out_bytes == 0
-        });
-        pool.check().unwrap();
+        all_back(&pool);
         gpu.ok("cuStreamDestroy_v2", &[late]);
         gpu.ok("cuStreamDestroy_v2", &[adopted]);
     });

@@ -2,7 +2,6 @@
 //!
 //! What any device must do with such memory is in `contract/memory.rs`; every call fails once in `faults.rs`.
 
-#![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "values whose bytes stay where they are, and memory by its address")]
 
 use std::ops::{Deref, DerefMut};
@@ -212,6 +211,7 @@ fn a_driver_that_has_ended_is_not_called_for_memory() {
         let raw = unsafe { device.raw_memory(plain.address(), 64, owner) }.unwrap();
         d.fail("cuMemAlloc_v2", 1, 4, false);
         assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::DriverShutdown);
+        assert!(device.lost().is_some());
         let before = d.report();
         drop((one, registered, allocated, managed, plain, raw));
         // The worker comes to this last.

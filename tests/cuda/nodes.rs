@@ -1,8 +1,6 @@
 //! Pools for GPUs on several NUMA nodes, on the stand-in driver: the node that a pool lies on, a pool for each node, and
 //! a pool that goes on with another GPU when its first one dies.
 
-#![cfg(all(feature = "cuda", target_os = "linux"))]
-
 use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, SubmitError};
 
 use crate::rig::{both, is_clean};

@@ -2,8 +2,6 @@
 //!
 //! A stream of it is the thread's that adopted it. Other threads may wait for what is in flight on it, and no more.
 
-#![cfg(all(feature = "cuda", target_os = "linux"))]
-
 use pinpool::{Copier, Device, Error, ErrorClass, InFlight, Stream, cuda};
 
 use crate::rig::{adopt, open, round_trip};

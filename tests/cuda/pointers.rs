@@ -3,7 +3,6 @@
 //!
 //! What any device must do with all of these is in `contract`, and each driver call fails once in `faults.rs`.
 
-#![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling the stand-in, and memory by its address")]
 
 use std::sync::{Arc, Mutex};

@@ -1,6 +1,6 @@
 //! What the tests of GPUs share.
 
-#![allow(unsafe_code, reason = "raw handles, and a fork")]
+#![allow(unsafe_code, reason = "raw handles")]
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, Error, Pool, Stream, cuda};
 
-use crate::support::doubles::gpu::{bytes, filled, until};
+use crate::support::doubles::gpu::{bytes, filled};
 use crate::support::doubles::{self, HANG, StandIn, gpu_name};
 
 pub fn open() -> Device {
@@ -70,26 +70,6 @@ pub fn passes_in_a_child(test: &str, environment: &[(&str, &str)], limit: Durati
     let passed = child.status.is_some_and(|status| status.success());
     assert!(passed, "{test}: the child {}: {}", child.how(), child.last_words());
     assert!(child.stdout.contains("1 passed"), "{test} did not run");
-}
-
-/// Runs `body` in the child of a fork, whose exit code it returns; 0 says that all is well.
-pub fn in_a_fork(body: impl FnOnce() -> i32) {
-    // SAFETY: the child calls what is under test, and `_exit`.
-    let pid = unsafe { libc::fork() };
-    assert!(pid >= 0);
-    if pid == 0 {
-        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(99);
-        // SAFETY: ends the child without running anything of the parent's.
-        unsafe { libc::_exit(code) };
-    }
-    let mut status = 0;
-    until("the child ends", || {
-        // SAFETY: our child, and a place for its status.
-        let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
-        ended == pid
-    });
-    assert!(libc::WIFEXITED(status));
-    assert_eq!(libc::WEXITSTATUS(status), 0, "what failed in the child of the fork, 99 for a panic");
 }
 
 /// The number of the first check that failed, counted from 1; 0 if all hold.

@@ -3,7 +3,6 @@
 //! The server is played by raw driver calls (`support/doubles/gpu.rs`). Most tests run on a real GPU as well as on the
 //! stand-in; what only a double can be told to do runs there alone. Captures and graphs are in `graphs.rs`.
 
-#![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]
 
 use std::ffi::c_void;
@@ -13,9 +12,13 @@ use std::time::Duration;
 use pinpool::{Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, Stream, SubmitError, cuda};
 use pinpool_sim::cuda::Driver;
 
-use crate::rig::{adopt, first_wrong, flag, in_a_fork, open, round_trip};
-use crate::support::doubles::gpu::{Gpu, bytes, calls, filled, on_driver, on_gpu, on_stand_in, pool, until};
-use crate::support::doubles::{self, HANG, StandIn, gpu_name};
+use crate::rig::{adopt, first_wrong, flag, open, round_trip};
+use crate::support::doubles::gpu::{
+    Gpu, all_back, bytes, calls, filled, on_driver, on_gpu, on_stand_in, pool, until,
+};
+use crate::support::doubles::{HANG, StandIn, gpu_name};
+use crate::support::own_process;
+use crate::support::process::forked;
 
 /// The largest of which one fits into a pool of [`ROOM`].
 const LEN: usize = 100_000;
@@ -407,10 +410,7 @@ fn claims(gpu: &Gpu, old: bool) {
         let (pool, stream) = (pool(&device, ROOM), adopt(&device, raw).unwrap());
         let memory = device.alloc(LEN).unwrap();
         assert_eq!(are_one(&pool, &stream, &adopt(&device, raw).unwrap(), &memory), !old);
-        until("all is back", || {
-            let s = pool.stats();
-            s.in_flight_bytes + s.checked_out_bytes == 0
-        });
+        all_back(&pool);
         d.hang(true);
         drop(stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
         match pool.try_checkout_on(&stream, LEN) {
@@ -437,10 +437,7 @@ fn claims(gpu: &Gpu, old: bool) {
 
 fn until_hung_is_over(d: &StandIn, pool: &Pool) {
     d.hang(false);
-    until("all is back", || {
-        let s = pool.stats();
-        s.in_flight_bytes + s.checked_out_bytes == 0
-    });
+    all_back(pool);
 }
 
 // --- trouble ---------------------------------------------------------------------------------------------------------
@@ -503,9 +500,7 @@ fn contexts_of_one_gpu_have_names_of_their_own() {
 /// In the child of a fork everything may be dropped, and no driver is called: it is not there.
 #[test]
 fn a_child_drops_everything_without_a_driver() {
-    if !doubles::is_set() {
-        return doubles::again("a_child_drops_everything_without_a_driver", &[]);
-    }
+    own_process!();
     on_stand_in(|gpu, d| {
         let context = gpu.other_context();
         let ((one, one_gone), (two, two_gone)) = (flag(), flag());
@@ -529,7 +524,7 @@ fn a_child_drops_everything_without_a_driver() {
         std::thread::sleep(Duration::from_millis(300));
         let made = || d.report().calls.iter().map(|call| call.1).sum::<u64>();
         let before = made();
-        in_a_fork(|| {
+        let wrong = forked(|| {
             let wrong = first_wrong(&[
                 adopt(&device, raw).err() == Some(Error::Forked),
                 cuda::raw_stream(&stream).err() == Some(Error::Forked),
@@ -543,5 +538,6 @@ fn a_child_drops_everything_without_a_driver() {
             // A call of the driver, or a keeper that was dropped.
             if made() != before || one_gone() || two_gone() { 50 } else { wrong }
         });
+        assert_eq!(wrong, Some(0), "which check failed, counted from 1; 50: a call or a keeper");
     });
 }

@@ -6,56 +6,23 @@
 //! complete holds the right bytes, each value was dropped once or is leaked because the failing call was to release it,
 //! and the device has everything back. `faults` does the same for what a pool does with its own memory.
 
-#![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
-
-use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use memmap2::MmapMut;
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
-use pinpool::{
-    Backing, Device, Error, HostAllocFlags, InFlight, Lend, Pool, Result, StableDeref, SubmitError, Unpinned,
-};
+use pinpool::host::{Call, HostConfig, HostNode, HostUsage};
+use pinpool::{Backing, Device, Error, HostAllocFlags, InFlight, Lend, Pool, Result, SubmitError, Unpinned};
 
+use super::HANG;
+use super::site::{fail, settle};
+use crate::support::doubles::gpu::until;
+use crate::support::hand::Failure;
+use crate::support::value::Value;
 use crate::support::{bytes, panicking, skip};
 
 const PAGE: usize = 64 << 10;
-const HANG: Duration = Duration::from_secs(20);
-
-/// Bytes that are counted while they exist.
-struct Counted(Vec<u8>, Arc<AtomicUsize>);
-
-impl Counted {
-    fn new(bytes: Vec<u8>, there: &Arc<AtomicUsize>) -> Self {
-        there.fetch_add(1, Ordering::SeqCst);
-        Self(bytes, there.clone())
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.1.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-impl Deref for Counted {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl DerefMut for Counted {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.0
-    }
-}
-
-// SAFETY: a vector that is not resized stays where it is.
-unsafe impl StableDeref for Counted {}
 
 struct User {
     node: HostNode,
@@ -88,8 +55,8 @@ impl User {
     fn give<R>(
         &mut self,
         what: &str,
-        memory: Counted,
-        mut call: impl FnMut(Counted) -> Result<R, SubmitError<Counted>>,
+        memory: Value,
+        mut call: impl FnMut(Value) -> Result<R, SubmitError<Value>>,
     ) -> Option<R> {
         let (at, content) = (memory.as_ptr(), memory.to_vec());
         let mut memory = Some(memory);
@@ -117,26 +84,10 @@ impl User {
 
     /// The result of a submission: the value, or nothing where it failed. `None`: the device is lost.
     fn outcome<B: Lend, L>(&mut self, submitted: Result<InFlight<B>, SubmitError<L>>) -> Option<Option<B>> {
-        let mut flight = match submitted {
-            Ok(flight) => flight,
-            Err(refused) => return (!refused.error.is_device_lost()).then_some(None),
-        };
-        // A stalled copy goes on when the device is resumed after a wait.
-        for patience in [Duration::from_millis(50), Duration::from_millis(50), HANG] {
-            match flight.wait_timeout(patience) {
-                Ok(value) => return Some(Some(value)),
-                Err(SubmitError { buffer: Some(same), .. }) => flight = same,
-                Err(SubmitError { error, buffer: None }) => {
-                    if !error.is_device_lost() {
-                        self.wrong(format!("a wait ended with {error}, and the device is not lost"));
-                    }
-                    return None;
-                }
-            }
-            self.node.resume(0);
+        match submitted {
+            Ok(flight) => settle(flight, || self.node.resume(0), &mut self.wrong).map(Some),
+            Err(refused) => (!refused.error.is_device_lost()).then_some(None),
         }
-        self.wrong("a wait hangs");
-        None
     }
 
     /// Pools of memory that the device allocates, and of what is adopted.
@@ -171,7 +122,7 @@ impl User {
             }
             let stats = pool.stats();
             if stats.pinned_bytes + stats.unpinned_bytes == 0 {
-                let value = Counted::new(bytes(2, 5 * PAGE), &self.there);
+                let value = Value::counted(bytes(2, 5 * PAGE), &self.there);
                 self.give("adopt", value, |value| pool.adopt(value))?;
                 drop(self.again("checkout", || pool.checkout_timeout(PAGE, HANG))?);
                 if let Err(error) = pool.check() {
@@ -188,7 +139,7 @@ impl User {
         let memory = self.again("alloc", || device.alloc(30_001))?;
         for round in 0..3 {
             let content = bytes(round, 30_001);
-            let value = Counted::new(content.clone(), &self.there);
+            let value = Value::counted(content.clone(), &self.there);
             let value = self.give("register", value, |value| device.register(value))?;
             self.again("device_address", || value.device_address(device))?;
             let sent = match round {
@@ -211,7 +162,7 @@ impl User {
                     None => false,
                 },
             };
-            let value = Counted::new(vec![0; 30_001], &self.there);
+            let value = Value::counted(vec![0; 30_001], &self.there);
             let target = self.give("register", value, |value| device.register(value))?;
             if let Some(back) = self.outcome(stream.download(&memory, target))? {
                 if sent && *back != *content {
@@ -219,7 +170,7 @@ impl User {
                 }
             }
         }
-        let value = Counted::new(bytes(9, 1000), &self.there);
+        let value = Value::counted(bytes(9, 1000), &self.there);
         let value = self.give("register_read_only", value, |value| device.register_read_only(value))?;
         self.outcome(stream.hold(value))?;
         self.outcome(stream.hold(()))?;
@@ -275,15 +226,6 @@ fn run(node: &HostNode, failed: Option<(Call, Failure)>) -> Vec<String> {
     wrong
 }
 
-const KINDS: [Failure; 6] = [
-    Failure::Argument,
-    Failure::Transient,
-    Failure::DeviceLost,
-    Failure::RunsAnyway,
-    Failure::Capture,
-    Failure::Stall,
-];
-
 #[test]
 fn every_call_fails_once() {
     panicking::install_if_asked();
@@ -310,9 +252,9 @@ fn every_call_fails_once() {
     let (mut runs, mut findings) = (0, Vec::new());
     for (call, count) in counts {
         for nth in 0..count {
-            for failure in KINDS {
+            for failure in Failure::ALL {
                 let node = node();
-                node.fail(Fault { device: 0, call, nth, failure });
+                fail(&node, call, nth, failure);
                 runs += 1;
                 let wrong = run(&node, Some((call, failure)));
                 findings.extend(wrong.into_iter().map(|w| format!("{call:?} {nth} {failure:?}: {w}")));
@@ -353,7 +295,7 @@ fn what_overlaps_is_refused_and_comes_back() {
 fn plain_memory_takes_its_place_only_where_that_is_allowed() {
     let node = node();
     let device = Device::on(&node, 0).unwrap();
-    let fault = |call| node.fail(Fault { device: 0, call, nth: 0, failure: Failure::Transient });
+    let fault = |call| fail(&node, call, 0, Failure::Transient);
     let builder = || {
         let pool = Pool::builder(&device).capacity(4 * PAGE).initial(2 * PAGE).extent(2 * PAGE);
         pool.backing(Backing::HostAlloc(HostAllocFlags::default()))
@@ -380,25 +322,17 @@ fn memory_that_can_never_be_pinned_keeps_no_other_memory_unpinned() {
     let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
     // Both are refused before the memory is adopted, and so before either is tried again.
     for failure in [Failure::Transient, Failure::Transient, Failure::Argument] {
-        node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure });
+        fail(&node, Call::Pin, 0, failure);
     }
     let info = pool.adopt(MmapMut::map_anon(4 * PAGE).unwrap()).unwrap();
     assert_eq!((info.len, info.pinned), (4 * PAGE, 0));
-    let since = Instant::now();
-    while pool.stats().pinned_bytes != 2 * PAGE {
-        assert!(since.elapsed() < HANG, "{:?}", pool.stats());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    until("one of the two is pinned", || pool.stats().pinned_bytes == 2 * PAGE);
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
     pool.check().unwrap();
     assert_eq!(pool.trim(0), 4 * PAGE);
     drop((pool, device));
-    let since = Instant::now();
-    while node.live(0) != HostUsage::default() {
-        assert!(since.elapsed() < HANG, "{:?}", node.live(0));
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    until("all is given back", || node.live(0) == HostUsage::default());
 }
 
 #[test]
@@ -416,7 +350,7 @@ fn adopting_and_trimming_go_on_while_others_check_out() {
                 for round in 0..100 {
                     let len = (1 + (round + thread) % 7) * PAGE;
                     let content = bytes(round, len);
-                    match pool.adopt(Counted::new(content.clone(), there)) {
+                    match pool.adopt(Value::counted(content.clone(), there)) {
                         Ok(info) => {
                             assert!(info.len >= len - PAGE);
                             adopted.fetch_add(1, Ordering::Relaxed);
@@ -462,9 +396,5 @@ fn adopting_and_trimming_go_on_while_others_check_out() {
     let (stats, pinning) = (pool.stats(), pool.pinning());
     assert_eq!((stats.pinned_bytes + stats.unpinned_bytes, pinning.wanted, pinning.ready), (0, 0, 0));
     drop((pool, device));
-    let since = Instant::now();
-    while (there.load(Ordering::SeqCst), node.live(0)) != (0, HostUsage::default()) {
-        assert!(since.elapsed() < HANG, "{there:?} values, {:?}", node.live(0));
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    until("all is given back", || (there.load(Ordering::SeqCst), node.live(0)) == (0, HostUsage::default()));
 }

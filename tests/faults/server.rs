@@ -1,6 +1,7 @@
 //! A small server: each call that a server makes, tried again where that is what the error asks for, with a check of
 //! every byte that comes back.
 
+use super::site::settle;
 use super::*;
 
 /// What a run did and what was wrong with it.
@@ -82,24 +83,8 @@ impl Server<'_> {
     }
 
     /// Waits for what is in flight. It may only be lost with the device.
-    pub fn settle<B: Lend>(&mut self, mut flight: InFlight<B>) -> Option<B> {
-        for _ in 0..2 {
-            match flight.wait_timeout(HANG) {
-                Ok(value) => return Some(value),
-                Err(SubmitError { buffer: Some(same), .. }) => {
-                    self.site.resume();
-                    flight = same;
-                }
-                Err(SubmitError { error, buffer: None }) => {
-                    if !error.is_device_lost() {
-                        self.wrong(format!("a wait ended with {error}, and the device is not lost"));
-                    }
-                    return None;
-                }
-            }
-        }
-        self.wrong("a wait hangs");
-        None
+    pub fn settle<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
+        settle(flight, || self.site.resume(), &mut self.report.wrong)
     }
 
     /// Uploads a new pattern. The seed comes with the handle.
@@ -181,41 +166,39 @@ impl Server<'_> {
     }
 
     pub fn download(&mut self, stream: usize, slot: usize) -> Option<()> {
-        let mut landing = self.checkout(SLOT)?;
-        for _ in 0..2 {
-            let source = self.slot(slot);
-            match self.streams[stream].download(source, landing) {
-                Ok(flight) => {
-                    let buf = self.settle(flight)?;
-                    self.compare(slot, &buf, "download");
-                    self.did("download");
-                    return Some(());
-                }
-                Err(e) if e.error.is_device_lost() => return None,
-                Err(SubmitError { buffer: Some(buf), .. }) => landing = buf,
-                Err(SubmitError { buffer: None, .. }) => landing = self.checkout(SLOT)?,
-            }
-        }
-        self.wrong("a download failed twice");
-        None
+        let landing = |s: &mut Self| s.checkout(SLOT);
+        let start = |s: &Self, landing| s.streams[stream].download(s.slot(slot), landing);
+        self.download_into("download", landing, start, slot)
     }
 
     pub fn download_stream_ready(&mut self, stream: usize, slot: usize) -> Option<()> {
+        let landing = |s: &mut Self| s.again("checkout_on", |s| s.pool.checkout_on(&s.streams[stream], SLOT));
+        let start = |s: &Self, landing| s.streams[stream].download(s.slot(slot), landing);
+        self.download_into("stream-ready download", landing, start, slot)
+    }
+
+    fn download_into<L>(
+        &mut self,
+        what: &'static str,
+        landing: impl Fn(&mut Self) -> Option<L>,
+        start: impl Fn(&Self, L) -> Result<InFlight<PinnedBuf>, SubmitError<L>>,
+        slot: usize,
+    ) -> Option<()> {
+        let mut into = landing(self)?;
         for _ in 0..2 {
-            let landing = self.again("checkout_on", |s| s.pool.checkout_on(&s.streams[stream], SLOT))?;
-            let source = self.slot(slot);
-            match self.streams[stream].download(source, landing) {
+            match start(self, into) {
                 Ok(flight) => {
                     let buf = self.settle(flight)?;
-                    self.compare(slot, &buf, "stream-ready download");
-                    self.did("stream-ready download");
+                    self.compare(slot, &buf, what);
+                    self.did(what);
                     return Some(());
                 }
                 Err(e) if e.error.is_device_lost() => return None,
-                Err(_) => {}
+                Err(SubmitError { buffer: Some(same), .. }) => into = same,
+                Err(SubmitError { buffer: None, .. }) => into = landing(self)?,
             }
         }
-        self.wrong("a stream-ready download failed twice");
+        self.wrong(format!("a {what} failed twice"));
         None
     }
 

@@ -25,12 +25,10 @@ mod support;
 mod trouble;
 mod waiting;
 
-use std::time::{Duration, Instant};
-
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Error, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::{Device, Error, Pool, Stream, Unpinned};
 use pinpool_sim::cuda::Driver;
-use support::doubles::gpu::{Gpu, on_driver, on_gpu};
+use support::doubles::gpu::{Gpu, calls, filled, on_driver, on_gpu, until};
 use support::doubles::npu::{self, WAYS};
 use support::doubles::{self, HANG, StandIn, gpu_name, npu_name};
 use support::{own_process, skip};
@@ -198,21 +196,11 @@ fn on_each_npu(body: impl Fn(&On)) {
     }
 }
 
-fn calls(stand_in: &StandIn, name: &str) -> u64 {
-    stand_in.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
-}
-
 /// The flags that a call of the stand-in libcuda was made with, and how often: `("cuMemHostAlloc 3", 2)`.
 fn flags(stand_in: &StandIn, name: &str) -> Vec<(String, u64)> {
     let mut flags = stand_in.report().flags;
     flags.retain(|(call, _)| call.split(' ').next() == Some(name));
     flags
-}
-
-fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
-    let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
-    buf.extend_from_slice(bytes);
-    buf
 }
 
 /// Up and down again, and compared.
@@ -221,13 +209,4 @@ fn round_trip(pool: &Pool, stream: &Stream, sent: &[u8]) {
     drop(stream.upload(filled(pool, sent), &memory).unwrap());
     let landing = pool.checkout_timeout(sent.len(), HANG).unwrap();
     assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
-}
-
-/// Waits until it is so.
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }

@@ -8,6 +8,7 @@ use pinpool::{Device, Error, ErrorClass, Pool, Request, Unpinned};
 use crate::support::bytes;
 use crate::support::doubles::{self, ascendcl, npu};
 use crate::support::exits::{self, Way};
+use crate::support::process::forked;
 use crate::{DEVICES, filled, on_every_device, on_every_device_leaving, own_process, round_trip, until};
 
 /// "May also return error codes from previous, asynchronous launches": whichever call hears of it first.
@@ -69,24 +70,6 @@ fn errors_of_earlier_launches_surface_in_the_next_call() {
         round_trip(&pool, &device.stream().unwrap(), &bytes(3, 1000));
         assert_eq!(device.lost(), None);
     });
-}
-
-/// Runs `child` in a fork of this process: its exit code, or `None` if it hung or was killed.
-fn forked(child: impl FnOnce() -> i32) -> Option<i32> {
-    // SAFETY: the child calls only what is under test here, which is to be safe in a fork, and then `_exit`.
-    let pid = unsafe { libc::fork() };
-    assert!(pid >= 0, "fork failed");
-    if pid == 0 {
-        // SAFETY: ends a child that hangs.
-        unsafe { libc::alarm(20) };
-        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(99);
-        // SAFETY: ends the child without running anything of the parent's.
-        unsafe { libc::_exit(code) };
-    }
-    let mut status = 0;
-    // SAFETY: our child, and a place for its status. The alarm ends it.
-    let ended = unsafe { libc::waitpid(pid, &raw mut status, 0) };
-    (ended == pid && libc::WIFEXITED(status)).then(|| libc::WEXITSTATUS(status))
 }
 
 #[test]

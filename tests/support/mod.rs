@@ -13,6 +13,7 @@ pub mod panicking;
 pub mod process;
 pub mod rig;
 pub mod skip;
+pub mod value;
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;

@@ -393,10 +393,14 @@ impl<'a> Notes<'a> {
 
     /// Notes a field of the tensor that is being read, or says why not.
     fn field(&mut self, key: &str, value: &'a str) -> Result<(), String> {
-        let name = text(key).map_err(undescribed)?;
-        let field = FIELDS.iter().position(|field| *field == name);
-        match field.and_then(|field| self.fields[field].replace(value)) {
-            Some(_) => Err(undescribed(format_args!("its {name} is said twice"))),
+        let known = |name: &str| FIELDS.iter().position(|field| *field == name);
+        let field = match known(key) {
+            // Another one, or one that is written with escapes.
+            None => known(&text(key).map_err(undescribed)?),
+            plain => plain,
+        };
+        match field.filter(|field| self.fields[*field].replace(value).is_some()) {
+            Some(field) => Err(undescribed(format_args!("its {} is said twice", FIELDS[field]))),
             None => Ok(()),
         }
     }

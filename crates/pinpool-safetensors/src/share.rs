@@ -167,17 +167,31 @@ impl Shared {
         all
     }
 
-    /// Takes the tensor at a place that has come out, unless it was taken.
+    /// Takes the tensor at a place, or the next that nobody has taken, if it is one of the first `out`, and gives its
+    /// place. An inner `None`: it was taken before.
     #[inline]
-    fn takes(&self, place: usize) -> bool {
-        let is_mine = !self.is_taken[place].swap(true, Ordering::Relaxed);
-        self.taken.fetch_add(usize::from(is_mine), Ordering::Relaxed);
-        is_mine
+    fn found(&self, wanted: Option<usize>, out: usize) -> Option<Option<usize>> {
+        loop {
+            let place = wanted.unwrap_or_else(|| self.next.load(Ordering::Relaxed));
+            if place >= out {
+                return None;
+            }
+            let is_mine = !self.is_taken[place].swap(true, Ordering::Relaxed);
+            if wanted.is_none() {
+                // Another thread may have set it further: what is passed again was taken.
+                self.next.store(place + 1, Ordering::Relaxed);
+            }
+            if is_mine {
+                self.taken.fetch_add(1, Ordering::Relaxed);
+            }
+            if is_mine || wanted.is_some() {
+                return Some(is_mine.then_some(place));
+            }
+        }
     }
 
-    /// Looks for a tensor without waiting: for the one at a place, or for the next that nobody has taken. An outer `None`:
-    /// it is to be waited for. Inlined, since each function that a tensor is passed through by memory costs more than
-    /// finding it.
+    /// Looks for a tensor without waiting. An outer `None`: it is to be waited for. Inlined, since each function that a
+    /// tensor is passed through by memory costs more than finding it.
     #[inline]
     fn now(&self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
         if pinpool::forked() {
@@ -185,24 +199,10 @@ impl Shared {
         }
         // In this order: after the error nothing more comes out.
         let (failed, out) = (self.failed.get(), self.out());
-        if let Some(place) = wanted.filter(|place| *place < out) {
-            return Some(self.takes(place).then(|| self.tensor(place)));
-        }
-        while wanted.is_none() {
-            let place = self.next.load(Ordering::Relaxed);
-            if place >= out {
-                break;
-            }
-            let is_mine = self.takes(place);
-            // Another thread may have set it further. What is passed again was taken.
-            self.next.store(place + 1, Ordering::Relaxed);
-            if is_mine {
-                return Some(Some(self.tensor(place)));
-            }
-        }
-        match failed {
-            Some((_, error)) => Some(Some(Err(error.clone()))),
-            None => (out == self.is_taken.len()).then_some(None),
+        match (self.found(wanted, out), failed) {
+            (Some(place), _) => Some(place.map(|place| self.tensor(place))),
+            (None, Some((_, error))) => Some(Some(Err(error.clone()))),
+            (None, None) => (out == self.is_taken.len()).then_some(None),
         }
     }
 
@@ -269,21 +269,21 @@ impl Shared {
     /// Blocks the thread until a tensor is found: [`poll`](Self::poll) for threads.
     #[inline]
     fn wait(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
-        self.now(wanted).unwrap_or_else(|| self.block(wanted))
-    }
-
-    #[cold]
-    fn block(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
         loop {
-            // A thread that must not wait has only looked.
-            let has_waited = |transfer: &Transfer<_>, to| transfer.wait_landed(to) || transfer.is_over();
-            if !self.advance(wanted, has_waited) {
-                return may_wait().err().map(Err);
-            }
             if let Some(found) = self.now(wanted) {
                 return found;
             }
+            if let Err(error) = self.block(wanted) {
+                return Some(Err(error));
+            }
         }
+    }
+
+    #[cold]
+    fn block(&self, wanted: Option<usize>) -> Result<()> {
+        // A thread that must not wait has only looked.
+        let has_waited = |transfer: &Transfer<_>, to| transfer.wait_landed(to) || transfer.is_over();
+        if self.advance(wanted, has_waited) { Ok(()) } else { may_wait() }
     }
 }
 

@@ -42,7 +42,8 @@ pub struct Common {
     pub struck: u64,
     /// Nothing runs while it is set.
     pub hung: bool,
-    /// Queries run nothing: work runs by the command `step`, and as far as a call that synchronises needs.
+    /// Queries run nothing: work runs step by step (`cuda/hand.rs`), and as far as a call that synchronises needs. Copies
+    /// of memory that is not page-locked are as late as others, and what is registered is not looked at.
     pub by_hand: bool,
     /// Whether new streams get the handles of destroyed ones.
     pub reuse: bool,

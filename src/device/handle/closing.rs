@@ -249,9 +249,8 @@ impl Closing {
         // The crate's own threads do not wait: they are among what is waited for.
         let waits = crate::sync::own().is_none();
         let end = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
-        let mut deadline = if self.by_hand { now } else { end };
         loop {
-            self.ended = self.holds.wait(deadline.min(Instant::now() + CLOSE_POLL));
+            self.ended = self.holds.wait(end.min(Instant::now() + CLOSE_POLL));
             self.look();
             if self.ended {
                 // The job that let go of the device may not have ended, but it has made its last call.
@@ -259,12 +258,10 @@ impl Closing {
                 let is_clean = self.held.leaked == 0 && self.held.lost.is_none();
                 return if is_clean { Ok(()) } else { Err(CloseError(self)) };
             }
-            if self.by_hand {
-                // No other thread moves the device, but a thread in the middle of its last calls goes on.
-                deadline = if self.held.is_calls_alone() { end } else { now };
-            }
+            // No thread moves a device by hand any more, but a thread in the middle of its last calls goes on.
+            let is_still = self.by_hand && !self.held.is_calls_alone();
             // The device may have ended during the look.
-            let is_over = Instant::now() >= deadline || self.is_hopeless();
+            let is_over = Instant::now() >= end || is_still || self.is_hopeless();
             if is_over && !self.holds.wait(now) {
                 return Err(CloseError(self));
             }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::fault::{Call, Failure};
 use super::memory::Place;
 use super::node::{HostNode, Node};
-use super::unit::{HostFunction, Kernel, State, Unit, Work, number, owner};
+use super::unit::{HostFunction, Kernel, Point, State, Unit, Work, number, owner};
 use crate::device::address::AddressFault;
 use crate::device::ending::Ending;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
@@ -103,7 +103,7 @@ impl HostDriver {
             return self.unknown(call, "stream", stream.0);
         };
         if call == Call::CopyBlocking {
-            self.unit.wait(&mut state, call, point)?;
+            self.unit.wait(&mut state, call, &point)?;
         }
         if failure == Some(Failure::RunsAnyway) {
             let text = "a fault was armed for this call, whose operation was queued all the same";
@@ -311,14 +311,14 @@ impl Driver for HostDriver {
         let (state, _) = self.enter(Call::Query)?;
         match state.events.get(&event.0) {
             // An event that was never recorded counts as complete.
-            Some(recorded) => Ok(recorded.is_none_or(|point| state.has_reached(point))),
+            Some(recorded) => Ok(recorded.as_ref().is_none_or(Point::is_over)),
             None => self.unknown(Call::Query, "event", event.0),
         }
     }
 
     fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
         self.queue(Call::WaitEvent, stream, |state| match state.events.get(&event.0) {
-            Some(recorded) => Ok(recorded.map_or(Work::Record(0), Work::Wait)),
+            Some(recorded) => Ok(recorded.clone().map_or(Work::Record(0), Work::Wait)),
             None => self.unknown(Call::WaitEvent, "event", event.0),
         })
     }

@@ -214,8 +214,7 @@ impl HostNode {
     pub fn resume(&self, device: u32) {
         self.on(device, |state| {
             state.hung = false;
-            state.open().for_each(|stream| stream.held = None);
-            state.wake();
+            state.streams.values_mut().for_each(|stream| stream.hold(None));
         });
     }
 
@@ -232,11 +231,7 @@ impl HostNode {
     }
 
     fn hold(&self, device: u32, nth: usize, held: Option<u64>) -> bool {
-        let hold = |state: &mut State| {
-            let stream = state.open().nth(nth).map(|stream| stream.held = held);
-            state.wake();
-            stream
-        };
+        let hold = |state: &mut State| state.open().nth(nth).map(|stream| stream.hold(held));
         self.on(device, hold).flatten().is_some()
     }
 

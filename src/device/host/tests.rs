@@ -299,7 +299,7 @@ fn a_queued_operation_whose_memory_was_freed_kills_the_device() {
 fn threads_end_with_their_streams_and_with_the_driver() {
     let rig = Rig::new(HostConfig::new(), 8);
     let users = |node: &HostNode| Arc::strong_count(&node.0.units[0]);
-    rig.node.hang(0);
+    assert!(rig.node.hang_stream(0, 0));
     rig.copy(rig.download()).unwrap();
     rig.driver.destroy_stream(rig.stream).unwrap();
     assert_eq!(class(rig.copy(rig.download())), ErrorClass::Argument);

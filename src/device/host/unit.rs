@@ -1,11 +1,11 @@
 //! One device: its streams with their threads, its events, and how it dies.
 //!
 //! All that a device has is in its [`State`], under one lock. A stream is a queue of operations and a count of those
-//! that have ended, so each operation has a *position*. The stream's thread runs the operation at the front, which
-//! stays in the queue meanwhile, and then counts it. Recording an event queues an operation that does nothing, and
-//! notes its position. The event is complete when the stream's count has reached that position. A stream that waits for
-//! an event waits for another stream's count in the same way. No circle can form, since an operation waits only for one
-//! that was submitted before it.
+//! that have ended, so each operation has a *position* ([`Point`]). The stream's thread runs the operation at the front,
+//! which stays in the queue meanwhile, and then counts it. Recording an event queues an operation that does nothing,
+//! and notes its position. The event is complete when the stream's count has reached that position. A stream that waits
+//! for an event waits for another stream's count in the same way. No circle can form, since an operation waits only for
+//! one that was submitted before it.
 //!
 //! Bytes are moved without the lock, in parts of 1 MiB at most. [`State::copying`] counts the parts under way, and
 //! before each part its thread looks, under the lock, whether the device is alive. So [`Unit::kill`] notes the cause of
@@ -53,8 +53,27 @@ pub(super) struct Kernel {
     pub(super) function: Owned<HostFunction>,
 }
 
-/// A stream, and the position of an operation in it.
-pub(super) type Point = (u64, u64);
+/// How far a stream is, and who sleeps until it goes on.
+#[derive(Default)]
+pub(super) struct Progress {
+    /// The number of operations that have ended. It changes under the device's lock.
+    over: AtomicU64,
+    /// The stream's thread sleeps here until there is work for it.
+    thread: Condvar,
+    /// Threads that wait for the stream to come to a position sleep here.
+    followers: Condvar,
+}
+
+/// The position of an operation in a stream.
+#[derive(Clone)]
+pub(super) struct Point(Arc<Progress>, u64);
+
+impl Point {
+    /// Whether the operation has ended. The caller has the device's lock, so that it sees all effects of the operation.
+    pub(super) fn is_over(&self) -> bool {
+        self.0.over.load(Ordering::Relaxed) >= self.1
+    }
+}
 
 pub(super) enum Work {
     /// From, to, and bytes.
@@ -65,26 +84,15 @@ pub(super) enum Work {
     Wait(Point),
 }
 
-/// Who sleeps until something happens on a stream.
-#[derive(Default)]
-struct Sleepers {
-    /// The stream's thread, until there is work for it.
-    thread: Condvar,
-    /// Threads that wait for the stream to come to a position.
-    followers: Condvar,
-}
-
 #[derive(Default)]
 pub(super) struct Stream {
     /// The number of the driver that made it. `None`: that was dropped, and the stream runs nothing more.
     owner: Option<u64>,
-    sleepers: Arc<Sleepers>,
+    progress: Arc<Progress>,
     /// `None`, at the front: the stream's thread has taken it, and runs it.
     queue: VecDeque<Option<Work>>,
-    /// The number of operations that have ended.
-    over: u64,
     /// Operations from this position on do not run until the stream is resumed.
-    pub(super) held: Option<u64>,
+    held: Option<u64>,
     /// It takes nothing more, runs what it has, and ends.
     destroyed: bool,
 }
@@ -97,7 +105,7 @@ pub(super) struct State {
     /// Parts of copies that are under way.
     copying: usize,
     /// Streams in the order of creation. One that was destroyed is here until it has run out.
-    streams: BTreeMap<u64, Stream>,
+    pub(super) streams: BTreeMap<u64, Stream>,
     /// Events, each with the position of its last recording.
     pub(super) events: BTreeMap<u64, Option<Point>>,
     pub(super) memory: BTreeMap<u64, Arc<Block>>,
@@ -117,8 +125,16 @@ enum Next {
     /// Sleep until there is something to do.
     Sleep,
     /// Sleep until another stream has gone on.
-    Follow(Arc<Sleepers>),
+    Follow(Arc<Progress>),
     End,
+}
+
+impl Stream {
+    /// Holds operations from this position on, or lets all go on.
+    pub(super) fn hold(&mut self, held: Option<u64>) {
+        self.held = held;
+        self.progress.thread.notify_one();
+    }
 }
 
 impl State {
@@ -131,24 +147,20 @@ impl State {
         self.streams.values().map(|stream| stream.queue.len()).sum()
     }
 
-    /// Whether the operation at this position has ended. All its effects are then visible to the caller.
-    pub(super) fn has_reached(&self, (stream, position): Point) -> bool {
-        self.streams.get(&stream).is_none_or(|stream| stream.over >= position)
-    }
-
     /// Queues an operation. `None`: there is no such stream.
     pub(super) fn submit(&mut self, id: u64, work: Work, stalled: bool) -> Option<Point> {
         let stream =
             self.streams.get_mut(&id).filter(|stream| !stream.destroyed && stream.owner.is_some())?;
-        let point = (id, stream.over + stream.queue.len() as u64 + 1);
+        let position = stream.progress.over.load(Ordering::Relaxed) + stream.queue.len() as u64 + 1;
+        let point = Point(Arc::clone(&stream.progress), position);
         if let Work::Record(event) = work {
-            self.events.entry(event).and_modify(|recorded| *recorded = Some(point));
+            self.events.entry(event).and_modify(|recorded| *recorded = Some(point.clone()));
         }
         if stalled {
-            stream.held.get_or_insert(point.1);
+            stream.held.get_or_insert(position);
         }
         stream.queue.push_back(Some(work));
-        stream.sleepers.thread.notify_one();
+        stream.progress.thread.notify_one();
         Some(point)
     }
 
@@ -164,8 +176,8 @@ impl State {
 
     fn remove(&mut self, id: u64) {
         if let Some(stream) = self.streams.remove(&id) {
-            stream.sleepers.thread.notify_one();
-            stream.sleepers.followers.notify_all();
+            stream.progress.thread.notify_one();
+            stream.progress.followers.notify_all();
         }
     }
 
@@ -181,22 +193,19 @@ impl State {
     /// Makes all streams' threads look again, and those that wait for streams.
     pub(super) fn wake(&self) {
         for stream in self.streams.values() {
-            stream.sleepers.thread.notify_one();
-            stream.sleepers.followers.notify_all();
+            stream.progress.thread.notify_one();
+            stream.progress.followers.notify_all();
         }
     }
 
     fn next(&self, id: u64) -> Next {
         let stream = self.streams.get(&id).filter(|_| self.dead.is_none());
         let Some(stream) = stream.filter(|stream| stream.owner.is_some()) else { return Next::End };
-        let position = stream.over + 1;
+        let position = stream.progress.over.load(Ordering::Relaxed) + 1;
         match stream.queue.front() {
             None => Next::Sleep,
             _ if self.hung || stream.held.is_some_and(|held| held <= position) => Next::Sleep,
-            Some(Some(Work::Wait(point))) if !self.has_reached(*point) => {
-                let other = self.streams.get(&point.0);
-                other.map_or(Next::Sleep, |other| Next::Follow(Arc::clone(&other.sleepers)))
-            }
+            Some(Some(Work::Wait(point))) if !point.is_over() => Next::Follow(Arc::clone(&point.0)),
             Some(work) => {
                 Next::Run { position, moves: matches!(work, Some(Work::Copy(..) | Work::Launch(_))) }
             }
@@ -250,11 +259,12 @@ impl Unit {
     }
 
     /// Waits until an operation has ended, or until the device has died.
-    pub(super) fn wait(&self, state: &mut MutexGuard<'_, State>, call: Call, point: Point) -> Result<()> {
+    pub(super) fn wait(&self, state: &mut MutexGuard<'_, State>, call: Call, point: &Point) -> Result<()> {
         while state.dead.is_none() {
-            let stream = state.streams.get(&point.0).filter(|stream| stream.over < point.1);
-            let Some(sleepers) = stream.map(|stream| Arc::clone(&stream.sleepers)) else { return Ok(()) };
-            sleepers.followers.wait(state);
+            if point.is_over() {
+                return Ok(());
+            }
+            point.0.followers.wait(state);
         }
         Err(self.lost(state, call))
     }
@@ -294,13 +304,13 @@ impl Unit {
 
     /// Makes a stream and starts its thread.
     pub(super) fn create(self: &Arc<Self>, state: &mut State, owner: u64) -> Result<u64> {
-        let (id, sleepers, unit) = (number(), Arc::<Sleepers>::default(), Arc::clone(self));
+        let (id, progress, unit) = (number(), Arc::<Progress>::default(), Arc::clone(self));
         let nth = u64::from(self.ordinal) << 32 | state.streams.len() as u64;
         let late = self.late.map(|(max, seed)| (max, seed.wrapping_add(nth)));
-        let stream = Stream { owner: Some(owner), sleepers: Arc::clone(&sleepers), ..Stream::default() };
+        let stream = Stream { owner: Some(owner), progress: Arc::clone(&progress), ..Stream::default() };
         // Detached: the thread ends by itself after its stream, and no thread waits for that.
         let spawned = crate::os::thread::spawn(format!("pinpool-host-{id}"), move || {
-            unit.serve(id, &sleepers, late);
+            unit.serve(id, &progress, late);
         });
         spawned.map_err(|error| {
             let text = format!("no thread for the stream: {error}");
@@ -312,7 +322,7 @@ impl Unit {
     }
 
     /// A stream's thread.
-    fn serve(&self, id: u64, sleepers: &Sleepers, mut late: Option<(Duration, u64)>) {
+    fn serve(&self, id: u64, progress: &Progress, mut late: Option<(Duration, u64)>) {
         let (mut state, mut delayed) = (self.state.lock(), 0);
         loop {
             match (state.next(id), &mut late) {
@@ -325,13 +335,13 @@ impl Unit {
                     }
                     let until = Instant::now() + random(seed, *max);
                     while !matches!(state.next(id), Next::End) {
-                        if sleepers.thread.wait_until(&mut state, until) {
+                        if progress.thread.wait_until(&mut state, until) {
                             break;
                         }
                     }
                 }
                 (Next::Run { .. }, _) => self.run(&mut state, id),
-                (Next::Sleep, _) => sleepers.thread.wait(&mut state),
+                (Next::Sleep, _) => progress.thread.wait(&mut state),
                 (Next::Follow(other), _) => other.followers.wait(&mut state),
                 (Next::End, _) => return,
             }
@@ -361,8 +371,8 @@ impl Unit {
         let Some(stream) = state.streams.get_mut(&id) else { return };
         // Nothing is there to take out of a stream that was abandoned, or of a device that died.
         if stream.queue.pop_front().is_some() {
-            stream.over += 1;
-            stream.sleepers.followers.notify_all();
+            stream.progress.over.fetch_add(1, Ordering::Relaxed);
+            stream.progress.followers.notify_all();
         }
         if stream.destroyed && stream.queue.is_empty() {
             state.remove(id);

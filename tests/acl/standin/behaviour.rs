@@ -1,14 +1,13 @@
-//! How the simulation behaves beside its rules: late copies, limits, failing calls, texts, reports, older libraries.
+//! How the simulation behaves beside its rules: late copies, limits, failing calls, texts, older libraries.
 
 use std::time::Duration;
 
 use pinpool_sim::acl::Library;
 
 use super::{Script, run_all, scripts};
-use crate::message;
 use crate::support::doubles::ascendcl::{PATH, REPORT, report_of};
-use crate::support::doubles::{self, HANG, SETUP, child};
-use crate::support::skip;
+use crate::support::doubles::{HANG, SETUP, child};
+use crate::{message, simulation};
 
 const BEHAVIOUR: &str = "
 a copy reads what is there when a call finds out about it
@@ -192,8 +191,8 @@ fn older_libraries_lack_what_came_later() {
     assert!(lacks(all[0], &later) && lacks(all[1], &later) && has(all[2], &later));
 }
 
-/// In a child that loads an older library by its path, whose machine the environment describes; when the child ends,
-/// the library writes its report.
+/// In a child that loads an older library by its path, on a machine that the environment describes. The library
+/// writes its report when the child ends.
 #[test]
 fn a_library_is_set_up_when_it_is_loaded_and_reports_at_the_end() {
     const TEST: &str = "behaviour::a_library_is_set_up_when_it_is_loaded_and_reports_at_the_end";
@@ -208,13 +207,11 @@ fn a_library_is_set_up_when_it_is_loaded_and_reports_at_the_end() {
         // The library stays loaded, as a driver does.
         return std::mem::forget(script);
     }
-    let Some(library) = doubles::library() else {
-        return skip!("the simulation is not beside the executable");
-    };
+    let Some(library) = simulation() else { return };
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("report");
     let environment = [
-        (PATH, library.to_str().expect("a path in UTF-8")),
+        (PATH, &*library),
         (REPORT, path.to_str().expect("a path in UTF-8")),
         (SETUP, "library Late2022;devices 3 8192;fail aclrtGetRunMode 1 507000 false"),
     ];

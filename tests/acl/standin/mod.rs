@@ -1,5 +1,5 @@
-//! The simulated library keeps its rules: each is broken on purpose, call by call and without pinpool in between, and
-//! the call must give its code and write down that rule and no other.
+//! The simulated library keeps its rules: each is broken on purpose, without pinpool in between, and the call must
+//! give its code and write down that rule and no other.
 //!
 //! A *script* has a line for each call:
 //!
@@ -15,8 +15,8 @@
 //! | `left streams 1, events 1` | the report has exactly this under "leak" |
 //! | `sim hang true` | a command to the simulation |
 //!
-//! Library and device 0 are ready, and there are a stream `s`, an event `e`, 64 bytes of device memory `m` and 256 bytes of
-//! host memory `h`, unless the script begins with `bare`.
+//! Library and device 0 are ready, and there are a stream `s`, an event `e`, 64 bytes of device memory `m` and 256
+//! bytes of host memory `h`, unless the script begins with `bare`.
 
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code, reason = "calling a library")]
@@ -214,7 +214,7 @@ fn run_all(scripts: &[(&str, String)]) {
     }
 }
 
-/// The rules of the simulation's page, those that its sources write down and those that are broken here are the same.
+/// The page of the simulation lists the rules that its sources write down, and each is broken here.
 #[test]
 fn each_rule_is_broken_by_a_script() {
     let rules = scripts(RULES);

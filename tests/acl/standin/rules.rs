@@ -1,5 +1,4 @@
-//! The rules by the ids of the simulation's page, each with a script that breaks it, and that does beside it what is
-//! allowed.
+//! The rules by the ids of the simulation's page, each with a script that breaks it and does what is allowed.
 
 /// See the page of the folder.
 pub const RULES: &str = "

@@ -7,77 +7,70 @@ use std::sync::Arc;
 
 use crate::support::downloaded;
 use pinpool::Error;
-use pinpool::copier::{CopyRange, FileSink, FileSource, Fill, Reading, Source};
+use pinpool::copier::{CopyRange, FileSink, FileSource, Fill, Reading, Sink, Source};
 
 use super::{Rig, file_of, pattern, with};
 use crate::support::{cold, own_process, skip};
 
+/// What takes no bytes, or none at that place: the error says so, and a file stays as it is.
 #[test]
-fn files_go_up_in_every_way_of_reading() {
-    let rig = Rig::plain();
-    let (copier, bytes, memory) = with(&rig, (3 << 20) + 1234, 1);
-    let file = file_of(&bytes);
-    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
-        for range in [0..bytes.len(), 1..bytes.len(), 4096..bytes.len() - 1, 70_001..2_000_003] {
-            let source = FileSource::open(file.path()).unwrap().reading(reading);
-            let source = source.range(range.start as u64..range.end as u64).unwrap();
-            copier.upload(source, &memory).unwrap().wait().unwrap();
-            assert!(
-                downloaded(&copier, memory.slice(..range.len())) == bytes[range.clone()],
-                "{reading:?} {range:?}"
-            );
-        }
-    }
-    let stats = copier.stats();
-    let read = stats.cached_bytes + stats.direct_bytes + stats.buffered_bytes;
-    assert!(read >= 4 * 4 * 1_900_000, "{stats:?}");
-    rig.all_is_back();
-}
-
-#[test]
-fn a_file_opened_for_appending_is_refused_and_stays_as_it_is() {
-    // There the system puts bytes at the end, whatever the offset: several threads would bring them in any order.
+fn a_target_that_takes_no_bytes_is_an_error_that_says_what_to_do() {
     let rig = Rig::late();
-    let copier = rig.copier();
-    let memory = rig.device.alloc(1 << 20).unwrap();
-    let file = file_of(&[]);
-    let opened = OpenOptions::new().append(true).open(file.path()).unwrap();
-    let sink = FileSink::new(opened, "a journal").at(4096);
-    let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
-    assert!(failed.buffer.is_some());
-    match failed.error {
-        Error::Write { what, kind, text, .. } => {
-            assert_eq!((&*what, kind), ("a journal", io::ErrorKind::InvalidInput));
-            assert!(text.contains("opened for appending") && text.contains("open it for writing"), "{text}");
-        }
-        other => panic!("{other}"),
-    }
-    assert_eq!(file.as_file().metadata().unwrap().len(), 0);
-    rig.all_is_back();
-}
-
-#[test]
-fn a_place_that_no_file_has_is_an_error_and_wraps_round_to_no_other() {
-    let rig = Rig::plain();
     let copier = rig.copier();
     let memory = rig.device.alloc(256 << 10).unwrap();
     let bytes = pattern(512 << 10, 4);
-    let file = file_of(&bytes);
-    // Not open for writing: nothing in the file is incomplete, and no error says to remove it.
-    let sink = FileSink::new(std::fs::File::open(file.path()).unwrap(), "read");
-    let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err().error.to_string();
-    assert!(failed.contains("not open for writing") && !failed.contains("remove"), "{failed}");
-    for start in [u64::MAX - 10, i64::MAX as u64 - 10] {
-        let sink = FileSink::new(file.reopen().unwrap(), "far").at(start);
+    let (file, pipe) = (file_of(&bytes), Pipe::new());
+    // There the system puts bytes at the end, whatever the offset, so threads bring them in any order.
+    let journal = OpenOptions::new().append(true).open(file.path()).unwrap();
+    let reading = File::open(file.path()).unwrap();
+    let far = |at| FileSink::new(file.reopen().unwrap(), "far").at(at);
+    for (sink, kind, words) in [
+        (
+            FileSink::new(journal, "a journal").at(4096),
+            Some(io::ErrorKind::InvalidInput),
+            "opened for appending",
+        ),
+        (FileSink::new(reading, "reading"), None, "not open for writing"),
+        (far(u64::MAX - 10), Some(io::ErrorKind::InvalidInput), "far"),
+        (far(i64::MAX as u64 - 10), Some(io::ErrorKind::InvalidInput), "far"),
+        // `download_write` takes one.
+        (FileSink::new(pipe.open(), "a pipe"), Some(io::ErrorKind::NotSeekable), "download_write"),
+    ] {
+        let name = sink.name().into_owned();
         let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
+        assert!(failed.buffer.is_some());
+        let said = failed.error.to_string();
+        let Error::Write { what, kind: found, .. } = &failed.error else { panic!("{said}") };
         assert!(
-            matches!(failed.error, Error::Write { kind: io::ErrorKind::InvalidInput, .. }),
-            "{start}: {}",
-            failed.error
+            **what == name && kind.is_none_or(|kind| kind == *found) && said.contains(words),
+            "{found}: {said}"
         );
+        // Nothing of it is in the way.
+        assert!(name != "reading" || !said.contains("remove"), "{said}");
+        assert!(name != "a journal" || said.contains("open it for writing"), "{said}");
     }
     assert!(std::fs::read(file.path()).unwrap() == bytes);
     rig.all_is_back();
+}
+
+/// A named pipe.
+struct Pipe(tempfile::TempDir);
+
+impl Pipe {
+    fn new() -> Self {
+        let made = Self(tempfile::tempdir().unwrap());
+        assert!(std::process::Command::new("mkfifo").arg(made.path()).status().unwrap().success());
+        made
+    }
+
+    fn path(&self) -> std::path::PathBuf {
+        self.0.path().join("pipe")
+    }
+
+    /// Both ends, so that opening it does not wait.
+    fn open(&self) -> File {
+        OpenOptions::new().read(true).write(true).open(self.path()).unwrap()
+    }
 }
 
 #[test]
@@ -99,40 +92,44 @@ fn a_part_of_a_file_can_be_named_again_and_anywhere_in_the_file() {
     for wrong in [0..4097, 4097..4097, 20..10] {
         let source = FileSource::open(file.path()).unwrap().range(0..10).unwrap();
         let refused = source.range(wrong.clone()).unwrap_err();
-        assert!(
-            matches!(
-                &refused,
-                Error::Argument(text) if text.contains("range")
-            ),
-            "{wrong:?}: {refused}"
-        );
+        assert!(matches!(&refused, Error::Argument(text) if text.contains("range")), "{wrong:?}: {refused}");
     }
     rig.all_is_back();
 }
 
+/// The file opened past the page cache. `None`: its file system refuses that.
+fn direct(file: &tempfile::NamedTempFile) -> Option<File> {
+    let opened = OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(file.path());
+    if opened.is_err() {
+        skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
+    }
+    opened.ok()
+}
+
+/// Also where it was opened past the page cache.
 #[test]
-fn a_file_opened_past_the_cache_is_read_to_its_last_byte() {
+fn files_go_up_in_every_way_of_reading() {
     let rig = Rig::plain();
-    let (copier, bytes, memory) = with(&rig, (1 << 20) + 1, 6);
-    let file = file_of(&bytes);
+    let (copier, bytes, memory) = with(&rig, (3 << 20) + 1234, 1);
+    let (file, len) = (file_of(&bytes), bytes.len());
     for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
-        for range in [0..bytes.len(), 1..bytes.len() - 2] {
-            let mut how = OpenOptions::new();
-            let Ok(opened) = how.read(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
-                skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
-                return;
-            };
-            let source = FileSource::new(opened, "direct").unwrap().reading(reading);
-            let source = source.range(range.start as u64..range.end as u64).unwrap();
-            if let Err(failed) = copier.upload(source, &memory).unwrap().wait() {
-                panic!("{reading:?} {range:?}: {}", failed.error);
+        for range in [0..len, 1..len, 1..len - 2, 4096..len - 1, 70_001..2_000_003] {
+            let opened = FileSource::open(file.path()).unwrap();
+            let direct = direct(&file).map(|opened| FileSource::new(opened, "direct").unwrap());
+            for source in [Some(opened), direct].into_iter().flatten() {
+                let source = source.reading(reading).range(range.start as u64..range.end as u64).unwrap();
+                if let Err(failed) = copier.upload(source, &memory).unwrap().wait() {
+                    panic!("{reading:?} {range:?}: {}", failed.error);
+                }
+                let back = downloaded(&copier, memory.slice(..range.len()));
+                assert!(back == bytes[range.clone()], "{reading:?} {range:?}");
+                copier.upload_slice(&vec![0; len], &memory).unwrap();
             }
-            assert!(
-                downloaded(&copier, memory.slice(..range.len())) == bytes[range.clone()],
-                "{reading:?} {range:?}"
-            );
         }
     }
+    let stats = copier.stats();
+    let read = stats.cached_bytes + stats.direct_bytes + stats.buffered_bytes;
+    assert!(read >= 4 * 4 * 1_900_000, "{stats:?}");
     rig.all_is_back();
 }
 
@@ -142,39 +139,29 @@ fn a_target_opened_past_the_cache_takes_whole_pages_and_says_what_it_does_not_ta
     let (copier, bytes, memory) = with(&rig, (1 << 20) + 1, 7);
     copier.upload_slice(&bytes, &memory).unwrap();
     let file = file_of(&[]);
-    let mut how = OpenOptions::new();
-    let Ok(opened) = how.write(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
-        skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
-        return;
-    };
+    let Some(opened) = direct(&file) else { return };
     let sink = FileSink::new(opened.try_clone().unwrap(), "direct");
     copier.download(memory.slice(..1 << 20), sink).unwrap().wait().unwrap();
     assert!(std::fs::read(file.path()).unwrap() == bytes[..1 << 20]);
     match copier.download(&memory, FileSink::new(opened, "direct")).unwrap().wait() {
         // Some file systems take any length.
         Ok(_) => assert!(std::fs::read(file.path()).unwrap() == bytes),
-        Err(failed) if !failed.error.to_string().contains("incomplete") => panic!("{failed}"),
-        Err(failed) => match failed.error {
-            Error::Write { text, offset, .. } => {
-                assert!(text.contains("O_DIRECT") && offset == 1 << 20, "{text} {offset}");
-            }
-            other => panic!("{other}"),
-        },
+        Err(failed) => {
+            let said = failed.error.to_string();
+            assert!(said.contains("incomplete") && said.contains("O_DIRECT"), "{said}");
+            assert!(matches!(failed.error, Error::Write { offset: 1_048_576, .. }), "{said}");
+        }
     }
     rig.all_is_back();
 }
 
 #[test]
 fn what_has_no_length_is_refused_with_what_to_do() {
-    let folder = tempfile::tempdir().unwrap();
-    let pipe = folder.path().join("pipe");
-    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    // Both ends, so that opening it does not wait.
-    let both = || OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
+    let pipe = Pipe::new();
     let sources = [
         // No process writes to it: to open it would wait.
-        FileSource::open(&pipe),
-        FileSource::new(both(), "a pipe"),
+        FileSource::open(pipe.path()),
+        FileSource::new(pipe.open(), "a pipe"),
         FileSource::open("/dev/zero"),
         FileSource::new(File::open("/dev/zero").unwrap(), "zeros"),
     ];
@@ -185,27 +172,8 @@ fn what_has_no_length_is_refused_with_what_to_do() {
         };
         assert!(text.contains("no regular file") && text.contains("upload_read"), "{what}: {text}");
     }
-    let error = FileSource::open(folder.path()).unwrap_err();
+    let error = FileSource::open(pipe.0.path()).unwrap_err();
     assert!(matches!(error, Error::Read { offset: 0, kind: io::ErrorKind::IsADirectory, .. }), "{error}");
-}
-
-#[test]
-fn a_pipe_is_no_target_and_the_error_names_what_takes_one() {
-    let rig = Rig::plain();
-    let copier = rig.copier();
-    let memory = rig.device.alloc(4096).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let pipe = folder.path().join("pipe");
-    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    let sink = FileSink::new(OpenOptions::new().read(true).write(true).open(&pipe).unwrap(), "a pipe");
-    let failed = copier.download(&memory, sink).unwrap().wait().unwrap_err();
-    match failed.error {
-        Error::Write { kind: io::ErrorKind::NotSeekable, text, .. } => {
-            assert!(text.contains("download_write"), "{text}");
-        }
-        other => panic!("{other}"),
-    }
-    rig.all_is_back();
 }
 
 #[test]
@@ -221,10 +189,8 @@ fn a_download_lands_in_a_file_and_can_be_waited_for_until_it_is_on_the_disk() {
     // It takes bytes and has no disk.
     let null = OpenOptions::new().write(true).open("/dev/null").unwrap();
     let sink = copier.download(&memory, FileSink::new(null, "null").at(7)).unwrap().wait().unwrap();
-    match sink.sync().unwrap_err() {
-        Error::Write { what, offset: 7, .. } => assert_eq!(what, "null"),
-        other => panic!("{other}"),
-    }
+    let failed = sink.sync().unwrap_err();
+    assert!(matches!(&failed, Error::Write { what, offset: 7, .. } if what == "null"), "{failed}");
     rig.all_is_back();
 }
 
@@ -359,11 +325,7 @@ fn a_wrapped_part_of_a_file_is_read_from_the_parts_first_byte() {
 #[test]
 fn a_file_opened_past_the_cache_stays_open_and_so_a_lock_on_it() {
     let file = file_of(&[1; 4096]);
-    let mut how = OpenOptions::new();
-    let Ok(opened) = how.read(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
-        skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
-        return;
-    };
+    let Some(opened) = direct(&file) else { return };
     // A lock (flock(2)) ends when the file that it was taken through is closed, which is when its last owner goes.
     let opened = Arc::new(opened);
     let source = FileSource::new(opened.clone(), "locked").unwrap();

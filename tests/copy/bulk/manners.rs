@@ -11,7 +11,7 @@ use pinpool::copier::{Canceller, Fill, Priority, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::{Copier, Error};
 
-use super::{Rig, Whole, io, pattern, sink, source, until, with};
+use super::{Rig, Whole, io, pattern, sink, source, until};
 
 #[test]
 fn settings_that_make_no_sense_are_refused_and_say_why() {
@@ -230,19 +230,6 @@ fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
 }
 
 #[test]
-fn a_transfer_keeps_its_copier() {
-    let rig = Rig::plain();
-    let (copier, bytes, memory) = with(&rig, 1 << 20, 5);
-    let load = copier.upload(bytes, &memory).unwrap();
-    drop(copier);
-    load.wait().unwrap();
-    let copier = rig.copier();
-    drop(copier.upload(pattern(1 << 20, 6), &memory).unwrap());
-    drop(copier);
-    rig.all_is_back();
-}
-
-#[test]
 fn progress_says_how_far_it_is_and_what_is_left() {
     // All of it takes 2 s.
     const LEN: usize = 2 << 20;
@@ -363,7 +350,8 @@ fn neither_direction_keeps_sources_and_sinks_of_the_other_from_going() {
     }
 }
 
-/// Bulk chunks keep their segments for as long as the rate wants. The foreground, which the rate does not hold up, has one of its own, also where there are few.
+/// Bulk chunks keep their segments for as long as the rate wants. The foreground, which the rate does not hold up, has one
+/// of its own, also where there are few.
 #[test]
 fn the_foreground_finds_a_segment_beside_all_that_wait_for_the_rate() {
     const LEN: usize = 1 << 20;
@@ -416,22 +404,5 @@ fn what_has_landed_is_used_beside_the_rest() {
     assert!(back == bytes[..LANDED]);
     assert!(!load.is_over(), "all of it was beside the load");
     load.wait().unwrap();
-    rig.all_is_back();
-}
-
-#[test]
-fn a_transfer_begins_after_what_a_stream_was_told() {
-    let rig = Rig::late();
-    let copier = rig.copier();
-    let stream = rig.device.stream().unwrap();
-    let memory = rig.device.alloc(1 << 20).unwrap();
-    for round in 0..10_u8 {
-        let mut buf = rig.pool.checkout(1 << 20).unwrap();
-        buf.try_resize(1 << 20, round).unwrap();
-        drop(stream.upload(buf, &memory).unwrap());
-        copier.wait_for(&stream).unwrap();
-        let back = downloaded(&copier, &memory);
-        assert!(back.iter().all(|byte| *byte == round), "{round}");
-    }
     rig.all_is_back();
 }

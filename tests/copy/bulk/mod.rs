@@ -1,5 +1,5 @@
-//! Sources, files, sinks, readers and writers by a copier on the host device: what arrives, what goes wrong, what is left
-//! behind, and how it behaves beside others.
+//! Sources, files, sinks, readers and writers by a copier on the host device: what arrives, what goes
+//! wrong, what is left behind, and how it behaves beside others.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod ending;
@@ -36,7 +36,7 @@ fn file_of(bytes: &[u8]) -> tempfile::NamedTempFile {
 }
 
 /// A source, sink, reader or writer that a function stands for.
-struct Calls<F>(F, &'static str, u64);
+pub struct Calls<F>(F, &'static str, u64);
 
 impl<F> std::fmt::Debug for Calls<F> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -44,7 +44,7 @@ impl<F> std::fmt::Debug for Calls<F> {
     }
 }
 
-fn source<F>(name: &'static str, len: usize, fill: F) -> Calls<F>
+pub fn source<F>(name: &'static str, len: usize, fill: F) -> Calls<F>
 where
     F: Fn(u64, &mut Fill<'_>) -> io::Result<()> + Send + Sync + 'static,
 {
@@ -63,7 +63,7 @@ impl<F: Fn(u64, &mut Fill<'_>) -> io::Result<()> + Send + Sync + 'static> Source
     }
 }
 
-fn sink<F: Fn(u64, &[u8]) -> io::Result<()> + Send + Sync + 'static>(put: F) -> Calls<F> {
+pub fn sink<F: Fn(u64, &[u8]) -> io::Result<()> + Send + Sync + 'static>(put: F) -> Calls<F> {
     Calls(put, "a sink", 0)
 }
 
@@ -108,7 +108,7 @@ fn first(mut call: impl FnMut()) -> impl Write {
     })
 }
 
-/// A source of sevens that waits behind its first `free` bytes until it is told, or its sender is dropped.
+/// A source of sevens that waits behind its first `free` bytes until it is told or its sender ends.
 fn told(len: usize, free: u64) -> (Sender<()>, impl Source + std::fmt::Debug + use<>) {
     let (tell, told) = channel::<()>();
     let told = Mutex::new(told);

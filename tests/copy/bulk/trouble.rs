@@ -431,8 +431,8 @@ fn a_waker_that_panics_does_so_alone() {
     }
 }
 
-/// Parts of a chunk that were submitted before one was refused are in flight, and so is a copy that is refused and runs all
-/// the same: until they are through the transfer is not over.
+/// Parts of a chunk that were submitted before one was refused are in flight, and so is a copy that
+/// is refused and runs all the same: until they are through the transfer is not over.
 #[test]
 fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
     for (stalls, failure) in [
@@ -446,6 +446,7 @@ fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
         let (bytes, new) = (pattern(3000, 1), pattern(1000, 2));
         let memory = rig.device.alloc(10_000).unwrap();
         let fail = |nth, failure| rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+        rig.node.start_trace();
         if stalls {
             fail(0, Failure::Stall);
         }
@@ -456,6 +457,8 @@ fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
         });
         let load = copier.upload(bytes.clone(), pieces.to_vec()).unwrap();
         if stalls {
+            let copies = || rig.node.trace().iter().filter(|call| **call == Call::Copy).count();
+            until("the second is refused", || copies() >= 2);
             std::thread::sleep(Duration::from_millis(50));
             assert!(!load.is_over(), "a copy is in flight");
             rig.node.resume(0);

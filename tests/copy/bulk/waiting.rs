@@ -243,16 +243,17 @@ fn a_place_on_the_wire_is_told_beside_what_has_landed() {
     rig.all_is_back();
 }
 
-/// A caller with a reader asks the pool itself while all workers are busy, also where they wait for the rate.
+/// A caller with a reader or a writer asks the pool itself while all workers are busy, also where they wait for the rate.
 #[test]
-fn a_reader_is_served_while_all_workers_are_busy() {
-    for (rate, rounds) in [(None, 3), (Some(256), 10)] {
+fn readers_and_writers_are_served_while_all_workers_are_busy() {
+    for (rate, rounds, up) in [(None, 3, true), (Some(256), 10, true), (None, 1, false)] {
         let rig = Rig::plain();
         let builder = rig.builder().threads(1);
         let copier = rate.map_or(builder.clone(), |rate| builder.rate(rate)).build().unwrap();
         let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
         copier.upload_slice(&pattern(64 << 10, 1), &memory[2]).unwrap();
         rig.all_is_back();
+        // The only worker, with a segment.
         let (told, source) = told(64 << 10, 0);
         let slow = copier.upload(source, &memory[0]).unwrap();
         until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
@@ -261,16 +262,22 @@ fn a_reader_is_served_while_all_workers_are_busy() {
         let urgent = copier.with_priority(Priority::Foreground);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let mut reads = reads(|| done.send(()).unwrap(), &[7; 1000]);
-                urgent.upload_read(&mut reads, &memory[1]).unwrap();
+                if up {
+                    let mut reads = reads(|| done.send(0).unwrap(), &[7; 1000]);
+                    urgent.upload_read(&mut reads, &memory[1]).unwrap();
+                } else {
+                    let mut to = Vec::new();
+                    copier.download_write(&memory[1], &mut to).unwrap();
+                    done.send(to.len()).unwrap();
+                }
             });
             // It has asked the pool in vain, more than once.
             std::thread::sleep(Duration::from_millis(rounds * 250));
             drop(all);
-            let read = hears_done.recv_timeout(HANG);
+            let came = hears_done.recv_timeout(HANG);
             slow.cancel();
             drop(told);
-            assert_eq!(read, Ok(()), "no thread asks the pool");
+            assert_eq!(came, Ok(if up { 0 } else { 1 << 20 }), "no thread asks the pool");
         });
         assert!(slow.wait().is_err());
         rig.all_is_back();
@@ -283,14 +290,14 @@ fn a_reader_is_served_beside_a_busy_wire() {
     let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 3), 256 << 20);
     let copier = rig.builder().threads(1).depth(2).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let pinned =
-        rig.pool.checkout(128 << 20).map(|mut buf| buf.try_resize(128 << 20, 1).map(|()| buf)).unwrap();
+    let mut pinned = rig.pool.checkout(128 << 20).unwrap();
+    pinned.try_resize(128 << 20, 1).unwrap();
     let place = rig.device.alloc(128 << 20).unwrap();
     let (told, source) = told(64 << 10, 0);
     let slow = copier.upload(source, &memory[0]).unwrap();
     until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
     let all = rig.emptied();
-    let wire = copier.upload_pages(vec![(pinned.unwrap(), place.slice(..).unwrap())]).unwrap();
+    let wire = copier.upload_pages(vec![(pinned, place.slice(..).unwrap())]).unwrap();
     let (done, hears_done) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -332,35 +339,6 @@ fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
         assert_eq!(heard, Ok(false), "no thread asks the pool");
     });
     drop(busy);
-    rig.all_is_back();
-}
-
-/// Where all workers are busy with something else, writers ask the pool themselves.
-#[test]
-fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(1).build().unwrap();
-    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-    // The only worker, with a segment.
-    let (told, source) = told(64 << 10, 0);
-    let slow = copier.upload(source, &memory[0]).unwrap();
-    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
-    let all = rig.emptied();
-    let (done, hears_done) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut to = Vec::new();
-            copier.download_write(&memory[1], &mut to).unwrap();
-            done.send(to.len()).unwrap();
-        });
-        // It has asked the pool in vain.
-        std::thread::sleep(Duration::from_millis(100));
-        drop(all);
-        let written = hears_done.recv_timeout(HANG);
-        drop(told);
-        assert_eq!(written, Ok(1 << 20), "no thread asks the pool");
-    });
-    slow.wait().unwrap();
     rig.all_is_back();
 }
 

@@ -163,13 +163,13 @@ impl Wake for Bell {
 }
 
 /// A request that waits: a future and the waker that it is polled with.
-struct Waiter<F: Future> {
+pub struct Waiter<F: Future> {
     future: Pin<Box<F>>,
     bell: Arc<Bell>,
 }
 
 impl<F: Future> Waiter<F> {
-    fn new(future: F) -> Self {
+    pub fn new(future: F) -> Self {
         let mut waiter = Self { future: Box::pin(future), bell: Arc::default() };
         assert!(waiter.poll().is_none(), "there was no need to wait");
         waiter
@@ -189,7 +189,7 @@ impl<F: Future> Waiter<F> {
 
     /// It was woken, and has what it waits for.
     #[track_caller]
-    fn ready(mut self) -> F::Output {
+    pub fn ready(mut self) -> F::Output {
         assert_eq!(self.rung(), 1);
         self.poll().expect("woken for nothing")
     }

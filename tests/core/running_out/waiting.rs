@@ -21,7 +21,7 @@ fn it_fails_at_once_if_told_so() {
 
 /// A timeout says how long it waited and what there was; a wait that is given up is no timeout.
 #[test]
-fn a_wait_that_ends_leaves_no_trace() {
+fn a_deadline_leaves_no_trace() {
     let rig = Rig::threads();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();

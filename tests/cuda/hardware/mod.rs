@@ -8,7 +8,6 @@
 //!
 //! pinpool is used through its public face, and the driver beside it by plain calls (`tests/support/kernels`).
 
-#![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling the driver")]
 
 mod adopted;

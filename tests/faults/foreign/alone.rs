@@ -6,16 +6,17 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Checkout, Device, PinnedBuf, Pool, Request, Unpinned};
 
-use super::hostile::{Bomb, Call, Later, Turn, Value, act, quiet, waker};
+use super::hostile::{Bomb, Call, Later, Turn, act, quiet, waker};
+use crate::support::doubles::HANG;
+use crate::support::doubles::gpu::until;
+use crate::support::value::Value;
 use crate::support::{in_use, own_process};
 
-/// Longer than anything takes here: what is not there by then hangs.
-const HANG: Duration = Duration::from_secs(20);
 const LONG: usize = 300_000;
 
 fn node() -> (HostNode, Device) {
@@ -28,18 +29,29 @@ fn pool(device: &Device, capacity: usize) -> Pool {
     Pool::builder(device).capacity(capacity).thread_cache(0).unpinned(Unpinned::Allow).build().unwrap()
 }
 
+/// A pool that has pinned 1 MiB, and grows by as much.
+fn growing(device: &Device, capacity: usize) -> Pool {
+    let pool = Pool::builder(device).capacity(capacity).initial(1 << 20).region(1 << 20);
+    let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    pool
+}
+
+/// A value that panics when it is dropped, and how often it was.
+fn bad(len: usize) -> (Value, Arc<AtomicUsize>) {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let count = dropped.clone();
+    let value = Value::new(vec![0; len], move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        panic_any(Bomb(1));
+    });
+    (value, dropped)
+}
+
 fn filled(pool: &Pool, len: usize, byte: u8) -> PinnedBuf {
     let mut buf = pool.checkout(len).unwrap();
     buf.try_resize(len, byte).unwrap();
     buf
-}
-
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "{what}: not after {HANG:?}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// Runs a call that ends on time, or hangs.
@@ -78,10 +90,7 @@ fn an_upload_outlives(trouble: impl FnOnce(&HostNode, &Device, &Pool)) {
     drop(others);
     // The reaper works as before.
     drop(first.upload(filled(&pool, 64, 1), &target).unwrap());
-    until("a later copy is done", || {
-        let s = pool.stats();
-        s.in_flight_bytes + s.checked_out_bytes == 0
-    });
+    until("a later copy is done", || in_use(&pool) == 0);
     pool.check().unwrap();
 }
 
@@ -138,22 +147,10 @@ fn a_registered_value_panics_when_it_is_dropped() {
     own_process!();
     let _turn = Turn::take();
     let (node, device) = node();
-    let pool = Pool::builder(&device)
-        .capacity(16 << 20)
-        .initial(1 << 20)
-        .region(1 << 20)
-        .unpinned(Unpinned::Allow)
-        .build()
-        .unwrap();
-    pool.wait_pinned(None).unwrap();
+    let pool = growing(&device, 16 << 20);
     let pinned = node.live(0).pinned_bytes;
-    let dropped = Arc::new(AtomicUsize::new(0));
-    let count = dropped.clone();
     let good = device.register(vec![7; 65_536]).unwrap();
-    let bad = Value::new(vec![0; 4096], move || {
-        count.fetch_add(1, Ordering::Relaxed);
-        panic_any(Bomb(1));
-    });
+    let (bad, dropped) = bad(4096);
     drop(device.register(bad).unwrap());
     until("the value is dropped", || dropped.load(Ordering::Relaxed) == 1);
     drop(good);
@@ -172,12 +169,7 @@ fn adopted_memory_panics_when_it_is_dropped() {
     let _turn = Turn::take();
     let (_node, device) = node();
     let pool = Pool::builder(&device).capacity(8 << 20).initial(0).unpinned(Unpinned::Allow).build().unwrap();
-    let dropped = Arc::new(AtomicUsize::new(0));
-    let count = dropped.clone();
-    let bad = Value::new(vec![0; 1 << 20], move || {
-        count.fetch_add(1, Ordering::Relaxed);
-        panic_any(Bomb(1));
-    });
+    let (bad, dropped) = bad(1 << 20);
     pool.adopt(bad).unwrap();
     drop(pool);
     until("the memory is dropped", || dropped.load(Ordering::Relaxed) == 1);
@@ -190,14 +182,7 @@ fn the_subscriber_asks(how: &'static str, trouble: fn(&HostNode, &Device, &Pool)
     let _turn = Turn::take();
     on_time(how, move || {
         let (node, device) = node();
-        let pool = Pool::builder(&device)
-            .capacity(8 << 20)
-            .initial(1 << 20)
-            .region(1 << 20)
-            .unpinned(Unpinned::Allow)
-            .build()
-            .unwrap();
-        pool.wait_pinned(None).unwrap();
+        let pool = growing(&device, 8 << 20);
         let asked = Arc::new(Later::new());
         asked.set(pool.clone());
         let answered = Arc::new(AtomicUsize::new(0));
@@ -271,14 +256,7 @@ fn a_subscriber_panics_in_the_spans_of_pinning() {
     for call in [Call::NewSpan, Call::Enter, Call::Exit, Call::Close] {
         for nth in 0..4 {
             let (_node, device) = node();
-            let pool = Pool::builder(&device)
-                .capacity(8 << 20)
-                .initial(1 << 20)
-                .region(1 << 20)
-                .unpinned(Unpinned::Allow)
-                .build()
-                .unwrap();
-            pool.wait_pinned(None).unwrap();
+            let pool = growing(&device, 8 << 20);
             let left = Arc::new(AtomicUsize::new(nth));
             turn.act(move |heard| {
                 if heard.call == call {

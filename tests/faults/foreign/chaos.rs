@@ -22,8 +22,9 @@ use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
 use pinpool::{Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream, SubmitError, Unpinned};
 
-use super::hostile::{Bomb, Quiet, Turn, Value, waker};
+use super::hostile::{Bomb, Quiet, Turn, waker};
 use crate::support::own_process;
+use crate::support::value::Value;
 
 /// Longer than anything takes here: what is not there by then hangs.
 const HANG: Duration = Duration::from_secs(30);

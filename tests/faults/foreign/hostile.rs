@@ -1,6 +1,5 @@
 //! Foreign code that misbehaves.
 
-use std::ops::{Deref, DerefMut};
 use std::panic::panic_any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
@@ -139,40 +138,6 @@ pub fn waker(run: impl Fn() + Send + Sync + 'static) -> Waker {
         }
     }
     Arc::new(Runs(run)).into()
-}
-
-/// Bytes whose drop does this, at last.
-pub struct Value {
-    pub bytes: Box<[u8]>,
-    pub dropped: Arc<dyn Fn() + Send + Sync>,
-}
-
-impl Value {
-    pub fn new(bytes: Vec<u8>, dropped: impl Fn() + Send + Sync + 'static) -> Self {
-        Self { bytes: bytes.into(), dropped: Arc::new(dropped) }
-    }
-}
-
-impl Deref for Value {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.bytes
-    }
-}
-
-impl DerefMut for Value {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes
-    }
-}
-
-// SAFETY: the bytes are a box's.
-unsafe impl stable_deref_trait::StableDeref for Value {}
-
-impl Drop for Value {
-    fn drop(&mut self) {
-        (self.dropped)();
-    }
 }
 
 /// A value that is set once, and read by foreign code.

@@ -88,20 +88,18 @@ impl World<'_> {
                 Patience::Timeout => pool.checkout_timeout(request, Duration::from_secs(3600)),
             }
         };
-        match self.on(who, job) {
-            Ok(buf) => {
-                assert!(!self.is_bad(size), "a bad request was served: {size:?}");
-                self.tally.note("checkout");
-                if self.waiting.iter().any(|waiter| !waiter.woken()) {
-                    self.tally.note("checkout beside a waiter");
-                }
-                if who != Who::Main {
-                    self.tally.note("checkout on another thread");
-                }
-                self.admit(buf, size);
+        let result = self.on(who, job).map(|buf| vec![buf]);
+        if result.is_ok() {
+            assert!(!self.is_bad(size), "a bad request was served: {size:?}");
+            self.tally.note("checkout");
+            if self.waiting.iter().any(|waiter| !waiter.woken()) {
+                self.tally.note("checkout beside a waiter");
             }
-            Err(error) => self.refused(&[size], &error),
+            if who != Who::Main {
+                self.tally.note("checkout on another thread");
+            }
         }
+        self.served(&[size], result);
     }
 
     pub(super) fn many(&mut self, sizes: &[Size], patience: Patience) {
@@ -111,18 +109,20 @@ impl World<'_> {
             Patience::Forever => None,
             Patience::Timeout => Some(Duration::from_secs(3600)),
         };
-        match self.pool().checkout_many(&requests, timeout) {
+        let result = self.pool().checkout_many(&requests, timeout);
+        let refused = result.is_err();
+        self.tally.note(if refused { "checkout of several refused" } else { "checkout of several" });
+        self.served(sizes, result);
+    }
+
+    /// What came of a request.
+    fn served(&mut self, sizes: &[Size], result: Result<Vec<PinnedBuf>>) {
+        match result {
             Ok(bufs) => {
                 assert_eq!(bufs.len(), sizes.len());
-                self.tally.note("checkout of several");
-                for (buf, size) in bufs.into_iter().zip(sizes) {
-                    self.admit(buf, *size);
-                }
+                bufs.into_iter().zip(sizes).for_each(|(buf, size)| self.admit(buf, *size));
             }
-            Err(error) => {
-                self.tally.note("checkout of several refused");
-                self.refused(sizes, &error);
-            }
+            Err(error) => self.refused(sizes, &error),
         }
     }
 
@@ -150,23 +150,6 @@ impl World<'_> {
         }
     }
 
-    pub(super) fn served(&mut self, sizes: &[Size], result: Result<Vec<PinnedBuf>>) {
-        match result {
-            Ok(bufs) => {
-                assert_eq!(bufs.len(), sizes.len());
-                for (buf, size) in bufs.into_iter().zip(sizes) {
-                    self.admit(buf, *size);
-                }
-            }
-            Err(error) => {
-                if error == Error::Closed {
-                    self.tally.note("waiter ended by a shutdown");
-                }
-                self.refused(sizes, &error);
-            }
-        }
-    }
-
     pub(super) fn poll_waiting(&mut self) {
         let mut at = 0;
         while at < self.waiting.len() {
@@ -177,7 +160,10 @@ impl World<'_> {
             let mut waiting = self.waiting.remove(at);
             let Poll::Ready(result) = waiting.poll() else { panic!("woken in vain") };
             self.tally.note("future woken");
-            self.served(&waiting.sizes.clone(), result);
+            if matches!(result, Err(Error::Closed)) {
+                self.tally.note("waiter ended by a shutdown");
+            }
+            self.served(&waiting.sizes, result);
         }
     }
 

@@ -195,10 +195,7 @@ struct Lane {
 type Job = Box<dyn FnOnce() + Send>;
 
 /// A thread that runs the jobs it is given, and idles with what it caches.
-struct Helper {
-    jobs: Option<mpsc::Sender<Job>>,
-    thread: Option<std::thread::JoinHandle<()>>,
-}
+struct Helper(Option<(mpsc::Sender<Job>, std::thread::JoinHandle<()>)>);
 
 impl Helper {
     fn new(machine: &Machine) -> Self {
@@ -208,21 +205,22 @@ impl Helper {
             machine.enter();
             queue.into_iter().for_each(|job| job());
         });
-        Self { jobs: Some(jobs), thread: Some(thread) }
+        Self(Some((jobs, thread)))
     }
 
     fn run<R: Send + 'static>(&self, job: impl FnOnce() -> R + Send + 'static) -> R {
         let (tell, told) = mpsc::channel();
         let job: Job = Box::new(move || drop(tell.send(job())));
-        self.jobs.as_ref().expect("not ended").send(job).expect("the helper lives");
+        let sent = self.0.as_ref().map(|(jobs, _)| jobs.send(job));
+        assert!(matches!(sent, Some(Ok(()))), "the helper lives");
         told.recv().expect("the helper's job panicked")
     }
 }
 
 impl Drop for Helper {
     fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
+        if let Some((jobs, thread)) = self.0.take() {
+            drop(jobs);
             let _ = thread.join();
         }
     }

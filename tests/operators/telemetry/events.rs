@@ -27,22 +27,11 @@ fn setting_up_and_ending() {
     assert!(pool.shutdown(Duration::from_secs(5)).drained);
     assert_eq!(span("pinpool::pool", "shutdown", Level::INFO, &["pool"]).field("pool"), "weights");
     assert!(events("pinpool::pool::outstanding").is_empty());
-}
-
-#[test]
-fn memory_of_the_drivers() {
-    recorded!();
+    // With a buffer out, and memory of the driver's.
     let backing = Backing::HostAlloc(HostAllocFlags::default());
-    let bench = Bench::by_hand(|builder| builder.backing(backing));
+    let bench = Bench::by_hand(|builder| builder.name("leaky").backing(backing));
     let allocate = span("pinpool::region", "allocate", Level::INFO, &["bytes", "device"]);
     assert_eq!((allocate.field("bytes"), allocate.within.first()), ("1048576", Some(&"grow")));
-    drop(bench);
-}
-
-#[test]
-fn shut_down_with_buffers_out() {
-    recorded!();
-    let bench = Bench::by_hand(|builder| builder.name("leaky"));
     let buf = bench.pool.checkout(100).unwrap();
     assert!(!bench.pool.shutdown(Duration::ZERO).drained);
     let fields = ["outstanding", "pool", "quarantined_bytes"];
@@ -147,14 +136,8 @@ fn a_lost_device() {
 fn all_that_is_quarantined_is_in_the_event() {
     recorded!();
     let bench = Bench::by_hand(|builder| builder);
-    let stream = bench.device.stream().unwrap();
-    let other = bench.device.stream().unwrap();
-    let memory = bench.device.alloc(4096).unwrap();
-    let filled = || {
-        let mut buf = bench.pool.checkout(4096).unwrap();
-        buf.try_resize(4096, 1).unwrap();
-        buf
-    };
+    let ((stream, memory), other) = (bench.target(), bench.device.stream().unwrap());
+    let filled = || bench.filled(4096);
     // One buffer in one copy, and one that two copies share.
     let sent = stream.upload(filled(), &memory).unwrap();
     let shared = std::sync::Arc::new(filled());

@@ -8,7 +8,6 @@ macro_rules! recorded {
     };
 }
 
-mod copied;
 mod events;
 #[cfg(feature = "metrics")]
 mod facade;
@@ -77,6 +76,7 @@ impl<N> Bench<N> {
     }
 
     /// A buffer of so many bytes, all written.
+    #[track_caller]
     fn filled(&self, request: impl Into<Request>) -> PinnedBuf {
         let mut buf = self.pool.checkout(request).unwrap();
         let len = buf.capacity();

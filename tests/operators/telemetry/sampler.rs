@@ -1,7 +1,7 @@
 //! The sampler's events, as tracing-opentelemetry's layer would read them.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pinpool::Request;
 use pinpool::telemetry::{METRICS, MetricKind, Sampler};
@@ -424,4 +424,59 @@ fn a_pools_name_is_plain_and_short_wherever_it_is_shown() {
     let all = all(|_| true);
     let pools: Vec<&String> = all.iter().filter_map(|record| record.fields.get("pool")).collect();
     assert!(pools.len() > 20 && pools.iter().all(|name| **name == plain), "{pools:?}");
+}
+
+#[test]
+fn only_what_crosses_the_link_is_counted() {
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder);
+    let (stream, memory) = (bench.device.stream().unwrap(), bench.device.alloc(8192).unwrap());
+    let mut sampler = Sampler::new(&bench.pool);
+    let mut seen = || {
+        clear();
+        sampler.poll();
+        ["upload", "download"]
+            .map(|direction| sum("pinpool.device.copied.bytes.total", &[("direction", direction)]))
+    };
+    assert_eq!(seen(), [0.0, 0.0]);
+    stream.upload(bench.filled(4096), &memory).unwrap().wait().unwrap();
+    stream.upload_part(bench.filled(4096), 96..596, &memory).unwrap().wait().unwrap();
+    stream.upload_blocking(&[0; 30], &memory).unwrap();
+    stream.download(memory.slice(..300), bench.filled(4096)).unwrap().wait().unwrap();
+    stream.download_blocking(memory.slice(..7), &mut [0; 7]).unwrap();
+    let copier = pinpool::Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
+    copier.upload(vec![1; 200], memory.slice(..200)).unwrap().wait().unwrap();
+    // Within the device, within the host, and copies that fail: none of these count.
+    stream.copy(memory.slice(..1000), memory.slice(4096..)).unwrap().wait().unwrap();
+    stream.hold(bench.filled(100)).unwrap().wait().unwrap();
+    assert!(stream.upload(bench.filled(8193), &memory).is_err(), "refused: it does not fit");
+    bench.fail("cuMemcpyHtoDAsync_v2");
+    assert!(stream.upload(bench.filled(64), &memory).is_err(), "the driver refuses it");
+    let stats = bench.device.stats();
+    assert_eq!((stats.uploaded_bytes, stats.downloaded_bytes), (4096 + 500 + 30 + 200, 300 + 7));
+    assert_eq!((seen(), seen()), ([4826.0, 307.0], [0.0, 0.0]));
+}
+
+#[test]
+fn each_look_has_its_time() {
+    recorded!();
+    let bench = Bench::by_hand(|builder| builder.name("seen"));
+    let mut sampler = Sampler::new(&bench.pool);
+    let looks = || -> Vec<f64> {
+        let found = all(|record| record.fields.contains_key("gauge.pinpool.sampled.timestamp.seconds"));
+        found.iter().map(|record| metric(record).2).collect()
+    };
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
+    clear();
+    sampler.poll();
+    sampler.poll();
+    let found = looks();
+    assert_eq!(found.len(), 2);
+    // The system's time may be set at any time, and not only forward.
+    assert!(found.iter().all(|seen| (seen - now()).abs() < 60.0), "{found:?}");
+    drop(bench);
+    clear();
+    sampler.poll();
+    sampler.poll();
+    assert_eq!(looks(), [0.0], "once, that it has ended");
 }

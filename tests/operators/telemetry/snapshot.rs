@@ -45,11 +45,7 @@ fn devices_and_streams() {
     let bench = Bench::by_hand(|builder| builder);
     let (one, two) = (bench.device.stream().unwrap(), bench.device.stream().unwrap());
     let memory = bench.device.alloc(4096).unwrap();
-    let send = |stream: &pinpool::Stream| {
-        let mut buf = bench.pool.checkout(4096).unwrap();
-        buf.try_resize(4096, 1).unwrap();
-        drop(stream.upload(buf, &memory).unwrap());
-    };
+    let send = |stream: &pinpool::Stream| drop(stream.upload(bench.filled(4096), &memory).unwrap());
     send(&one);
     send(&one);
     send(&two);

@@ -32,11 +32,7 @@ fn each_state() {
     recorded!();
     let bench = Bench::by_hand(tracked);
     let (stream, memory) = bench.target();
-    let filled = |tag| {
-        let mut buf = bench.pool.checkout(Request::new(4096).tag(tag)).unwrap();
-        buf.try_resize(4096, 1).unwrap();
-        buf
-    };
+    let filled = |tag| bench.filled(Request::new(4096).tag(tag));
     let out = filled("out");
     let landed = stream.upload(filled("completed"), &memory).unwrap();
     bench.settle();
@@ -116,11 +112,7 @@ fn what_a_copier_moves_waits_for_its_stream() {
     let bench = Bench::by_hand(tracked);
     let copier = Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
     let memory = bench.device.alloc(1 << 20).unwrap();
-    let filled = |tag, len| {
-        let mut buf = bench.pool.checkout(Request::new(len).tag(tag)).unwrap();
-        buf.try_resize(len, 1).unwrap();
-        buf
-    };
+    let filled = |tag, len| bench.filled(Request::new(len).tag(tag));
     let place = |i: usize, len| memory.slice(i * LONG..i * LONG + len).unwrap();
     // A block of so many bytes fits into no chunk; three short ones fit into one.
     const LONG: usize = 20 << 10;

@@ -1,7 +1,7 @@
 //! A GPU as a server in another language uses it: raw driver calls, on the real driver or on the stand-in.
 //!
 //! What is tested with it was written to run on both: where `PINPOOL_REQUIRE` names a GPU, on the machine's own driver,
-//! one test at a time; otherwise each in a child that loads the stand-in, whose rules must then not have been broken.
+//! one test at a time; otherwise on simulated GPUs of its own, whose rules must then not have been broken.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
@@ -39,8 +39,8 @@ pub fn on_gpu(body: impl FnOnce(&Gpu)) {
 
 /// Runs the body of a test on a simulated GPU whose driver has the calls of that version, and checks afterwards.
 pub fn on_driver(driver: Driver, body: impl FnOnce(&Gpu)) {
-    if super::is_real() {
-        return skip!("a simulated driver is not used beside the machine's own");
+    if super::simulated_elsewhere() {
+        return;
     }
     let gpu = Gpu::open(Some(StandIn::gpus(driver)));
     body(&gpu);
@@ -49,8 +49,8 @@ pub fn on_driver(driver: Driver, body: impl FnOnce(&Gpu)) {
 
 /// The same as [`on_gpu`], on a simulated one only: for what only such a one can be made to do. No check afterwards.
 pub fn on_stand_in(body: impl FnOnce(&Gpu, &StandIn)) {
-    if super::is_real() {
-        return skip!("a simulated driver is not used beside the machine's own");
+    if super::simulated_elsewhere() {
+        return;
     }
     let gpu = Gpu::simulated();
     match gpu.stand_in.clone() {

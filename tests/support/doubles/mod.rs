@@ -41,10 +41,25 @@ pub fn required_device(device: &str) -> bool {
     std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.split(',').any(|n| n.trim() == device))
 }
 
-/// Whether this process uses the machine's own driver: then it has no simulated GPUs, since a context that is adopted
-/// does not say of which driver it is.
-pub fn is_real() -> bool {
-    required() && StandIn::loaded().is_none()
+/// In a process that is to use the machine's own driver there are no simulated GPUs beside it, since a context that is
+/// adopted does not say of which driver it is. There this thread's test runs in a process of its own, and is over.
+pub fn simulated_elsewhere() -> bool {
+    if !required() || StandIn::loaded().is_some() {
+        return false;
+    }
+    let thread = std::thread::current();
+    match thread.name().filter(|test| *test != "main") {
+        Some(test) => {
+            let output = process::command(test).env_remove("PINPOOL_REQUIRE").output();
+            process::passed(
+                test,
+                "on simulated GPUs",
+                &output.expect("this executable can be started again"),
+            );
+        }
+        None => skip!("it uses simulated GPUs, and the thread does not say which test it is"),
+    }
+    true
 }
 
 /// The simulation as a library: the one that `PINPOOL_TEST_SIM` names, else the one beside this executable. `None`: there
@@ -70,8 +85,11 @@ pub fn again(test: &str, environment: &[(&str, &str)]) {
 /// Runs the body of a test on two simulated GPUs of its own; in a child that loads the simulation, on those.
 pub fn on_stand_in(body: impl FnOnce(&StandIn)) {
     panicking::install_if_asked();
+    if simulated_elsewhere() {
+        return;
+    }
     match StandIn::loaded() {
-        None if is_set() || required() => skip!("a simulated driver is not used beside the machine's own"),
+        None if is_set() => skip!("the library that is named is no stand-in"),
         None => body(&StandIn::gpus(cuda::Driver::Cuda12_8)),
         Some(stand_in) => body(&stand_in),
     }

@@ -298,14 +298,6 @@ fn head(stream: &mut TcpStream) -> std::io::Result<()> {
     stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
 }
 
-/// A server that answers with this text.
-fn saying(body: String) -> u16 {
-    hostile(move |stream, _| {
-        head(stream)?;
-        stream.write_all(body.as_bytes())
-    })
-}
-
 fn is_plain(text: &str) {
     let bad = |c: char| c != '\n' && (c.is_control() || "\u{200b}\u{202e}".contains(c));
     assert!(!text.contains(bad), "{text:?}");
@@ -327,11 +319,11 @@ fn the_work_grows_with_the_answer_and_no_faster() {
         ("buckets", series("wait_seconds_bucket", "pool=\"a\"", "le"), "99% of the waits"),
         ("classes", series("class_out_segments", "pool=\"a\"", "stride"), "59990 more"),
     ] {
-        let port = saying(body);
+        let fake = Fake::saying(body);
         let begun = Instant::now();
         let (since, output) = loop {
             let since = Instant::now();
-            let output = once(&format!("127.0.0.1:{port}"));
+            let output = once(&fake.url("/metrics"));
             // On a busy machine a fetch may take longer than the command waits for it.
             let late = String::from_utf8_lossy(&output.stderr).contains("no whole answer within");
             if !late || begun.elapsed() > PATIENCE {
@@ -392,7 +384,7 @@ fn what_a_server_says_cannot_steer_a_terminal() {
                   pinpool_memory_capacity_bytes{pool=\"b\"} NaN\npinpool_memory_bytes{pool=\"b\",state=\"free\"} -1e308\n\
                   pinpool_memory_bytes{pool=\"b\",state=\"cut\"} 1e308\npinpool_memory_bytes{pool=\"b\",state=\"in_flight\"} Inf\n\
                   pinpool_wait_seconds_bucket{pool=\"b\",le=\"NaN\"} NaN\npinpool_device_lost{device=\"\u{9b}31mevil\"} 1\n";
-    let shown = text(&once(&format!("127.0.0.1:{}", saying(labels.to_owned()))));
+    let shown = shown(labels);
     is_plain(&shown);
     assert!(shown.contains("Pool \\u{202e}txt\\u{9b}31m\\u{200b}\\u{1b}[2J\\nALARM: forged: "), "{shown}");
     assert!(!shown.lines().any(|line| line.starts_with("ALARM: forged")), "{shown}");

@@ -91,9 +91,6 @@ pub unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> O
     Ok(())
 }
 
-// --- opening
-// -----------------------------------------------------------------------------------------------------------
-
 entries! {
     fn cuInit(flags: c_uint) in here(), |w, name| {
         if flags != 0 {
@@ -157,9 +154,6 @@ pub unsafe extern "C" fn cuGetErrorString(code: u32, text: *mut *const c_char) -
     unsafe { cuGetErrorName(code, text) }
 }
 
-// --- contexts
-// ----------------------------------------------------------------------------------------------------------
-
 entries! {
     fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) in on(device), |w, name| {
         let device = w.device(device)?;
@@ -216,9 +210,6 @@ entries! {
         }
     }
 }
-
-// --- memory
-// ------------------------------------------------------------------------------------------------------------
 
 /// Takes the time that the first registration of a process takes beside its pages.
 fn registering() -> usize {
@@ -296,12 +287,7 @@ entries! {
     fn cuMemcpyDtoDAsync_v2(dst: u64, src: u64, len: usize, stream: usize) in of(stream), |w, name| {
         w.copy_async(name, Place::Device(src), Place::Device(dst), len, stream)
     }
-}
 
-// --- streams
-// -----------------------------------------------------------------------------------------------------------
-
-entries! {
     fn cuStreamCreate(stream: *mut usize, flags: c_uint) in here(), |w, name| {
         let context = w.current(name)?;
         let made = w.create_stream(context, flags & 1 == 0);
@@ -394,12 +380,7 @@ entries! {
         mode.write(MODE.replace(new));
         Ok(())
     }
-}
 
-// --- events
-// ------------------------------------------------------------------------------------------------------------
-
-entries! {
     fn cuEventCreate(event: *mut usize, _flags: c_uint) in here(), |w, name| {
         let context = w.current(name)?;
         let made = w.create_event(context);

@@ -200,7 +200,7 @@ entries! {
         };
         let made = w.fresh();
         write(w, name, object, made)?;
-        let object = Object { destroy, pointer: pointer, references: references.into() };
+        let object = Object { destroy, pointer, references: references.into() };
         w.graphs.objects.insert(made, object);
         Ok(())
     }

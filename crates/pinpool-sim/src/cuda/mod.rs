@@ -112,7 +112,6 @@ mod graphs;
 mod hand;
 mod host;
 mod kernels;
-mod others;
 mod pointers;
 mod pools;
 mod streams;
@@ -141,15 +140,14 @@ symbols! {
         cuMemHostAlloc cuMemFreeHost cuMemAllocManaged cuMemHostGetDevicePointer_v2;
     kernels:
         cuModuleLoadData cuModuleUnload cuModuleGetFunction cuFuncLoad cuLaunchKernel;
-    others:
-        cuCtxSynchronize cuEventSynchronize;
     pointers:
         cuPointerGetAttributes cuCtxGetLimit cuCtxSetLimit;
     pools:
         cuMemAllocAsync cuMemFreeAsync;
     streams:
         cuCtxCreate_v2 cuCtxDestroy_v2 cuCtxGetDevice cuDevicePrimaryCtxGetState cuStreamGetCtx cuStreamGetId
-        cuCtxGetStreamPriorityRange cuStreamCreateWithPriority cuStreamGetPriority cuStreamIsCapturing;
+        cuCtxGetStreamPriorityRange cuStreamCreateWithPriority cuStreamGetPriority cuStreamIsCapturing
+        cuCtxSynchronize cuEventSynchronize;
 }
 
 /// Which calls a driver has.

@@ -917,11 +917,10 @@ impl World {
                 }
             }
             Place::Host(at) => {
-                let within = |(s, l): (&usize, &usize)| at >= *s && at + len <= s + l;
                 if at == 0 {
                     return self.violate("MEM-6", format!("{call}: a null pointer"), INVALID_VALUE);
                 }
-                if self.registered.iter().any(within) || self.hosts.has(at, len) {
+                if !self.is_pageable(place, len) {
                     return Ok(());
                 }
                 if self.registered.iter().any(|(s, l)| overlaps(at, len, *s, *l)) {

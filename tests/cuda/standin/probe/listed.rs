@@ -11,8 +11,6 @@ pub struct Listed {
     /// Which of its steps, from 1. 0 is all of the sequence ([`ALL_OF_IT`]), for one that only the stand-in can make.
     pub step: usize,
     pub call: &'static str,
-    /// The stand-in's code.
-    pub stand_in: u32,
     pub on_driver: OnDriver,
     pub why: &'static str,
 }
@@ -25,14 +23,8 @@ pub enum OnDriver {
     NotTried,
 }
 
-const fn not_tried(
-    rule: &'static str,
-    step: usize,
-    call: &'static str,
-    stand_in: u32,
-    why: &'static str,
-) -> Listed {
-    Listed { rule, step, call, stand_in, on_driver: OnDriver::NotTried, why }
+const fn not_tried(rule: &'static str, step: usize, call: &'static str, why: &'static str) -> Listed {
+    Listed { rule, step, call, on_driver: OnDriver::NotTried, why }
 }
 
 const CALLBACK: &str = "a call from the driver's own callback: undefined there, and it may never come back";
@@ -46,12 +38,11 @@ const OTHER_CURRENT: &str = "a stream or event carries its context, so another o
 const UVA: &str = "addresses are one space for all devices, so a stream may copy to another one's memory";
 
 pub const LISTED: &[Listed] = &[
-    not_tried("ctx_2_a_context_that_is_gone", 3, "cuCtxPushCurrent_v2", 709, STALE),
+    not_tried("ctx_2_a_context_that_is_gone", 3, "cuCtxPushCurrent_v2", STALE),
     Listed {
         rule: "ctx_5_contexts_are_not_mixed",
         step: 3,
         call: "cuMemcpyHtoDAsync_v2",
-        stand_in: 1,
         on_driver: OnDriver::Says(0, Some("580.159.04")),
         why: UVA,
     },
@@ -59,35 +50,33 @@ pub const LISTED: &[Listed] = &[
         rule: "ctx_5_contexts_are_not_mixed",
         step: 4,
         call: "cuStreamSynchronize",
-        stand_in: 400,
         on_driver: OnDriver::Says(0, Some("580.159.04")),
         why: OTHER_CURRENT,
     },
-    not_tried("str_1_a_stream_that_is_gone", 2, "cuStreamDestroy_v2", 400, STALE),
-    not_tried("str_1_a_stream_that_is_gone", 3, "cuStreamSynchronize", 400, STALE),
-    not_tried("evt_1_an_event_that_is_gone", 2, "cuEventQuery", 400, STALE),
-    not_tried("evt_1_an_event_that_is_gone", 3, "cuEventDestroy_v2", 400, STALE),
-    not_tried("ctx_6_only_contexts_of_ones_own_are_destroyed", 7, "cuCtxDestroy_v2", 201, STALE),
-    not_tried("bat_4_no_copy_writes_where_another_one_does", 1, "cuMemcpyBatchAsync", 0, OVERLAP),
-    not_tried("bat_6_one_call_at_a_time", 0, ALL_OF_IT, 0, LOSES),
-    not_tried("gra_1_destructors_call_nothing", 0, ALL_OF_IT, 0, CALLBACK),
-    not_tried("gra_3_graphs_that_are_gone", 2, "cuGraphDestroy", 1, STALE),
-    not_tried("gra_3_graphs_that_are_gone", 3, "cuGraphRetainUserObject", 1, STALE),
-    not_tried("gra_3_graphs_that_are_gone", 5, "cuGraphExecDestroy", 1, STALE),
-    not_tried("gra_3_graphs_that_are_gone", 6, "cuGraphLaunch", 1, STALE),
-    not_tried("gra_3_graphs_that_are_gone", 8, "cuUserObjectRelease", 1, STALE),
+    not_tried("str_1_a_stream_that_is_gone", 2, "cuStreamDestroy_v2", STALE),
+    not_tried("str_1_a_stream_that_is_gone", 3, "cuStreamSynchronize", STALE),
+    not_tried("evt_1_an_event_that_is_gone", 2, "cuEventQuery", STALE),
+    not_tried("evt_1_an_event_that_is_gone", 3, "cuEventDestroy_v2", STALE),
+    not_tried("ctx_6_only_contexts_of_ones_own_are_destroyed", 7, "cuCtxDestroy_v2", STALE),
+    not_tried("bat_4_no_copy_writes_where_another_one_does", 1, "cuMemcpyBatchAsync", OVERLAP),
+    not_tried("bat_6_one_call_at_a_time", 0, ALL_OF_IT, LOSES),
+    not_tried("gra_1_destructors_call_nothing", 0, ALL_OF_IT, CALLBACK),
+    not_tried("gra_3_graphs_that_are_gone", 2, "cuGraphDestroy", STALE),
+    not_tried("gra_3_graphs_that_are_gone", 3, "cuGraphRetainUserObject", STALE),
+    not_tried("gra_3_graphs_that_are_gone", 5, "cuGraphExecDestroy", STALE),
+    not_tried("gra_3_graphs_that_are_gone", 6, "cuGraphLaunch", STALE),
+    not_tried("gra_3_graphs_that_are_gone", 8, "cuUserObjectRelease", STALE),
     Listed {
         rule: "gra_4_references_are_counted",
         step: 1,
         call: "cuUserObjectRelease",
-        stand_in: 1,
         on_driver: OnDriver::Says(0, Some("580.159.04")),
         why: "more references than there are: the driver does not look",
     },
-    not_tried("gra_4_references_are_counted", 5, "cuGraphDestroy", 1, CAPTURING),
-    not_tried("ker_2_modules_and_functions_that_are_gone", 4, "cuModuleUnload", 400, STALE),
-    not_tried("ker_2_modules_and_functions_that_are_gone", 5, "cuModuleGetFunction", 400, STALE),
-    not_tried("ker_2_modules_and_functions_that_are_gone", 6, "cuLaunchKernel", 400, STALE),
-    not_tried("ker_6_no_row_meets_what_another_one_writes", 0, ALL_OF_IT, 0, MEETING),
-    not_tried("ker_8_a_module_whose_kernel_is_queued", 0, ALL_OF_IT, 0, UNLOADING),
+    not_tried("gra_4_references_are_counted", 5, "cuGraphDestroy", CAPTURING),
+    not_tried("ker_2_modules_and_functions_that_are_gone", 4, "cuModuleUnload", STALE),
+    not_tried("ker_2_modules_and_functions_that_are_gone", 5, "cuModuleGetFunction", STALE),
+    not_tried("ker_2_modules_and_functions_that_are_gone", 6, "cuLaunchKernel", STALE),
+    not_tried("ker_6_no_row_meets_what_another_one_writes", 0, ALL_OF_IT, MEETING),
+    not_tried("ker_8_a_module_whose_kernel_is_queued", 0, ALL_OF_IT, UNLOADING),
 ];

@@ -1,40 +1,39 @@
 //! The same driver calls on the stand-in and on a real driver, and what the two say, side by side.
 //!
-//! A rule of the stand-in is a sequence of plain calls. Each call that matters is a *step*, made by [`says!`]: it names
-//! the code that the stand-in gives. On the stand-in another code fails at once. On a real driver the codes are written
-//! down and the sequence goes on, so that one run tells everything; at the end each step is compared, and what is known
-//! to differ is in one list, `listed.rs`. A difference that is not listed fails, and so does one that is listed and is
-//! not there any more.
+//! A rule of the simulation is a sequence of plain calls. Each call that matters is a *step*, made by [`says!`]: it names
+//! the code that the simulation gives. On the simulation another code fails at once. On a real driver the sequence goes
+//! on, so that one run tells everything; what is known to differ is in one list, `listed.rs`. A difference that is not
+//! listed fails, and so does one that is listed and is not there any more.
 //!
 //! What is no step is either the same on both, such as handles that are made on the way ([`made!`]: where that fails
-//! the rule cannot be tried, which is told), or is the stand-in's alone and asked behind [`Driver::is_stand_in`].
+//! the rule cannot be tried, which is told), or is the simulation's alone and asked behind [`Driver::is_stand_in`].
 //!
-//! On a real driver each rule has a process of its own. Where one dies or hangs, the step that it was at is told, which
-//! is to be listed as not tried if that is how drivers are. The child talks to its parent by lines on its standard
-//! output that begin with [`MARK`].
+//! On a real driver each rule has a process of its own, which tells each step before it is made. Where it dies or hangs,
+//! that step is to be listed as not tried if that is how drivers are.
 
 #![allow(unsafe_code, reason = "calling a driver")]
 
-pub mod judge;
 pub mod listed;
 
 use std::ffi::{CStr, OsStr, c_char};
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use judge::{Got, Row};
 use listed::{LISTED, OnDriver};
 
 use crate::support::doubles::{self, HANG, StandIn, gpu_name};
 use pinpool_sim::cuda::Driver as Version;
 
-/// What a child's lines for its parent begin with.
-const MARK: &str = "probe";
-/// Which rule the child tries, on which library; and the step at which it is to die, for the test of the comparison.
+/// Which rule the child tries, on which library; and for the test of the comparison, the step at which it is to die, and
+/// a list of its own: `step:call:code`.
 pub const RULE: &str = "PINPOOL_PROBE_RULE";
 pub const LIBRARY: &str = "PINPOOL_PROBE_LIBRARY";
 pub const DIES: &str = "PINPOOL_PROBE_DIES";
+pub const KNOWN: &str = "PINPOOL_PROBE_KNOWN";
+/// What a rule says that cannot go on.
+const SHORT: &str = "GPUs that it needs:";
 /// Longer than a rule takes, the driver's start included.
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -90,6 +89,9 @@ macro_rules! rules {
             body: |$driver| $body,
         }),*];
         $($(#[$doc])* #[test] fn $name() {
+            if $crate::support::doubles::simulated_elsewhere() {
+                return;
+            }
             let rule = $list.iter().find(|rule| rule.name == stringify!($name)).expect("it is in the list");
             (rule.body)(&$crate::standin::probe::Driver::$make());
         })*
@@ -100,6 +102,9 @@ macro_rules! rules {
 macro_rules! behaviour {
     ($($(#[$doc:meta])* $name:ident ($make:ident) |$driver:ident| $body:block)*) => {
         $($(#[$doc])* #[test] fn $name() {
+            if $crate::support::doubles::simulated_elsewhere() {
+                return;
+            }
             let $driver = $crate::standin::probe::Driver::$make();
             $body
         })*
@@ -113,6 +118,10 @@ pub struct Driver {
     real: bool,
     rule: &'static str,
     steps: AtomicUsize,
+    /// What differs from what is listed.
+    wrong: Mutex<Vec<String>>,
+    /// There are not enough devices for all of the rule.
+    short: AtomicBool,
 }
 
 #[repr(C, align(4096))]
@@ -138,11 +147,16 @@ impl std::ops::DerefMut for Pages {
 }
 
 impl Driver {
+    fn new(stand_in: StandIn, real: bool, rule: &'static str) -> Self {
+        let (steps, wrong, short) = (AtomicUsize::new(0), Mutex::default(), AtomicBool::new(false));
+        Self { stand_in, real, rule, steps, wrong, short }
+    }
+
     /// A simulated one that is not initialised.
     pub fn bare() -> Self {
         let stand_in = StandIn::loaded().unwrap_or_else(|| StandIn::gpus(Version::Cuda12_8));
         stand_in.command("bare");
-        Self { stand_in, real: false, rule: "", steps: AtomicUsize::new(0) }
+        Self::new(stand_in, false, "")
     }
 
     /// Initialised, and device 0's primary context current.
@@ -155,7 +169,7 @@ impl Driver {
     /// A library that is compared with what the stand-in says.
     fn real(library: &OsStr, rule: &Rule) -> Self {
         let stand_in = StandIn::any(Path::new(library), "sim_cuda").expect("it was loaded before");
-        let driver = Self { stand_in, real: true, rule: rule.name, steps: AtomicUsize::new(0) };
+        let driver = Self::new(stand_in, true, rule.name);
         if rule.ready {
             driver.start();
         }
@@ -188,7 +202,8 @@ impl Driver {
         // Both write an int.
         let there = made!(self, "cuDeviceGetCount") & 0xFFFF_FFFF;
         if there < count {
-            tell(&["short", &format!("it needs {count} GPUs and there are {there}")]);
+            self.short.store(true, Ordering::Relaxed);
+            tell(&format!("{}: {SHORT} {count}, and there are {there}", self.rule));
         }
         there >= count
     }
@@ -203,17 +218,55 @@ impl Driver {
             assert_eq!(make(), expected, "step {step}: {call}");
             return;
         }
-        let (step_text, expected) = (step.to_string(), expected.to_string());
-        let listed = LISTED.iter().find(|l| (l.rule, l.step) == (self.rule, step));
-        if listed.is_some_and(|l| l.on_driver == OnDriver::NotTried) {
-            return tell(&["not", &step_text, call, &expected]);
+        let text = format!("{} step {step}, {call}: the simulation says {expected}", self.rule);
+        let known = self.known(|at| at == step);
+        if let Some((there, _)) = known.as_ref().filter(|(there, _)| there != call) {
+            self.wrong.lock().unwrap().push(format!("{text}: the list has {there} there"));
         }
-        tell(&["begin", &step_text, call, &expected]);
-        if std::env::var(DIES).is_ok_and(|dies| dies == step_text) {
+        if matches!(known, Some((_, None))) {
+            return tell(&format!("{text}, the driver is not asked"));
+        }
+        tell(&text);
+        if std::env::var(DIES).is_ok_and(|dies| dies == step.to_string()) {
             std::process::abort();
         }
         let code = make();
-        tell(&["says", &step_text, call, &expected, &code.to_string(), &self.name_of(code)]);
+        let text = format!("{text}, the driver {code} ({})", self.name_of(code));
+        tell(&text);
+        let wrong = match known.and_then(|(_, code)| code) {
+            None if code != expected => "a difference that is not listed",
+            Some(_) if code == expected => "it is listed, and the driver does not differ",
+            Some(known) if code != known => "it differs, and not as the list says",
+            _ => return,
+        };
+        self.wrong.lock().unwrap().push(format!("{text}: {wrong}"));
+    }
+
+    /// The first step of this rule that is listed, of those asked for: its call, and the driver's code. `None`: it is not
+    /// tried.
+    fn known(&self, is: impl Fn(usize) -> bool) -> Option<(String, Option<u32>)> {
+        if let Ok(text) = std::env::var(KNOWN) {
+            let parts: Vec<&str> = text.split(':').collect();
+            let [step, call, code] = parts[..] else { panic!("{KNOWN}={text}") };
+            return is(step.parse().unwrap()).then(|| (call.to_owned(), code.parse().ok()));
+        }
+        let listed = LISTED.iter().find(|l| l.rule == self.rule && is(l.step))?;
+        let code = match listed.on_driver {
+            OnDriver::Says(code, _) => Some(code),
+            OnDriver::NotTried => None,
+        };
+        Some((listed.call.to_owned(), code))
+    }
+
+    /// # Panics
+    /// With what differs from the list.
+    fn judge(&self) {
+        let (steps, short) = (self.steps.load(Ordering::Relaxed), self.short.load(Ordering::Relaxed));
+        let mut wrong = self.wrong.lock().unwrap().clone();
+        if let Some((call, _)) = self.known(|step| step > steps).filter(|_| !short) {
+            wrong.push(format!("{}: {call} is listed, and there is no such step", self.rule));
+        }
+        assert!(wrong.is_empty() && (steps > 0 || short), "{}", wrong.join("\n"));
     }
 
     /// The driver's word for a code.
@@ -314,47 +367,41 @@ impl Driver {
     }
 }
 
-/// A line for the parent.
-fn tell(parts: &[&str]) {
+/// A line for the reader, whatever the test harness captures.
+fn tell(text: &str) {
     use std::io::Write;
-    let mut out = std::io::stdout().lock();
-    // At the start of a line, whatever the test harness has written. Where no process reads it nothing is lost.
-    let _ = writeln!(out, "\n{MARK}\t{}", parts.join("\t"));
-    let _ = out.flush();
+    // Where no process reads it nothing is lost.
+    let _ = writeln!(std::io::stdout().lock(), "\n{text}");
 }
 
 /// In a child: tries the rule that it is told. Not in one: does nothing and says so.
 pub fn tried_as_child(rules: &[&Rule]) -> bool {
     let (Ok(name), Some(library)) = (std::env::var(RULE), std::env::var_os(LIBRARY)) else { return false };
     let rule = rules.iter().find(|rule| rule.name == name).expect("the parent has the same rules");
-    (rule.body)(&Driver::real(&library, rule));
-    tell(&["done"]);
+    let driver = Driver::real(&library, rule);
+    (rule.body)(&driver);
+    driver.judge();
     true
 }
 
-/// Tries the rules on a library, each in a child that runs `test`. What each step said, and what went wrong beside.
+/// Tries the rules on a library, each in a child that runs `test`. What went wrong, and how many rules lack devices.
 pub fn try_all(
     rules: &[&'static Rule],
     test: &str,
     library: &Path,
     environment: &[(&str, &str)],
-) -> (Vec<Row>, Vec<String>) {
-    let (mut rows, mut wrong) = (Vec::new(), Vec::new());
-    for rule in rules {
-        if LISTED.iter().any(|l| (l.rule, l.step, l.on_driver) == (rule.name, 0, OnDriver::NotTried)) {
-            let call = listed::ALL_OF_IT.into();
-            rows.push(Row { rule: rule.name, step: 0, call, stand_in: 0, got: Got::NotTried });
-            continue;
-        }
+) -> (Vec<String>, usize) {
+    let (mut wrong, mut short) = (Vec::new(), 0);
+    let untried = |rule: &Rule| LISTED.iter().any(|l| (l.rule, l.step) == (rule.name, 0));
+    for rule in rules.iter().filter(|rule| !untried(rule)) {
         let mut all = vec![(RULE, rule.name), (LIBRARY, library.to_str().expect("a path in UTF-8"))];
         all.extend(environment);
         let child = doubles::child(test, &all, LIMIT);
-        let (found, at, done) = judge::read(rule.name, &child.stdout);
-        if !done || found.is_empty() {
-            let at = at.map_or("beside its steps".into(), |step| format!("at step {step}"));
-            wrong.push(format!("{}: the child {} {at}: {}", rule.name, child.how(), child.last_words()));
+        println!("{}", child.stdout);
+        short += usize::from(child.stdout.contains(SHORT));
+        if !child.status.is_some_and(|status| status.success()) || !child.stdout.contains("1 passed") {
+            wrong.push(format!("{}: the child {}: {}", rule.name, child.how(), child.last_words()));
         }
-        rows.extend(found);
     }
-    (rows, wrong)
+    (wrong, short)
 }

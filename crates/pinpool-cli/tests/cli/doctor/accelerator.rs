@@ -75,7 +75,7 @@ fn what_a_link_should_give_on_a_gpu() {
     look().is("copy", "warn: its link should give 207.7 GB/s => numa");
 
     // The limit of locked memory does not count what NVIDIA's driver pins.
-    machine.file("/proc/self/limits", &super::machine::limits("65536", "unlimited", "unlimited"));
+    machine.memlock("65536");
     look().is("memlock", "warn: does not count & RDMA");
 }
 

@@ -2,62 +2,56 @@
 
 use std::process::Command;
 
-use super::machine::{Machine, limits, status};
+use super::machine::{Machine, status};
 use super::{doctor, findings, stdout};
 use crate::limit;
 use crate::support::skip;
 
 const IPC_LOCK: u64 = 1 << 14;
 
-fn memlock(value: &str) -> String {
-    limits(value, "unlimited", "unlimited")
-}
-
 #[test]
 fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
     let machine = Machine::healthy();
-    machine.host("256MiB").is("memlock", "ok: unlimited");
-    machine.file("/proc/self/limits", &memlock("8388608"));
-    machine.host("256MiB").is(
-        "memlock",
+    machine.locks("ok: unlimited");
+    machine.memlock("8388608").locks(
         "fail: 8 MiB & 256 MiB & no CAP_IPC_LOCK => LimitMEMLOCK=infinity & \
          sudo prlimit --memlock=unlimited:unlimited & limits.conf & !docker",
     );
     machine.host("4MiB").is("memlock", "ok: enough");
 
     // A process that may raise its limit needs no administrator.
-    machine.file("/proc/self/limits", &memlock("8388608/unlimited"));
-    machine.host("256MiB").is("memlock", "fail: => ulimit -l 262144 & !sudo prlimit");
-    machine.file("/proc/self/limits", &memlock("8388608/16777216"));
-    machine.host("256MiB").is("memlock", "fail: => sudo prlimit");
-    machine.file("/.dockerenv", "").file("/proc/self/limits", &memlock("8388608/unlimited"));
-    machine.host("256MiB").is("memlock", "fail: => shell: ulimit -l 262144 & docker run: --ulimit");
-    machine.without("/.dockerenv").file("/proc/self/limits", &memlock("8388608"));
+    machine.memlock("8388608/unlimited").locks("fail: => ulimit -l 262144 & !sudo prlimit");
+    machine.memlock("8388608/16777216").locks("fail: => sudo prlimit");
+    machine
+        .file("/.dockerenv", "")
+        .memlock("8388608/unlimited")
+        .locks("fail: => shell: ulimit -l 262144 & docker run: --ulimit");
 }
 
 #[test]
 fn in_containers_the_remedy_is_the_containers() {
     let machine = Machine::healthy();
-    machine.file("/proc/self/limits", &memlock("8388608")).file("/.dockerenv", "");
-    machine.host("256MiB").is("memlock", "fail: => docker run: --ulimit memlock=-1:-1 & !systemd");
+    machine.memlock("8388608").file("/.dockerenv", "");
+    machine.locks("fail: => docker run: --ulimit memlock=-1:-1 & !systemd");
     machine.without("/.dockerenv").file("/run/.containerenv", "");
-    machine.host("256MiB").is("memlock", "fail: => podman run: --ulimit memlock=-1:-1");
+    machine.locks("fail: => podman run: --ulimit memlock=-1:-1");
     // Kubelets' containers show signs of other tools too.
     machine.file("/var/run/secrets/kubernetes.io/serviceaccount/token", "");
-    machine.host("256MiB").is(
-        "memlock",
+    machine.locks(
         "fail: => kubernetes: securityContext.capabilities.add: [\"IPC_LOCK\"] & containerd & !podman",
     );
     let machine = Machine::healthy();
     let pod = "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n";
-    machine.file("/proc/self/limits", &memlock("8388608")).file("/proc/self/cgroup", pod);
-    machine.host("256MiB").is("memlock", "fail: => kubernetes: ");
+    machine.memlock("8388608").file("/proc/self/cgroup", pod);
+    machine.locks("fail: => kubernetes: ");
     let machine = Machine::healthy();
-    machine.file("/run/systemd/container", "lxc\n").file("/proc/self/limits", &memlock("65536"));
-    machine.host("256MiB").is("memlock", "fail: => --ulimit memlock=-1 & IPC_LOCK");
+    machine
+        .file("/run/systemd/container", "lxc\n")
+        .memlock("65536")
+        .locks("fail: => --ulimit memlock=-1 & IPC_LOCK");
     // Windows Subsystem for Linux is no container, though systemd calls it one.
     machine.file("/run/systemd/container", "wsl\n");
-    machine.host("256MiB").is("memlock", "fail: => systemd, in");
+    machine.locks("fail: => systemd, in");
 }
 
 /// The head of the text says what the remedies are for.
@@ -84,31 +78,30 @@ fn the_environment_is_told() {
 #[test]
 fn the_capability_sets_the_limit_aside_outside_of_user_namespaces() {
     let machine = Machine::healthy();
-    machine.file("/proc/self/limits", &memlock("65536")).file("/proc/self/status", &status(IPC_LOCK));
-    machine.host("256MiB").is("memlock", "ok: 64 KiB & CAP_IPC_LOCK");
+    machine.memlock("65536").file("/proc/self/status", &status(IPC_LOCK));
+    machine.locks("ok: 64 KiB & CAP_IPC_LOCK");
     machine.file("/proc/self/uid_map", "         0          0 4294967295\n");
-    machine.host("256MiB").is("memlock", "ok");
+    machine.locks("ok");
     // The user's own id alone; and the map of rootless containers: a range of subordinate numbers besides.
     let own = "         0       1000          1\n";
     for map in [own.to_owned(), format!("{own}         1     100000      65536\n")] {
         machine.file("/proc/self/uid_map", &map);
-        machine.host("256MiB").is("memlock", "fail: user namespace");
+        machine.locks("fail: user namespace");
     }
     machine.file("/proc/self/uid_map", "");
-    machine.host("256MiB").is("memlock", "ok");
+    machine.locks("ok");
     // All but that one.
     machine.file("/proc/self/status", &status(!IPC_LOCK)).file("/proc/self/uid_map", "0 0 4294967295\n");
-    machine.host("256MiB").is("memlock", "fail: no CAP_IPC_LOCK");
+    machine.locks("fail: no CAP_IPC_LOCK");
 }
 
 #[test]
 fn what_is_locked_already_counts() {
     let machine = Machine::healthy();
     let locked = status(0).replace("VmLck:\t       0 kB", "VmLck:\t  131072 kB");
-    machine.file("/proc/self/limits", &memlock("268435456"));
-    machine.host("256MiB").is("memlock", "ok");
+    machine.memlock("268435456").locks("ok");
     machine.file("/proc/self/status", &locked);
-    machine.host("256MiB").is("memlock", "fail");
+    machine.locks("fail");
     machine.host("128MiB").is("memlock", "ok");
 }
 

@@ -11,7 +11,7 @@ use super::{Findings, doctor, findings};
 pub struct Machine(tempfile::TempDir);
 
 /// Limits as `/proc/self/limits` writes them.
-pub fn limits(memlock: &str, address: &str, data: &str) -> String {
+fn limits(memlock: &str, address: &str, data: &str) -> String {
     let mut text = format!("{:<26}{:<21}{:<21}Units\n", "Limit", "Soft Limit", "Hard Limit");
     for (name, value) in
         [("Max data size", data), ("Max locked memory", memlock), ("Max address space", address)]
@@ -74,6 +74,17 @@ impl Machine {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, text).unwrap();
         self
+    }
+
+    /// A limit of locked memory, and a hard one behind a slash.
+    pub fn memlock(&self, value: &str) -> &Self {
+        self.file("/proc/self/limits", &limits(value, "unlimited", "unlimited"))
+    }
+
+    /// What the doctor says about locking 256 MiB.
+    #[track_caller]
+    pub fn locks(&self, expected: &str) {
+        self.host("256MiB").is("memlock", expected);
     }
 
     pub fn link(&self, path: &str, to: &str) -> &Self {
