@@ -67,10 +67,6 @@ impl Context {
 
     /// The context of a device that does nothing by itself: it has no threads, and whoever waits calls the hand.
     pub(crate) fn by_hand(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Arc<Self>> {
-        let hand = hand.or_else(|| {
-            let own = driver.clone();
-            driver.stepped().map(|_| Hand::new(move || own.stepped().is_some_and(|stepped| stepped.step())))
-        });
         let holds = Holds::new();
         driver.ending().leave(holds.last());
         let worker = Arc::new(Worker::start(&driver, &holds, hand.is_some())?);

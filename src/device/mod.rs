@@ -199,12 +199,6 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         self.name().split(':').next().unwrap_or_default()
     }
 
-    /// This driver as a device that does nothing by itself: work happens when [`Stepped::step`] is called. `None` for
-    /// all others.
-    fn stepped(&self) -> Option<&dyn Stepped> {
-        None
-    }
-
     /// This driver as its own type, for what only its vendor has.
     fn as_any(&self) -> &dyn Any;
 
@@ -421,10 +415,4 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         drop(ended);
         Ok(false)
     }
-}
-
-/// A device that a test moves by hand.
-pub(crate) trait Stepped {
-    /// Makes one piece of outstanding work happen, chosen by the device's own seed. `false`: none can.
-    fn step(&self) -> bool;
 }

@@ -294,6 +294,9 @@ fn the_contract_holds_on_gpus() {
 #[test]
 #[cfg(feature = "cuda")]
 fn the_contract_holds_on_a_gpu_that_is_moved_by_hand() {
+    if doubles::simulated_elsewhere() {
+        return;
+    }
     let machine = support::hand::Machine::new(2, 256 << 20, 11);
     let open = || {
         let own = machine.clone();

@@ -57,23 +57,23 @@ fn opening_fails_with_the_cause_and_the_remedy() {
             false,
         ),
         (doubles::PATH, "libm.so.6", "libm.so.6 lacks cuInit|11.0", false),
-        ("PINPOOL_STANDIN_VERSION", "10020", "supports CUDA 10.2 only|newer driver", false),
+        (doubles::SETUP, "version 10020", "supports CUDA 10.2 only|newer driver", false),
         (
-            "PINPOOL_STANDIN_DEVICES",
-            "0",
+            doubles::SETUP,
+            "devices 0 0",
             "cuInit failed with 100 (CUDA_ERROR_NO_DEVICE|CUDA_VISIBLE_DEVICES",
             false,
         ),
-        ("PINPOOL_STANDIN_FAIL", "cuDriverGetVersion:1:999", "cuDriverGetVersion failed with 999", true),
+        (doubles::SETUP, "fail cuDriverGetVersion 1 999 false", "cuDriverGetVersion failed with 999", true),
         (
-            "PINPOOL_STANDIN_FAIL",
-            "cuDeviceGetCount:1:999",
+            doubles::SETUP,
+            "fail cuDeviceGetCount 1 999 false",
             "device cuda:0 is not available: cuDeviceGetCount failed with 999",
             true,
         ),
-        ("PINPOOL_STANDIN_FAIL", "cuInit:1:803", "cuInit failed with 803|do not fit together", true),
-        ("PINPOOL_STANDIN_FAIL", "cuInit:1:123456", "cuInit failed with 123456|no name for", true),
-        ("PINPOOL_STANDIN_FAIL", "cuDevicePrimaryCtxRetain:1:2", "OUT_OF_MEMORY|may succeed later", true),
+        (doubles::SETUP, "fail cuInit 1 803 false", "cuInit failed with 803|do not fit together", true),
+        (doubles::SETUP, "fail cuInit 1 123456 false", "cuInit failed with 123456|no name for", true),
+        (doubles::SETUP, "fail cuDevicePrimaryCtxRetain 1 2 false", "OUT_OF_MEMORY|may succeed later", true),
     ] {
         println!("{name}={value}");
         let mut environment = vec![(name, value), ("EXPECTED", expected)];
@@ -87,7 +87,7 @@ fn auto_takes_the_next_gpu_where_the_first_cannot_be_had() {
     const TEST: &str = "auto_takes_the_next_gpu_where_the_first_cannot_be_had";
     if !doubles::is_set() {
         // Taken by another process, as a GPU in exclusive mode is.
-        return doubles::again(TEST, &[("PINPOOL_STANDIN_FAIL", "cuDevicePrimaryCtxRetain:1:46")]);
+        return doubles::again(TEST, &[(doubles::SETUP, "fail cuDevicePrimaryCtxRetain 1 46 false")]);
     }
     let log = Log::new("pinpool::device", tracing::Level::TRACE);
     let best = tracing::subscriber::with_default(log.clone(), || Device::open("auto")).unwrap();

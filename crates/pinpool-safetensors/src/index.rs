@@ -8,12 +8,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
 use super::header::{LONGEST_HEADER, Names, Table, twice};
 use super::json::{brackets, entries, inside, is_object, named, text};
-use super::{NAME, Shard, blamed, malformed, open_regular, read_at, shown, stand_in, unread};
+use super::{NAME, Shard, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
 use pinpool::{Error, Result};
 
 const SUFFIX: &str = "safetensors";
@@ -71,7 +71,12 @@ impl Index {
             let why = format!("more than {LONGEST_HEADER} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
-        let mut text = read_at(&file, &what, 0, metadata.len() as usize)?;
+        let (mut text, most) = (Vec::new(), metadata.len() as usize + 1);
+        reserved(text.try_reserve_exact(most), &what, most)?;
+        file.take(most as u64).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
+        if text.len() == most {
+            return Err(malformed(&what, "it has grown while it was read; open it again when it is written"));
+        }
         // What some editors put before a text: a byte order mark.
         if text.starts_with("\u{feff}".as_bytes()) {
             text.drain(.."\u{feff}".len());

@@ -186,7 +186,8 @@ impl Checkpoint {
     /// `.safetensors` files.
     ///
     /// All files stay open as long as a handle to the checkpoint lives, and a load that reads past the page cache opens each
-    /// a second time: a checkpoint of many hundred files may need more than the usual 1,024 (`ulimit -n`).
+    /// a second time for as long as the load lives: a checkpoint of many hundred files may need more than the usual 1,024
+    /// (`ulimit -n`).
     ///
     /// # Errors
     /// [`Error::Read`] with the system's reason; [`Error::Malformed`] for a [refused](self) file, index or folder;

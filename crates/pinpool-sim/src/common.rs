@@ -14,7 +14,8 @@ pub struct Fault {
     pub call: String,
     /// Fails when this comes to zero.
     pub left: u64,
-    /// 0, on CUDA: the call succeeds, and what it queues is held, with all that follows on its stream.
+    /// 0, on CUDA: the call succeeds. With `after` what it queues is held, with all that follows on its stream; without,
+    /// it does nothing.
     pub code: u32,
     /// The call does its work and fails afterwards.
     pub after: bool,
@@ -279,11 +280,6 @@ pub fn thread() -> usize {
 pub fn setup() -> Vec<String> {
     let text = std::env::var("PINPOOL_SIM").unwrap_or_default();
     text.split(';').filter(|command| !command.is_empty()).map(str::to_owned).collect()
-}
-
-/// A number from the environment, which says what world 0 has.
-pub fn number(name: &str, otherwise: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
 pub fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {

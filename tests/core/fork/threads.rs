@@ -115,6 +115,9 @@ fn beside_threads(device: &Device, rounds: usize) {
         let wrong = (0..rounds).find_map(|round| {
             // The child has the last handles to these.
             let (stream, memory) = (device.stream().unwrap(), device.alloc(300_000).unwrap());
+            // The stream's thread is at work by then: one that is just starting may hold a lock of the standard library's,
+            // without which no child can start a thread.
+            drop(stream.upload(filled(&pool, 10, 1), memory.slice(..10)).unwrap().wait().unwrap());
             let held = pool.checkout_timeout(1000, HANG).unwrap();
             let sent = stream.upload(filled(&pool, 1000, 1), memory.slice(..1000)).unwrap();
             let landing = pool.try_checkout_on(&stream, 500);

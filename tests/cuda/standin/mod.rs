@@ -429,7 +429,7 @@ fn the_comparison_sees_what_differs() {
     let unlisted = said(&[(probe::KNOWN, "99:none:0")]);
     assert!(unlisted.contains("no such step") && unlisted.contains("mem_4"), "{unlisted}");
     // With a code of its own, or without.
-    let fault = ("PINPOOL_STANDIN_FAIL", "cuMemHostUnregister:1:713");
+    let fault = (doubles::SETUP, "fail cuMemHostUnregister 1 713 false");
     for (known, faults, expected) in [
         (None, true, "713 (CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED): a difference that is not listed"),
         (Some("3:cuMemHostUnregister:713"), true, ""),

@@ -20,7 +20,7 @@ fn tensors_arrive_on_a_gpu() {
             folder.put("1.safetensors", file(&tensors[..200])),
             folder.put("2.safetensors", file(&tensors[200..])),
         ];
-        let device = Device::open(&*gpu_name(0)).unwrap();
+        let device = Device::open(&gpu_name(0)).unwrap();
         let pool = Pool::builder(&device).capacity(32 << 20).unpinned(Unpinned::Allow).build().unwrap();
         let copier = Copier::builder(&pool, &device).chunk(256 << 10).build().unwrap();
         let checkpoint = Checkpoint::open_files(&paths).unwrap();

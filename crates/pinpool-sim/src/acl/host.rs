@@ -120,7 +120,7 @@ impl World {
         self.hosts.made += 1;
         // No more than is promised; twice as much every other time, as luck would have it.
         let promised = if self.on_device { 16 } else { 64 };
-        let offset = if self.hosts.made % 2 == 0 { promised } else { 3 * promised };
+        let offset = if self.hosts.made.is_multiple_of(2) { promised } else { 3 * promised };
         let at = block as usize + offset;
         self.hosts.blocks.insert(at, Host { len, device, block: (block as usize, layout) });
         note_host(at, Some(self.number));
@@ -163,7 +163,7 @@ impl World {
         if len == 0 || at.checked_add(len).is_none() {
             return self.violate("REG-4", text, PARAM_INVALID);
         }
-        if at % PAGE != 0 || len % PAGE != 0 {
+        if !at.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
             return self.violate("REG-1", text, DRIVER_INTERNAL);
         }
         if self.hosts.registered.iter().any(|(s, r)| overlaps(at, len, *s, r.len)) {

@@ -42,7 +42,7 @@ fn made(
         return NOT_PERMITTED;
     }
     let Some((code, after)) = world.strike(name) else { return body(world).err().unwrap_or_default() };
-    if code == 0 {
+    if code == 0 && after {
         world.stalls = true;
         let code = body(world).err().unwrap_or_default();
         world.stalls = false;
@@ -211,13 +211,12 @@ entries! {
     }
 }
 
-/// Takes the time that the first registration of a process takes beside its pages.
+/// Takes the time that a first registration takes beside its pages, without the world's lock.
 fn registering() -> usize {
-    static FIRST: std::sync::Once = std::sync::Once::new();
-    FIRST.call_once(|| {
-        std::thread::sleep(std::time::Duration::from_millis(number("PINPOOL_STANDIN_FIRST_PIN_MS", 0)));
-    });
-    here()
+    let number = here();
+    let first = std::mem::take(&mut world(number).first_pin);
+    std::thread::sleep(first);
+    number
 }
 
 entries! {

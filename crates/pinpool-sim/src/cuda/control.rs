@@ -1,6 +1,7 @@
 //! What tests ask of this driver beside its own calls, and what its report says.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use super::world::World;
 
@@ -31,6 +32,10 @@ impl World {
             ["node", device, node] => {
                 self.devices[number(device) as usize].numa_node = node.parse().unwrap_or(-1);
             }
+            // Another version of the driver, as `cuDriverGetVersion` counts.
+            ["version", version] => self.version = number(version) as i32,
+            // The next registration takes that many milliseconds beside its pages.
+            ["first-pin", milliseconds] => self.first_pin = Duration::from_millis(number(milliseconds)),
             // Kills the primary context of a device with that code.
             ["kill", device, code] => {
                 if let Some((context, _)) = self.devices.get(number(device) as usize).and_then(|d| d.primary)

@@ -160,7 +160,7 @@ impl World {
         // SAFETY: as long as that.
         unsafe { block.write_bytes(0xA5, len + PAGE) };
         self.hosts.made += 1;
-        let at = block as usize + if self.hosts.made % 2 == 0 { 512 } else { 0 };
+        let at = block as usize + if self.hosts.made.is_multiple_of(2) { 512 } else { 0 };
         self.hosts.blocks.insert(at, Host { context, len, managed, block: (block as usize, layout) });
         Ok(at)
     }

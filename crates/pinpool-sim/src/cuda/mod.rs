@@ -99,11 +99,8 @@
 //!
 //! # What there is
 //!
-//! A world that [`Gpus::new`] makes has two devices with 256 MiB each; commands (`control.rs`) change it. For a library
-//! that is loaded, the environment says it: `PINPOOL_STANDIN_DEVICES` (2), `PINPOOL_STANDIN_MEMORY` (bytes of each
-//! device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080), `PINPOOL_STANDIN_ATTRIBUTES` (`number:value`, with commas between
-//! them: `91:0` is a system like WSL2, `99:0` a machine in confidential-computing mode), `PINPOOL_STANDIN_FAIL`
-//! (`name:nth:code`), `PINPOOL_STANDIN_FIRST_PIN_MS` (what the first registration takes beside its pages, 0).
+//! Two devices with 256 MiB each and a driver of version 12080, unless commands (`control.rs`) say otherwise:
+//! `attribute 91 0` makes a system like WSL2, and `attribute 99 0` a machine in confidential-computing mode.
 
 mod batches;
 mod calls;
@@ -193,6 +190,8 @@ impl Gpus {
     /// Two GPUs, in a world that this thread has entered.
     pub fn new() -> Self {
         let made = Self { number: world::add_world() };
+        // For threads that have entered no world.
+        world(0).ready = true;
         made.enter();
         made
     }

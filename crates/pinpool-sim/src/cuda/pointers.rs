@@ -71,11 +71,8 @@ impl World {
     pub fn check_heap(&mut self, call: &str, at: u64) -> Outcome {
         let heap = self.pointers.heap.range(..=at).next_back();
         if heap.is_some_and(|(start, len)| at - start < *len as u64) {
-            return self.violate(
-                "PTR-1",
-                format!("{call}: {at:#x} is memory of the device-side heap"),
-                INVALID_VALUE,
-            );
+            let text = format!("{call}: {at:#x} is memory of the device-side heap");
+            return self.violate("PTR-1", text, INVALID_VALUE);
         }
         Ok(())
     }
@@ -149,7 +146,7 @@ impl World {
     pub fn other_memory(&mut self, device: usize, kind: u32, len: usize) -> u64 {
         let Some((primary, _)) = self.devices.get(device).and_then(|d| d.primary) else { return 0 };
         let (context, kind) = match kind {
-            0 => (self.other_context(device), Kind::Plain),
+            0 => (self.add_context(device), Kind::Plain),
             1 => (primary, Kind::Managed),
             _ => (primary, Kind::Mapped),
         };

@@ -3,7 +3,7 @@
 
 use std::ffi::{c_int, c_uint};
 
-use super::calls::{entries, usable, write};
+use super::calls::{entries, write};
 use super::world::*;
 
 /// Another stream on each thread. (Handles below it are the legacy default stream's.)
@@ -80,8 +80,7 @@ impl World {
 entries! {
     fn cuCtxCreate_v2(context: *mut usize, _flags: c_uint, device: c_int) in on(device), |w, name| {
         let device = w.device(device)?;
-        let made = w.fresh();
-        w.contexts.insert(made, Context { device, dead: None });
+        let made = w.add_context(device);
         STACK.with_borrow_mut(|stack| stack.push(made));
         write(w, name, context, made)
     }
@@ -102,7 +101,6 @@ entries! {
 
     fn cuCtxGetDevice(device: *mut c_int) in here(), |w, name| {
         let context = w.current(name)?;
-        usable(w, name, context)?;
         let of = w.ordinal(w.contexts[&context].device);
         write(w, name, device, of)
     }

@@ -2,12 +2,12 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::graphs::Graphs;
-use crate::common::{Common, DEVICES, Fault, Worlds, locked, number_of, setup};
-pub use crate::common::{Outcome, number, overlaps, thread};
+use crate::common::{Common, locked, setup, worlds};
+pub use crate::common::{Outcome, overlaps, thread};
 
 /// The codes, and the driver's words for them.
 macro_rules! codes {
@@ -65,8 +65,6 @@ thread_local! {
     pub static STACK: RefCell<Stack> = const { RefCell::new(Stack { contexts: [0; 64], len: 0 }) };
     /// Its capture mode: 0 global, 1 thread-local, 2 relaxed.
     pub static MODE: Cell<u32> = const { Cell::new(0) };
-    /// The world of calls that name nothing, where no context is current.
-    pub static DEFAULT: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Contexts of a thread. It has no destructor, since threads call the driver when they end, too.
@@ -144,12 +142,12 @@ pub enum Op {
         dst: Place,
         len: usize,
     },
-    /// Waits until the other stream has run up to this place.
     /// A copy whose source was read when it was submitted.
     Staged {
         bytes: Vec<u8>,
         dst: Place,
     },
+    /// Waits until the other stream has run up to this place.
     Wait {
         stream: usize,
         upto: u64,
@@ -223,6 +221,8 @@ pub struct World {
     pub hosts: super::host::Hosts,
     /// How often a context was retained.
     pub retains: u64,
+    /// What the next registration takes beside its pages.
+    pub first_pin: Duration,
     /// What the call under way queues is held.
     pub stalls: bool,
 }
@@ -230,58 +230,7 @@ pub struct World {
 /// Where made-up device addresses begin.
 const BASE: u64 = 0x7f00_0000_0000_0000;
 
-static WORLDS: Worlds<World> = Worlds::new();
-
-/// The number of the world of a handle, or of device memory: for null and what has no world, that of the calling thread.
-pub fn of(what: usize) -> usize {
-    match number_of(what, BASE) {
-        0 => here(),
-        number => number,
-    }
-}
-
-/// The number of the world in which the calling thread is.
-pub fn here() -> usize {
-    match STACK.with_borrow(|stack| stack.last().map_or(0, |context| number_of(*context, BASE))) {
-        0 => DEFAULT.get(),
-        number => number,
-    }
-}
-
-/// The number of the world of a device, by the driver's number for it.
-pub fn on(device: i32) -> usize {
-    match usize::try_from(device).map_or(0, |device| device / DEVICES) {
-        0 => here(),
-        number => number,
-    }
-}
-
-/// The world with this number.
-pub fn world(number: usize) -> MutexGuard<'static, World> {
-    locked(WORLDS.get(number, World::new))
-}
-
-/// The report of a loaded library when the process ends and other threads do not go on. `None`: one of them has the lock.
-pub fn last_report() -> Option<String> {
-    WORLDS.last_report(World::report)
-}
-
-/// Makes a world, and returns its number.
-pub fn add_world() -> usize {
-    let number = WORLDS.add(World::new);
-    // For threads that have entered no world.
-    world(0).ready = true;
-    number
-}
-
-/// How many devices the driver counts.
-pub fn devices(of: &World) -> usize {
-    match WORLDS.count() {
-        // In a process that has worlds of its own, and for a thread that is in none of them: up to the last one's last.
-        count if count > 0 && of.number == 0 => (count + 1) * DEVICES,
-        _ => of.number * DEVICES + of.devices.len(),
-    }
-}
+worlds!(BASE, STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0)));
 
 /// The first of these ranges that meets what another one writes, where no order is promised.
 pub fn meeting(
@@ -296,20 +245,6 @@ pub fn meeting(
         before > 0 && written[before - 1].0 + written[before - 1].1 as u64 > *at
     };
     twice.or_else(|| read.into_iter().find(meets))
-}
-
-impl Deref for World {
-    type Target = Common;
-
-    fn deref(&self) -> &Common {
-        &self.common
-    }
-}
-
-impl DerefMut for World {
-    fn deref_mut(&mut self) -> &mut Common {
-        &mut self.common
-    }
 }
 
 impl World {
@@ -333,12 +268,14 @@ impl World {
             modules: Default::default(),
             hosts: Default::default(),
             retains: 0,
+            first_pin: Duration::ZERO,
             stalls: false,
         };
+        world.have_devices(2, 256 << 20);
         if number == 0 {
-            world.configure();
-        } else {
-            world.have_devices(2, 256 << 20);
+            for command in setup() {
+                world.command(&format!("setup {command}"));
+            }
         }
         world
     }
@@ -346,34 +283,6 @@ impl World {
     /// So many devices with so many bytes of memory each.
     pub fn have_devices(&mut self, count: usize, memory: usize) {
         self.devices = (0..count).map(|_| Device { memory, numa_node: -1, primary: None }).collect();
-    }
-
-    /// What the environment says of a loaded library.
-    fn configure(&mut self) {
-        self.configure_by_variables();
-        for command in setup() {
-            self.command(&format!("setup {command}"));
-        }
-    }
-
-    fn configure_by_variables(&mut self) {
-        self.version = number("PINPOOL_STANDIN_VERSION", 12_080) as i32;
-        let memory = number("PINPOOL_STANDIN_MEMORY", 256 << 20) as usize;
-        self.have_devices(number("PINPOOL_STANDIN_DEVICES", 2) as usize, memory);
-        for pair in std::env::var("PINPOOL_STANDIN_ATTRIBUTES").unwrap_or_default().split(',') {
-            if let Some((Ok(attribute), Ok(value))) =
-                pair.split_once(':').map(|(attribute, value)| (attribute.parse(), value.parse()))
-            {
-                self.hosts.set_attribute(attribute, value);
-            }
-        }
-        if let Ok(fault) = std::env::var("PINPOOL_STANDIN_FAIL") {
-            let parts: Vec<&str> = fault.split(':').collect();
-            if let [call, nth, code] = parts[..] {
-                let (left, code) = (nth.parse().unwrap_or(1), code.parse().unwrap_or(1));
-                self.faults.push(Fault { call: call.into(), left, code, after: false });
-            }
-        }
     }
 
     /// As when it was made; but no handle is ever used twice.
@@ -411,8 +320,7 @@ impl World {
             *count += 1;
             return *context;
         }
-        let context = self.fresh();
-        self.contexts.insert(context, Context { device, dead: None });
+        let context = self.add_context(device);
         self.devices[device].primary = Some((context, 1));
         context
     }
@@ -432,8 +340,8 @@ impl World {
         Ok(())
     }
 
-    /// A context of the device that is not its primary one.
-    pub fn other_context(&mut self, device: usize) -> usize {
+    /// A new context of a device.
+    pub fn add_context(&mut self, device: usize) -> usize {
         let context = self.fresh();
         self.contexts.insert(context, Context { device, dead: None });
         context
@@ -754,11 +662,8 @@ impl World {
             (event.context, event.recorded.filter(|_| !event.seen))
         };
         if self.stream(call, stream)?.context != context {
-            return self.violate(
-                "CTX-5",
-                format!("{call}: {event:#x} and {stream:#x} of two contexts"),
-                INVALID_HANDLE,
-            );
+            let text = format!("{call}: {event:#x} and {stream:#x} of two contexts");
+            return self.violate("CTX-5", text, INVALID_HANDLE);
         }
         // Complete is enough: a later place on its stream may have been seen instead.
         let pending = |(on, upto): &(usize, u64)| self.streams.get(on).is_some_and(|s| s.done < *upto);

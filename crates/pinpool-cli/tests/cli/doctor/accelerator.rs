@@ -105,7 +105,7 @@ fn the_first_registrations_own_cost_is_not_the_speed_of_pinning() {
     let machine = Machine::healthy();
     let mut command = super::doctor();
     command.args(["--device", "cuda:0", "--capacity", "64MiB", "--pin", "64MiB", "--root"]);
-    command.arg(machine.root()).env(doubles::PATH, &library).env("PINPOOL_STANDIN_FIRST_PIN_MS", "5000");
+    command.arg(machine.root()).env(doubles::PATH, &library).env(doubles::SETUP, "first-pin 5000");
     let found = findings(&mut command);
     let speed = found.0["measured"]["pin_gb_per_s"].as_f64().unwrap();
     assert!(speed > 0.064 / 5.0, "{}", found.0);
