@@ -183,8 +183,10 @@ struct JobState {
     /// Threads that wait for a change, each under a number of its own.
     threads: Vec<(u64, Thread)>,
     next_thread: u64,
-    /// Tasks that wait for a change, each once.
-    tasks: Vec<Task>,
+    /// The task that awaits the handle.
+    task: Option<Task>,
+    /// Tasks that wait until the bytes before an offset have arrived, each once.
+    tasks: Vec<(u64, Task)>,
 }
 
 enum Stop {
@@ -401,11 +403,16 @@ impl Job {
         }
         let is_over = state.over.is_some();
         let alarm = if is_over { state.alarm.take() } else { None };
-        let (threads, tasks) = (std::mem::take(&mut state.threads), std::mem::take(&mut state.tasks));
+        let threads = std::mem::take(&mut state.threads);
+        let landed_to = if is_over { u64::MAX } else { state.landed_to };
+        let (due, wait): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut state.tasks).into_iter().partition(|(offset, _)| *offset <= landed_to);
+        state.tasks = wait;
+        let tasks = due.into_iter().map(|(_, task)| task).chain(state.task.take());
         drop(state);
         alarm.into_iter().for_each(crate::timer::cancel);
         threads.iter().for_each(|(_, thread)| thread.unpark());
-        tasks.into_iter().for_each(Task::wake);
+        tasks.for_each(Task::wake);
     }
 
     pub(super) fn is_stopped(&self) -> bool {
@@ -469,18 +476,29 @@ impl Job {
         }
     }
 
-    /// The job's next change wakes this task.
+    /// The job's next change wakes the task that awaits the handle: this one, in place of the one before.
     pub(super) fn wake_later(&self, waker: &Waker) {
         // Before the lock: cloning a waker is foreign code, and so is dropping one.
         let task = Task::of(waker);
+        let old = self.state.lock().task.replace(task);
+        drop(old);
+    }
+
+    /// This task is woken when the bytes before `offset` have arrived, or the job is over.
+    pub(super) fn wake_landed(&self, waker: &Waker, offset: u64) {
+        let task = Task::of(waker);
         let mut state = self.state.lock();
-        if !state.tasks.iter().any(|other| other.will_wake(&task)) {
-            state.tasks.push(task);
+        if !state.tasks.iter().any(|(other, waits)| *other == offset && waits.will_wake(&task)) {
+            state.tasks.push((offset, task));
         }
+        // Before the task, which is dropped without the lock where it waits already.
+        drop(state);
     }
 
     pub(super) fn forget_tasks(&self) {
-        let old = std::mem::take(&mut self.state.lock().tasks);
+        let mut state = self.state.lock();
+        let old = (state.task.take(), std::mem::take(&mut state.tasks));
+        drop(state);
         drop(old);
     }
 }

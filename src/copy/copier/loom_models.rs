@@ -186,7 +186,7 @@ fn await_end(job: &Job) {
     }
     let waker = Waker::from(Arc::new(Unparks(thread::current())));
     while !job.is_over() {
-        job.wake_later(&waker);
+        job.wake_landed(&waker, u64::MAX);
         if !job.is_over() {
             thread::park_until(None);
         }

@@ -133,21 +133,16 @@ impl<T> Transfer<T> {
     /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived. Any number of tasks and threads
     /// may wait so for one transfer.
     pub fn poll_landed(&self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
-        match self.poll_for(cx, |progress| progress.landed_to >= offset || progress.over) {
-            true => Poll::Ready(self.progress().landed_to >= offset),
-            false => Poll::Pending,
+        let there = |progress: Progress| progress.landed_to >= offset || progress.over;
+        if !there(self.progress()) {
+            self.copier.workers.advance();
+            // The waker first: what changes after the look wakes the task.
+            self.job.wake_landed(cx.waker(), offset);
+            if !there(self.progress()) {
+                return Poll::Pending;
+            }
         }
-    }
-
-    /// Whether `there` holds. If not, the task is woken by the job's next change.
-    fn poll_for(&self, cx: &mut Context<'_>, there: impl Fn(&Progress) -> bool) -> bool {
-        if there(&self.progress()) {
-            return true;
-        }
-        self.copier.workers.advance();
-        // The waker first: what changes after the look wakes the task.
-        self.job.wake_later(cx.waker());
-        there(&self.progress())
+        Poll::Ready(self.progress().landed_to >= offset)
     }
 
     /// Makes later work of `stream` start only after the transfer's copies. Waits until they are complete: the bytes of
@@ -224,7 +219,15 @@ impl<T> Future for Transfer<T> {
     type Output = Result<T, SubmitError<T>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.poll_for(cx, |progress| progress.over) { Poll::Ready(self.take()) } else { Poll::Pending }
+        if !self.is_over() {
+            self.copier.workers.advance();
+            // The waker first, as for `poll_landed`.
+            self.job.wake_later(cx.waker());
+            if !self.is_over() {
+                return Poll::Pending;
+            }
+        }
+        Poll::Ready(self.take())
     }
 }
 

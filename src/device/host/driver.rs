@@ -6,6 +6,7 @@ use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::fault::{Call, Failure};
 use super::memory::Place;
@@ -99,9 +100,13 @@ impl HostDriver {
     ) -> Result<()> {
         let (mut state, failure) = self.enter(call)?;
         let work = work(&state)?;
+        let recorded = if let Work::Record(event) = work { Some(event) } else { None };
         let Some(point) = state.submit(stream.0, work, failure == Some(Failure::Stall)) else {
             return self.unknown(call, "stream", stream.0);
         };
+        if let Some(event) = recorded {
+            self.unit.events.with(event, |last| *last = Some(point.clone()));
+        }
         if call == Call::CopyBlocking {
             self.unit.wait(&mut state, call, &point)?;
         }
@@ -174,6 +179,21 @@ impl HostDriver {
         })
     }
 
+    /// Takes out a range of host memory that no copy uses, and returns the pages of it alone.
+    fn leave(
+        &self,
+        call: Call,
+        base: NonNull<u8>,
+        len: usize,
+        kind: Option<HostKind>,
+    ) -> Result<Range<usize>> {
+        let range = range(base, len);
+        if self.node.uses(&range) {
+            return self.refuse(call, format!("{range:#x?} is used by a copy that is queued or running"));
+        }
+        self.node.leave(&range, (self.unit.ordinal, kind)).or_else(|text| self.refuse(call, text))
+    }
+
     /// Enters a range of host memory, and locks the pages that it is on unless it is managed memory.
     fn lock(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
         let (range, owner) = (range(base, len), (self.unit.ordinal, kind));
@@ -208,9 +228,9 @@ impl Driver for HostDriver {
 
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
         drop(self.enter(Call::Unpin)?);
-        let left = self.node.leave(&range(base, len), (self.unit.ordinal, None));
+        let left = self.leave(Call::Unpin, base, len, None)?;
         // A range that is pinned on the same page at this very moment may find it unlocked, which costs it speed.
-        let (pages, len) = on_pages(base, &left.or_else(|text| self.refuse(Call::Unpin, text))?);
+        let (pages, len) = on_pages(base, &left);
         os::unlock(pages, len).or_else(|error| self.refuse(Call::Unpin, error.to_string()))
     }
 
@@ -231,8 +251,7 @@ impl Driver for HostDriver {
 
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()> {
         drop(self.enter(Call::FreeHost)?);
-        let left = self.node.leave(&range(base, len), (self.unit.ordinal, Some(kind)));
-        left.or_else(|text| self.refuse(Call::FreeHost, text))?;
+        self.leave(Call::FreeHost, base, len, Some(kind))?;
         // SAFETY: mapped when it was allocated, and not in use, as the caller promises. Unmapping unlocks it.
         unsafe { os::unmap(base, len) }
     }
@@ -290,35 +309,36 @@ impl Driver for HostDriver {
     }
 
     fn create_event(&self) -> Result<EventHandle> {
-        let (mut state, _) = self.enter(Call::CreateEvent)?;
-        let event = number();
-        state.events.insert(event, None);
-        Ok(EventHandle(event))
+        drop(self.enter(Call::CreateEvent)?);
+        Ok(EventHandle(self.unit.events.create()))
     }
 
     fn destroy_event(&self, event: EventHandle) -> Result<()> {
-        self.destroy(Call::DestroyEvent, event.0, |state| state.events.remove(&event.0).is_some())
+        self.destroy(Call::DestroyEvent, event.0, |_| self.unit.events.destroy(event.0))
     }
 
     fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
-        self.queue(Call::Record, stream, |state| match state.events.contains_key(&event.0) {
-            true => Ok(Work::Record(event.0)),
-            false => self.unknown(Call::Record, "event", event.0),
+        self.queue(Call::Record, stream, |_| match self.unit.events.with(event.0, |_| ()) {
+            Some(()) => Ok(Work::Record(event.0)),
+            None => self.unknown(Call::Record, "event", event.0),
         })
     }
 
     fn query(&self, event: EventHandle) -> Result<bool> {
-        let (state, _) = self.enter(Call::Query)?;
-        match state.events.get(&event.0) {
-            // An event that was never recorded counts as complete.
-            Some(recorded) => Ok(recorded.as_ref().is_none_or(Point::is_over)),
+        // The device's lock is needed only where the answer is an error.
+        if !self.node.faults.is_idle() || self.unit.is_dead.load(Ordering::Relaxed) {
+            drop(self.enter(Call::Query)?);
+        }
+        // An event that was never recorded counts as complete.
+        match self.unit.events.with(event.0, |last| last.as_ref().is_none_or(Point::is_over)) {
+            Some(is_over) => Ok(is_over),
             None => self.unknown(Call::Query, "event", event.0),
         }
     }
 
     fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
-        self.queue(Call::WaitEvent, stream, |state| match state.events.get(&event.0) {
-            Some(recorded) => Ok(recorded.clone().map_or(Work::Record(0), Work::Wait)),
+        self.queue(Call::WaitEvent, stream, |_| match self.unit.events.with(event.0, |last| last.clone()) {
+            Some(recorded) => Ok(recorded.map_or(Work::Record(0), Work::Wait)),
             None => self.unknown(Call::WaitEvent, "event", event.0),
         })
     }

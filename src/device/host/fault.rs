@@ -148,6 +148,16 @@ pub(super) struct Book {
 impl FaultBook {
     /// Counts the call, and takes the fault that strikes it.
     #[inline]
+    /// Whether no fault is armed, no trace is kept and no hook is set, so that [`on_call`](Self::on_call) would do nothing.
+    pub(super) fn is_idle(&self) -> bool {
+        #[cfg(all(test, not(loom)))]
+        if self.hook.get().is_some() {
+            return false;
+        }
+        // Relaxed: as in `on_call`.
+        !self.active.load(Ordering::Relaxed)
+    }
+
     pub(super) fn on_call(&self, device: u32, call: Call) -> Option<Failure> {
         #[cfg(all(test, not(loom)))]
         self.hook.get().into_iter().for_each(|hook| hook(call));

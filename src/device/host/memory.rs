@@ -27,7 +27,7 @@ pub(super) struct Block {
     pub(super) address: u64,
     pub(super) len: usize,
     data: NonNull<u8>,
-    locks: Box<[Mutex<()>]>,
+    pub(super) locks: Box<[Mutex<()>]>,
 }
 
 // SAFETY: the mapping belongs to the block, and is accessed under its locks only.

@@ -62,6 +62,11 @@ impl Node {
         Ok(start..end.max(start))
     }
 
+    /// Whether a copy of any device of the node, queued or running, uses any of this host memory.
+    pub(super) fn uses(&self, range: &Range<usize>) -> bool {
+        self.units.iter().any(|unit| unit.state.lock().uses(range))
+    }
+
     /// Whether any device of the node has pinned or allocated the host memory at this address.
     pub(super) fn has_pinned(&self, address: usize) -> bool {
         self.ranges.lock().range(..=address).next_back().is_some_and(|(_, (end, _))| address < *end)
@@ -231,7 +236,8 @@ impl HostNode {
     }
 
     fn hold(&self, device: u32, nth: usize, held: Option<u64>) -> bool {
-        let hold = |state: &mut State| state.open().nth(nth).map(|stream| stream.hold(held));
+        let hold =
+            |state: &mut State| state.open().filter(|s| s.owner.is_some()).nth(nth).map(|s| s.hold(held));
         self.on(device, hold).flatten().is_some()
     }
 
@@ -240,7 +246,7 @@ impl HostNode {
     pub fn live(&self, device: u32) -> HostUsage {
         let mut usage = self.on(device, |state| HostUsage {
             streams: state.open().count(),
-            events: state.events.len(),
+            events: self.0.units.get(device as usize).map_or(0, |unit| unit.events.count()),
             allocations: state.memory.len(),
             allocated_bytes: state.used,
             queued: state.queued(),

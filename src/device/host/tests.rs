@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::device::{DevicePtr, Driver, EventHandle, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::ErrorClass;
 use crate::foreign::Owned;
 use crate::os;
@@ -120,9 +120,9 @@ fn addresses_are_never_used_again() {
 
 #[test]
 fn pinned_ranges_share_pages_and_do_not_overlap() {
-    let (rig, page) = (Rig::new(HostConfig::new(), 8), os::page_size());
+    let (rig, page) = (Rig::new(HostConfig::new().devices(2), 8), os::page_size());
     let base = os::map(3 * page, 1).unwrap();
-    // SAFETY: the mapping stays until the end, and no copy uses it.
+    // SAFETY: the mapping stays until the end.
     let register = |at: usize, len| unsafe { rig.driver.register(base.add(at), len, false) };
     // SAFETY: as above.
     let unregister = |at: usize, len| unsafe { rig.driver.unpin(base.add(at), len) };
@@ -140,6 +140,41 @@ fn pinned_ranges_share_pages_and_do_not_overlap() {
     unregister(100, page).unwrap();
     unregister(100 + page, 50).unwrap();
     assert!(unregister(100 + page, 50).is_err());
+    // Memory stays pinned or allocated while a copy of any device uses it, which is queued or running.
+    let other = rig.node.driver(1).unwrap();
+    let own = rig.driver.allocate_host(page, HostKind::Managed).unwrap();
+    // SAFETY: as above.
+    unsafe { other.register(base.add(100), page, false).unwrap() };
+    let state = || rig.node.0.units[0].state.lock();
+    let block = Arc::clone(&state().memory[&rig.memory.0]);
+    for (host, last) in [(base, 92 + page), (own, page - 8)] {
+        // SAFETY: as above, once no copy uses it.
+        let give_back = || unsafe {
+            if host == own {
+                return rig.driver.free_host(own, page, HostKind::Managed);
+            }
+            other.unpin(base.add(100), page)
+        };
+        // SAFETY: within the mapping.
+        let dst = unsafe { host.as_ptr().add(last) };
+        let held = block.locks[0].lock();
+        rig.node.hang(0);
+        rig.copy(Transfer::Download { src: rig.memory, dst, len: 8 }).unwrap();
+        for running in [false, true] {
+            if running {
+                rig.node.resume(0);
+                until(|| state().copying == 1);
+            }
+            let error = give_back().unwrap_err();
+            assert_eq!(error.class(), ErrorClass::Argument);
+            assert!(error.to_string().contains("used by a copy that is queued or running"), "{error}");
+        }
+        drop(held);
+        until(|| rig.node.queued(0) == 0);
+        let error = unregister(100, page).unwrap_err().to_string();
+        assert!(error.contains("not what host:0 has pinned"), "only the device that pinned it: {error}");
+        give_back().unwrap();
+    }
     // The page that two ranges are on stays locked until both are gone.
     let node = &rig.node.0;
     node.enter(&(100..100 + page), (0, None)).unwrap();

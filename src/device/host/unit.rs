@@ -14,9 +14,12 @@
 //! A host function is called without the lock and is not counted, so that a device can be killed while one waits.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+use slab::Slab;
 
 use super::HostConfig;
 use super::fault::Call;
@@ -56,7 +59,7 @@ pub(super) struct Kernel {
 /// How far a stream is, and who sleeps until it goes on.
 #[derive(Default)]
 pub(super) struct Progress {
-    /// The number of operations that have ended. It changes under the device's lock.
+    /// The number of operations that have ended. It changes under the device's lock, and is read without it too.
     over: AtomicU64,
     /// The stream's thread sleeps here until there is work for it.
     thread: Condvar,
@@ -69,9 +72,45 @@ pub(super) struct Progress {
 pub(super) struct Point(Arc<Progress>, u64);
 
 impl Point {
-    /// Whether the operation has ended. The caller has the device's lock, so that it sees all effects of the operation.
+    /// Whether the operation has ended.
     pub(super) fn is_over(&self) -> bool {
-        self.0.over.load(Ordering::Relaxed) >= self.1
+        // Acquire: pairs with the release in `Unit::run`, so that the caller sees all effects of the operation.
+        self.0.over.load(Ordering::Acquire) >= self.1
+    }
+}
+
+/// Bits of an event's handle that are its place in the table. The others are a number that no event has or had.
+const EVENT_BITS: u32 = 24;
+
+/// A device's events, each with its handle and the position of its last recording. They have a lock of their own, which is
+/// taken last: events are asked about often, and no stream's thread waits for that.
+#[derive(Default)]
+pub(super) struct Events(Mutex<Slab<(u64, Option<Point>)>>);
+
+impl Events {
+    pub(super) fn create(&self) -> u64 {
+        let mut all = self.0.lock();
+        let entry = all.vacant_entry();
+        let handle = number() << EVENT_BITS | entry.key() as u64;
+        entry.insert((handle, None));
+        handle
+    }
+
+    /// What `use_it` makes of an event's last recording. `None`: there is no such event.
+    pub(super) fn with<R>(&self, handle: u64, use_it: impl FnOnce(&mut Option<Point>) -> R) -> Option<R> {
+        let mut all = self.0.lock();
+        let event = all.get_mut((handle & ((1 << EVENT_BITS) - 1)) as usize);
+        event.filter(|event| event.0 == handle).map(|event| use_it(&mut event.1))
+    }
+
+    /// `false`: there is no such event.
+    pub(super) fn destroy(&self, handle: u64) -> bool {
+        let there = self.with(handle, |_| ()).is_some();
+        there && self.0.lock().try_remove((handle & ((1 << EVENT_BITS) - 1)) as usize).is_some()
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.0.lock().len()
     }
 }
 
@@ -84,13 +123,29 @@ pub(super) enum Work {
     Wait(Point),
 }
 
+impl Work {
+    /// The host memory that it uses: ranges of addresses, of which those of no bytes mean nothing.
+    fn on_host(&self) -> [Range<usize>; 2] {
+        let range = |place: &Place, len| match place {
+            Place::Host(start) => start.addr()..start.addr().saturating_add(len),
+            Place::Device(..) => 0..0,
+        };
+        match self {
+            Self::Copy(from, to, len) => [range(from, *len), range(to, *len)],
+            _ => Default::default(),
+        }
+    }
+}
+
 #[derive(Default)]
 pub(super) struct Stream {
     /// The number of the driver that made it. `None`: that was dropped, and the stream runs nothing more.
-    owner: Option<u64>,
+    pub(super) owner: Option<u64>,
     progress: Arc<Progress>,
     /// `None`, at the front: the stream's thread has taken it, and runs it.
     queue: VecDeque<Option<Work>>,
+    /// The host memory that the operation taken out of the queue uses, until it has ended.
+    running: [Range<usize>; 2],
     /// Operations from this position on do not run until the stream is resumed.
     held: Option<u64>,
     /// It takes nothing more, runs what it has, and ends.
@@ -103,16 +158,15 @@ pub(super) struct State {
     pub(super) dead: Option<String>,
     pub(super) hung: bool,
     /// Parts of copies that are under way.
-    copying: usize,
+    pub(super) copying: usize,
     /// Streams in the order of creation. One that was destroyed is here until it has run out.
     pub(super) streams: BTreeMap<u64, Stream>,
-    /// Events, each with the position of its last recording.
-    pub(super) events: BTreeMap<u64, Option<Point>>,
     pub(super) memory: BTreeMap<u64, Arc<Block>>,
     /// Bytes of device memory allocated.
     pub(super) used: usize,
-    /// Addresses given out so far.
+    /// Addresses given out so far, and streams made so far.
     addresses: u64,
+    created: u64,
 }
 
 /// What a stream's thread does next.
@@ -147,15 +201,25 @@ impl State {
         self.streams.values().map(|stream| stream.queue.len()).sum()
     }
 
+    /// Whether a copy that is queued or running uses any of this host memory.
+    pub(super) fn uses(&self, range: &Range<usize>) -> bool {
+        let overlaps = |used: [Range<usize>; 2]| {
+            used.iter().any(|used| !used.is_empty() && used.start < range.end && range.start < used.end)
+        };
+        // A dead device's copy uses nothing when no part of one is under way.
+        let moves = self.dead.is_none() || self.copying > 0;
+        self.streams.values().any(|stream| {
+            moves && overlaps(stream.running.clone())
+                || stream.queue.iter().flatten().any(|work| overlaps(work.on_host()))
+        })
+    }
+
     /// Queues an operation. `None`: there is no such stream.
     pub(super) fn submit(&mut self, id: u64, work: Work, stalled: bool) -> Option<Point> {
         let stream =
             self.streams.get_mut(&id).filter(|stream| !stream.destroyed && stream.owner.is_some())?;
         let position = stream.progress.over.load(Ordering::Relaxed) + stream.queue.len() as u64 + 1;
         let point = Point(Arc::clone(&stream.progress), position);
-        if let Work::Record(event) = work {
-            self.events.entry(event).and_modify(|recorded| *recorded = Some(point.clone()));
-        }
         if stalled {
             stream.held.get_or_insert(position);
         }
@@ -188,6 +252,7 @@ impl State {
             stream.queue.clear();
         }
         self.wake();
+        self.streams.retain(|_, stream| stream.owner.is_some() || !stream.destroyed);
     }
 
     /// Makes all streams' threads look again, and those that wait for streams.
@@ -225,6 +290,9 @@ pub(super) struct Unit {
     /// The longest delay before a copy, and the seed of the delays.
     late: Option<(Duration, u64)>,
     pub(super) state: Mutex<State>,
+    pub(super) events: Events,
+    /// Whether the state names a cause of death. Relaxed: who reads `false` finds what has ended, and nothing else.
+    pub(super) is_dead: AtomicBool,
     /// No part of a copy is under way any more.
     quiet: Condvar,
 }
@@ -233,8 +301,16 @@ impl Unit {
     pub(super) fn new(name: &str, ordinal: u32, config: &HostConfig, capacity: usize) -> Arc<Self> {
         // A delay of more than a day never ends in practice, and an `Instant` has room for it.
         let late = config.late.map(|(max, seed)| (max.min(Duration::from_secs(1 << 32)), seed));
-        let (name, state, quiet) = (Arc::from(name), Mutex::default(), Condvar::new());
-        Arc::new(Self { name, ordinal, capacity, late, state, quiet })
+        Arc::new(Self {
+            name: Arc::from(name),
+            ordinal,
+            capacity,
+            late,
+            state: Mutex::default(),
+            events: Events::default(),
+            is_dead: AtomicBool::new(false),
+            quiet: Condvar::new(),
+        })
     }
 
     /// This device's error.
@@ -273,6 +349,7 @@ impl Unit {
     pub(super) fn kill(&self, state: &mut MutexGuard<'_, State>, cause: &str) {
         if state.dead.is_none() {
             state.dead = Some(cause.to_owned());
+            self.is_dead.store(true, Ordering::Relaxed);
             let dropped = state.queued();
             state.wake();
             state.streams.retain(|_, stream| !stream.destroyed);
@@ -305,7 +382,8 @@ impl Unit {
     /// Makes a stream and starts its thread.
     pub(super) fn create(self: &Arc<Self>, state: &mut State, owner: u64) -> Result<u64> {
         let (id, progress, unit) = (number(), Arc::<Progress>::default(), Arc::clone(self));
-        let nth = u64::from(self.ordinal) << 32 | state.streams.len() as u64;
+        state.created += 1;
+        let nth = u64::from(self.ordinal) << 32 | state.created;
         let late = self.late.map(|(max, seed)| (max, seed.wrapping_add(nth)));
         let stream = Stream { owner: Some(owner), progress: Arc::clone(&progress), ..Stream::default() };
         // Detached: the thread ends by itself after its stream, and no thread waits for that.
@@ -350,8 +428,11 @@ impl Unit {
 
     /// Runs the operation at the front of a stream's queue.
     fn run(&self, state: &mut MutexGuard<'_, State>, id: u64) {
-        let front = state.streams.get_mut(&id).and_then(|stream| stream.queue.front_mut());
-        let work = front.and_then(Option::take);
+        let work = state.streams.get_mut(&id).and_then(|stream| {
+            let work = stream.queue.front_mut()?.take()?;
+            stream.running = work.on_host();
+            Some(work)
+        });
         let freed = match &work {
             Some(Work::Copy(from, to, _)) => state.is_freed(from) || state.is_freed(to),
             Some(Work::Launch(kernel)) => {
@@ -369,9 +450,11 @@ impl Unit {
             _ => {}
         }
         let Some(stream) = state.streams.get_mut(&id) else { return };
+        stream.running = Default::default();
         // Nothing is there to take out of a stream that was abandoned, or of a device that died.
         if stream.queue.pop_front().is_some() {
-            stream.progress.over.fetch_add(1, Ordering::Relaxed);
+            // Release: pairs with the acquire in `Point::is_over`.
+            stream.progress.over.fetch_add(1, Ordering::Release);
             stream.progress.followers.notify_all();
         }
         if stream.destroyed && stream.queue.is_empty() {
@@ -412,7 +495,7 @@ impl Unit {
         };
         let (read, mut written) = (fetch(&reads), fetch(&writes));
         if state.dead.is_some() {
-            return;
+            return MutexGuard::unlocked(state, || drop((read, written)));
         }
         let returned = MutexGuard::unlocked(state, || {
             let panicked = "a host function on a stream panicked: the device memory stays as it was";
@@ -428,6 +511,8 @@ impl Unit {
                 unsafe { self.copy(state, &Place::Host(bytes.as_mut_ptr()), place, *len) };
             }
         }
+        // Giving large vectors back takes time.
+        MutexGuard::unlocked(state, || drop((read, written)));
     }
 }
 
