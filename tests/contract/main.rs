@@ -311,6 +311,7 @@ fn the_contract_holds_on_a_gpu_that_is_moved_by_hand() {
 fn no_trace(report: doubles::Report) {
     assert!(report.over, "a device is still open: {report:?}");
     assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
+    doubles::no_strays();
 }
 
 /// A test for each way in which libraries and devices differ, since each takes long.

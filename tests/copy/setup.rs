@@ -1,6 +1,8 @@
 //! What these tests share: a device with a pool, a copier and memory. Threads move the device, or the
 //! test by hand.
 
+#[cfg(feature = "cuda")]
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
@@ -34,11 +36,15 @@ pub fn ends<T: Send + 'static>(what: &str, test: impl FnOnce() -> T + Send + 'st
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
+/// How many calls had failed when those that were to fail were last taken back.
+#[cfg(feature = "cuda")]
+type Struck = AtomicU64;
+
 /// What the device is of: a host node with threads, or a simulated machine that is moved by hand.
 pub enum Node {
     Host(HostNode),
     #[cfg(feature = "cuda")]
-    Hand(hand::Machine),
+    Hand(hand::Machine, Struck),
 }
 
 impl From<HostConfig> for Node {
@@ -51,7 +57,7 @@ impl Node {
     /// A machine that the test moves by hand, where the feature is there.
     pub fn by_hand(seed: u64) -> Option<Self> {
         #[cfg(feature = "cuda")]
-        let made = Some(Self::Hand(hand::Machine::new(1, 256 << 20, seed)));
+        let made = Some(Self::Hand(hand::Machine::new(1, 256 << 20, seed), Struck::default()));
         #[cfg(not(feature = "cuda"))]
         let made = Some(seed).and(None);
         made
@@ -67,7 +73,7 @@ impl Node {
         match self {
             Self::Host(node) => Device::on(node, 0).unwrap(),
             #[cfg(feature = "cuda")]
-            Self::Hand(machine) => machine.device(0),
+            Self::Hand(machine, _) => machine.device(0),
         }
     }
 
@@ -76,14 +82,14 @@ impl Node {
         match self {
             Self::Host(node) => node,
             #[cfg(feature = "cuda")]
-            Self::Hand(_) => panic!("a machine by hand"),
+            Self::Hand(..) => panic!("a machine by hand"),
         }
     }
 
     /// Before calls of a thread that the test has started.
     pub fn enter(&self) {
         #[cfg(feature = "cuda")]
-        if let Self::Hand(machine) = self {
+        if let Self::Hand(machine, _) = self {
             machine.enter();
         }
     }
@@ -93,7 +99,7 @@ impl Node {
         match self {
             Self::Host(_) => false,
             #[cfg(feature = "cuda")]
-            Self::Hand(machine) => machine.step(),
+            Self::Hand(machine, _) => machine.step(),
         }
     }
 
@@ -103,7 +109,7 @@ impl Node {
             Self::Host(node) if hung => node.hang(0),
             Self::Host(node) => node.resume(0),
             #[cfg(feature = "cuda")]
-            Self::Hand(machine) => machine.hang(hung),
+            Self::Hand(machine, _) => machine.hang(hung),
         }
     }
 
@@ -113,7 +119,7 @@ impl Node {
         match self {
             Self::Host(node) => node.fail(Fault { device: 0, call, nth, failure }),
             #[cfg(feature = "cuda")]
-            Self::Hand(machine) => {
+            Self::Hand(machine, _) => {
                 let (code, after) = match failure {
                     Failure::Argument => (1, false),
                     Failure::Transient => (2, false),
@@ -136,14 +142,15 @@ impl Node {
         }
     }
 
-    /// No call fails any more. Whether all that were to fail did; by hand, whether any ever did.
+    /// No call fails any more. Whether all that were to fail did; by hand, whether any did since the last time.
     pub fn calm(&self) -> bool {
         match self {
             Self::Host(node) => node.clear_faults() == 0,
             #[cfg(feature = "cuda")]
-            Self::Hand(machine) => {
-                machine.command("calm");
-                machine.command("struck") != "0"
+            Self::Hand(machine, before) => {
+                machine.calm();
+                let struck = machine.command("struck").parse().unwrap();
+                before.swap(struck, Ordering::Relaxed) < struck
             }
         }
     }
@@ -153,17 +160,18 @@ impl Node {
         match self {
             Self::Host(node) => node.live(0).queued,
             #[cfg(feature = "cuda")]
-            Self::Hand(machine) => machine.queued(0),
+            Self::Hand(machine, _) => machine.queued(0),
         }
     }
 }
 
 pub struct Setup {
-    pub node: Node,
     pub device: Device,
     pub pool: Pool,
     pub copier: Copier,
     pub memory: DeviceSlice,
+    /// The last to be dropped: a machine looks at what was done to it.
+    pub node: Node,
 }
 
 impl Setup {
@@ -216,9 +224,8 @@ impl Setup {
         }
         pool.check().unwrap();
         #[cfg(feature = "cuda")]
-        if let Node::Hand(machine) = &self.node {
-            let report = machine.report();
-            assert!(!report.contains("violation"), "{report}");
+        if let Node::Hand(machine, _) = &self.node {
+            assert_eq!(machine.violations(), "");
         }
     }
 

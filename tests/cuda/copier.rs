@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{FileSource, Reading};
-use pinpool::{Copier, Device, DeviceSlice, PinnedBuf, Pool, Unpinned};
+use pinpool::copier::{FileSource, Reading, Transfer};
+use pinpool::{Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, Unpinned};
 
 use crate::rig::open;
 use crate::support::doubles::HANG;
@@ -279,6 +279,110 @@ fn files_are_copied_from_the_page_cache_in_every_way() {
         drop((memory, copier));
         until("all is unregistered", || device.registered_bytes() == 0);
         all_back(&pool);
+    });
+}
+
+/// A file of these bytes, and a load of it.
+fn load(b: &Bench, bytes: &[u8]) -> (tempfile::NamedTempFile, Transfer<FileSource>) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), bytes).unwrap();
+    let source = FileSource::open(file.path()).unwrap();
+    let load = b.copier.upload(source, b.memory.slice(..bytes.len())).unwrap();
+    (file, load)
+}
+
+/// Until so much is done, or all that will be.
+fn until_done(load: &Transfer<FileSource>, done: u64) {
+    let since = Instant::now();
+    while load.progress().done < done && !load.is_over() {
+        assert!(since.elapsed() < HANG, "{:?}", load.progress());
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn loads_of_files_that_are_cancelled_anywhere_leave_nothing() {
+    on_gpu(|_| {
+        const LEN: usize = 6 << 20;
+        let b = Bench::new(0);
+        let sent = bytes(4, LEN);
+        for round in 0..20 {
+            let (_file, load) = load(&b, &sent);
+            until_done(&load, round * LEN as u64 / 20);
+            load.cancel();
+            if round % 2 == 0 {
+                drop(load);
+                continue;
+            }
+            match load.wait().map_err(|failed| failed.error) {
+                Ok(_) | Err(Error::Cancelled { .. }) => {}
+                Err(other) => panic!("{other}"),
+            }
+        }
+        all_back(&b.pool);
+        load(&b, &sent).1.wait().unwrap();
+        assert!(downloaded(&b.copier, b.memory.slice(..LEN)) == sent);
+    });
+}
+
+#[test]
+fn a_file_that_becomes_shorter_is_an_error_and_no_death() {
+    on_gpu(|_| {
+        const LEN: usize = 16 << 20;
+        const LEFT: u64 = 1_234_567;
+        let b = Bench::new(0);
+        let sent = bytes(5, LEN);
+        let mut cut = 0;
+        for round in 0..20 {
+            let (file, load) = load(&b, &sent);
+            until_done(&load, round * LEN as u64 / 25);
+            file.as_file().set_len(LEFT).unwrap();
+            let _ = load.wait_landed(u64::MAX);
+            let right = load.progress().landed_to.min(LEN as u64) as usize;
+            match load.wait().map_err(|failed| failed.error) {
+                Ok(_) => assert_eq!(right, LEN),
+                Err(Error::Read { offset, kind: std::io::ErrorKind::UnexpectedEof, .. }) => {
+                    assert_eq!(offset, LEFT);
+                    cut += 1;
+                }
+                Err(other) => panic!("{other}"),
+            }
+            if right > 0 {
+                assert!(downloaded(&b.copier, b.memory.slice(..right)) == sent[..right], "{round}");
+            }
+        }
+        assert!(cut > 0);
+        all_back(&b.pool);
+    });
+}
+
+#[test]
+fn whatever_call_fails_a_load_of_a_file_is_whole_or_an_error() {
+    on_stand_in(|_, d| {
+        const LEN: usize = 6 << 20;
+        let b = Bench::new(0);
+        let copier = Copier::builder(&b.pool, &b.device).threads(3).chunk(256 << 10).build().unwrap();
+        let b = Bench { copier, ..b };
+        let mut failed = 0;
+        for (seed, call) in ["cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery"].into_iter().enumerate()
+        {
+            for nth in [1, 4, 11, 17] {
+                let sent = bytes(100 * seed + nth as usize, LEN);
+                // Out of memory, once.
+                d.fail(call, nth, 2, false);
+                let loaded = load(&b, &sent).1.wait().map_err(|failed| failed.error);
+                d.calm();
+                match loaded {
+                    Ok(_) => assert!(downloaded(&b.copier, b.memory.slice(..LEN)) == sent, "{call} {nth}"),
+                    Err(Error::Transfer { .. }) => failed += 1,
+                    Err(other) => panic!("{call} {nth}: {other}"),
+                }
+                all_back(&b.pool);
+            }
+        }
+        assert!(failed > 0, "copies that are refused are errors");
+        assert_eq!(b.pool.stats().quarantined_bytes, 0);
+        assert_eq!(d.report().violations, Vec::<String>::new());
     });
 }
 

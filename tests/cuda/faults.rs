@@ -14,6 +14,7 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ops::Deref;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use memmap2::MmapMut;
@@ -25,7 +26,7 @@ use pinpool_sim::cuda::Driver;
 
 use crate::rig::flag;
 use crate::support::doubles::gpu::{Raw, bytes, until};
-use crate::support::doubles::{HANG, StandIn, gpu_name, on_stand_in};
+use crate::support::doubles::{self, HANG, StandIn, gpu_name, on_stand_in};
 
 const LEN: usize = 4000;
 const PAGE: usize = 64 << 10;
@@ -222,7 +223,7 @@ impl User {
     /// After a run: what is wrong, by what the user saw and by the report of the machine.
     fn judged(mut self, stand_in: &StandIn, fault: Option<Fault<'_>>) -> Vec<String> {
         let lost = is_final(fault);
-        let report = if lost { stand_in.report() } else { stand_in.final_report() };
+        let report = if lost { stand_in.report() } else { stand_in.report_of_end() };
         if !report.over && !lost {
             self.wrong("the device is never closed");
         }
@@ -282,13 +283,24 @@ impl Sweep {
         }
         let keeps_objects = fault.is_some_and(|f| f.0 == "cuUserObjectRelease");
         let (machine, scenario) = (stand_in.clone(), self.scenario);
-        let used = std::thread::spawn(move || {
+        let before = doubles::strays().len();
+        let (say, used) = mpsc::channel();
+        std::thread::spawn(move || {
             machine.enter();
             let mut user = User { keeps_objects, ..User::default() };
             scenario(&mut user, &Raw(machine));
-            user
+            // A run that took too long is not listened to.
+            let _ = say.send(user);
         });
-        used.join().map_or_else(|_| vec!["it panicked".into()], |user| user.judged(stand_in, fault))
+        // More than a few waits that take as long as they may.
+        let mut wrong = match used.recv_timeout(5 * HANG) {
+            Ok(user) => user.judged(stand_in, fault),
+            Err(RecvTimeoutError::Disconnected) => vec!["it panicked".into()],
+            Err(RecvTimeoutError::Timeout) => panic!("{fault:?}: it hangs"),
+        };
+        let strays = doubles::strays().split_off(before);
+        wrong.extend(strays.iter().map(|stray| format!("broke in no machine, or another test did: {stray}")));
+        wrong
     }
 
     /// Which ones of a call that is made that often are to fail.

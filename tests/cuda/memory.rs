@@ -193,6 +193,23 @@ fn calls_that_adopt_and_allocate_count_as_calls_that_pin() {
 }
 
 #[test]
+fn the_driver_may_end_under_a_flight() {
+    on_stand_in(|d| {
+        let device = open();
+        let pool = small(&device).build().unwrap();
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
+        d.hang(true);
+        let flight = stream.upload(filled(&pool, &bytes(1, PAGE)), &memory).unwrap();
+        d.fail("cuEventQuery", 1, 4, false);
+        let error = flight.wait_timeout(HANG).unwrap_err().error;
+        assert_eq!(error.class(), ErrorClass::DriverShutdown, "{error}");
+        assert!(device.lost().is_some());
+        // What was in flight is leaked; nothing waits for it, and nothing calls a driver that is not there.
+        drop((pool, stream, memory, device));
+    });
+}
+
+#[test]
 fn a_driver_that_has_ended_is_not_called_for_memory() {
     on_stand_in(|d| {
         let device = open();

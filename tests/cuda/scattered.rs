@@ -239,6 +239,29 @@ fn pieces_of_one_call_go_in_batches() {
 
 // --- trouble ---------------------------------------------------------------------------------------------------------
 
+/// A batch that is refused, or is said to be, is made copy by copy: only if one of these is refused has the chunk failed.
+#[test]
+fn a_refused_batch_of_pieces_goes_one_by_one() {
+    on_stand_in(|_, d| {
+        const COUNT: usize = 300;
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 0);
+        for after in [false, true] {
+            let memory = device.alloc(COUNT * PIECE).unwrap();
+            let before = d.struck();
+            (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, after));
+            upload(&copier, &memory, COUNT).unwrap();
+            d.calm();
+            assert!(d.struck() > before, "no batch was made");
+            arrived(&device, &memory, COUNT);
+        }
+        drop(copier);
+        all_back(&pool);
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
 /// Each call that pieces make fails once, with each kind of error, done or not: nothing is lost, and nothing is reported
 /// as done that is not.
 #[test]

@@ -265,4 +265,5 @@ fn a_lost_stream_does_not_take_the_device_along() {
     drop(back);
     let end = pool.shutdown(HANG);
     assert_eq!((end.drained, end.outstanding, end.quarantined_bytes), (false, 1, 2112));
+    assert_eq!(machine.violations(), "", "the target was there until the copy had run");
 }

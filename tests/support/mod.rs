@@ -25,7 +25,7 @@ pub(crate) use skip::skip;
 /// published, the folder that this executable's manifest was in.
 pub fn root() -> PathBuf {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
-    own.ancestors().find(|folder| folder.join("tests/doubles").is_dir()).unwrap_or(own).to_owned()
+    own.ancestors().find(|folder| folder.join("tests/support").is_dir()).unwrap_or(own).to_owned()
 }
 
 /// Bytes of a pool that are checked out or in flight, at one moment: between two looks a buffer may go from one sum to

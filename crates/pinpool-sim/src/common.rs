@@ -44,7 +44,7 @@ pub struct Common {
     /// Nothing runs while it is set.
     pub hung: bool,
     /// Queries run nothing: work runs step by step (`cuda/hand.rs`), and as far as a call that synchronises needs. Copies
-    /// of memory that is not page-locked are as late as others, and what is registered is not looked at.
+    /// of memory that is not page-locked are as late as others, and what is registered need only be mapped in some way.
     pub by_hand: bool,
     /// Whether new streams get the handles of destroyed ones.
     pub reuse: bool,
@@ -302,6 +302,20 @@ pub fn is_mapped(start: usize, len: usize, written: bool) -> bool {
     at >= start + len
 }
 
+/// Whether all of it is mapped in any way: quick, and less than `is_mapped` says.
+pub fn is_there(start: usize, len: usize) -> bool {
+    unsafe extern "C" {
+        fn getpagesize() -> std::ffi::c_int;
+        fn msync(start: usize, len: usize, flags: std::ffi::c_int) -> std::ffi::c_int;
+    }
+    const MS_ASYNC: std::ffi::c_int = 1;
+    // SAFETY: asked that way, Linux only looks whether the pages are mapped.
+    unsafe {
+        let first = start - start % getpagesize() as usize;
+        msync(first, start + len - first, MS_ASYNC) == 0
+    }
+}
+
 /// Declares a driver's entry points, and how one is found by its name.
 macro_rules! symbols {
     ($($module:ident: $($name:ident)*;)*) => {
@@ -360,6 +374,11 @@ macro_rules! worlds {
         /// the lock.
         pub fn last_report() -> Option<String> {
             WORLDS.last_report(World::report)
+        }
+
+        /// Rules that were broken by threads that are in no world, in a process that has worlds of its own.
+        pub fn strays() -> Vec<String> {
+            if WORLDS.count() > 0 { world(0).violations.clone() } else { Vec::new() }
         }
 
         /// Makes a world, and returns its number.

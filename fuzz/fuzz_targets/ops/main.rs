@@ -637,9 +637,10 @@ impl World {
         if down.outstanding > 0 {
             unmap(&regions);
         }
-        if forgotten == 0 && !faults {
-            assert_eq!(MACHINE.wrong(), "", "rules were broken, or not everything was given back");
-        }
+        // What was forgotten is kept, and after a fault something may be.
+        let (wrong, may_keep) = (MACHINE.wrong(), forgotten > 0 || faults);
+        let is_wrong = |line: &&str| !may_keep || !line.starts_with("leak");
+        assert_eq!(wrong.lines().find(is_wrong), None, "a rule was broken, or something was kept");
     }
 }
 

@@ -38,8 +38,9 @@ enum Node {
 }
 
 struct Rig {
-    node: Node,
     device: Device,
+    /// The last to be dropped: a machine looks at what was done to it.
+    node: Node,
 }
 
 impl Rig {

@@ -3,6 +3,7 @@
 use pinpool::{Copier, DeviceSlice};
 
 use super::{Needs, on_gpu, open};
+use crate::support::doubles::gpu::calls;
 
 #[test]
 fn thousands_of_very_short_copies_leave_the_device_alive() {
@@ -37,6 +38,10 @@ fn thousands_of_very_short_copies_leave_the_device_alive() {
                 .collect();
             copier.download_slices(&mut targets).unwrap();
             assert!(back == sources, "a piece is elsewhere");
+        }
+        if let Some(stand_in) = gpu.stand_in() {
+            let batches = ["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"].map(|name| calls(stand_in, name));
+            assert!(batches[0] + batches[1] > 8, "{batches:?}");
         }
         drop((copiers, pieces, memory, pool, device));
         gpu.no_violations();

@@ -29,9 +29,10 @@ const HANG: Duration = Duration::from_secs(30);
 
 /// A machine with one device, and a pool of 1 MiB on it.
 struct Bench<N = HostNode> {
-    node: N,
     device: Device,
     pool: Pool,
+    /// The last to be dropped: a machine looks at what was done to it.
+    node: N,
 }
 
 impl Bench {

@@ -253,6 +253,18 @@ impl Report {
     }
 }
 
+/// What threads that are in no machine have broken, whichever test they are of: the crate's own threads among them, where
+/// no context is current. A process that loads the simulation has no such threads.
+pub fn strays() -> Vec<String> {
+    [cuda::Gpus::strays(), acl::Npus::strays()].concat()
+}
+
+/// Fails where there is any.
+pub fn no_strays() {
+    let strays = strays();
+    assert!(strays.is_empty(), "broken in no machine, maybe by another test of this process: {strays:?}");
+}
+
 /// A simulated machine: of this thread's test, or that of the library which this process has loaded.
 #[derive(Clone)]
 pub struct StandIn(Machine);
@@ -432,8 +444,15 @@ impl StandIn {
     }
 
     /// The report when everything that was opened is closed, or when it is not in all that time: pools and devices end
-    /// on threads of their own.
+    /// on threads of their own. Fails where threads that are in no machine have broken rules.
     pub fn final_report(&self) -> Report {
+        let report = self.report_of_end();
+        no_strays();
+        report
+    }
+
+    /// The same without a look at those threads.
+    pub fn report_of_end(&self) -> Report {
         let since = Instant::now();
         loop {
             let report = self.report();

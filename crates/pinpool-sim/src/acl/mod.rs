@@ -183,6 +183,8 @@ impl Npus {
     pub fn new(library: Library) -> Self {
         let number = world::add_world();
         world(number).library = library;
+        // For threads that have entered no world.
+        world(0).ready = true;
         let made = Self { number };
         made.enter();
         made
@@ -197,6 +199,11 @@ impl Npus {
     /// The library's number for the NPU that is the first, the second and so on in this world.
     pub fn ordinal(self, device: usize) -> u32 {
         (self.number * DEVICES + device) as u32
+    }
+
+    /// Rules that threads which are in no world have broken, whichever test they are of. None of a loaded library's.
+    pub fn strays() -> Vec<String> {
+        world::strays()
     }
 
     /// Sends a command: see `control.rs`.

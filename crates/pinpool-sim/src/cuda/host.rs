@@ -10,7 +10,7 @@ use std::ffi::c_uint;
 
 use super::calls::{entries, write};
 use super::world::*;
-use crate::common::is_mapped;
+use crate::common::{is_mapped, is_there};
 
 const PAGE: usize = 4096;
 const READ_ONLY: u32 = 8;
@@ -125,8 +125,9 @@ impl World {
         if self.hosts.blocks.iter().any(|(s, b)| overlaps(start, len, *s, b.len)) {
             return self.violate("HST-3", format!("{len} bytes at {start:#x}"), INVALID_VALUE);
         }
-        // The look takes long, beside short runs of which there are many.
-        if !self.by_hand && !is_mapped(start, len, !read_only) {
+        // The whole look takes long, beside short runs of which there are many.
+        let mapped = if self.by_hand { is_there(start, len) } else { is_mapped(start, len, !read_only) };
+        if !mapped {
             return self.violate("HST-5", format!("{len} bytes at {start:#x}"), INVALID_VALUE);
         }
         Ok(())

@@ -207,6 +207,11 @@ impl Gpus {
         (self.number * DEVICES + device) as u32
     }
 
+    /// Rules that threads which are in no world have broken, whichever test they are of. None of a loaded library's.
+    pub fn strays() -> Vec<String> {
+        world::strays()
+    }
+
     /// Sends a command: see `control.rs`.
     pub fn command(self, text: &str) -> String {
         world(self.number).command(text)
