@@ -8,7 +8,7 @@
 //! # Invariants
 //!
 //! - The last tensor of a file comes out only when the transfer is over and the file was found unchanged. An error
-//!   takes the place of a tensor, and ends the load: the number rises no more.
+//!   takes the place of a tensor, and ends the load.
 //! - A call that waits for all of its load (`load`, `Checkpoint::tensor`) returns only when nothing of its transfers is
 //!   under way: its `Shared` waits when it is dropped.
 
@@ -341,7 +341,8 @@ impl Load {
         }
         let Shared { failed, is_taken, taken, .. } = &*self.shared;
         let all = if failed.get().is_some() { self.shared.out() } else { is_taken.len() };
-        all - taken.load(Ordering::Relaxed)
+        // A tensor may come out and be taken between the two reads.
+        all.saturating_sub(taken.load(Ordering::Relaxed))
     }
 
     /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files lay one

@@ -491,7 +491,7 @@ impl Job {
         if !state.tasks.iter().any(|(other, waits)| *other == offset && waits.will_wake(&task)) {
             state.tasks.push((offset, task));
         }
-        // Before the task, which is dropped without the lock where it waits already.
+        // A task that waits already is dropped after the unlock: its drop is foreign code.
         drop(state);
     }
 

@@ -146,8 +146,6 @@ pub(super) struct Book {
 }
 
 impl FaultBook {
-    /// Counts the call, and takes the fault that strikes it.
-    #[inline]
     /// Whether no fault is armed, no trace is kept and no hook is set, so that [`on_call`](Self::on_call) would do nothing.
     pub(super) fn is_idle(&self) -> bool {
         #[cfg(all(test, not(loom)))]
@@ -158,6 +156,8 @@ impl FaultBook {
         !self.active.load(Ordering::Relaxed)
     }
 
+    /// Counts the call, and takes the fault that strikes it.
+    #[inline]
     pub(super) fn on_call(&self, device: u32, call: Call) -> Option<Failure> {
         #[cfg(all(test, not(loom)))]
         self.hook.get().into_iter().for_each(|hook| hook(call));

@@ -96,17 +96,23 @@ impl Events {
         handle
     }
 
+    /// Where an event is in the table, if it is there.
+    fn place(handle: u64) -> usize {
+        (handle & ((1 << EVENT_BITS) - 1)) as usize
+    }
+
     /// What `use_it` makes of an event's last recording. `None`: there is no such event.
     pub(super) fn with<R>(&self, handle: u64, use_it: impl FnOnce(&mut Option<Point>) -> R) -> Option<R> {
         let mut all = self.0.lock();
-        let event = all.get_mut((handle & ((1 << EVENT_BITS) - 1)) as usize);
+        let event = all.get_mut(Self::place(handle));
         event.filter(|event| event.0 == handle).map(|event| use_it(&mut event.1))
     }
 
     /// `false`: there is no such event.
     pub(super) fn destroy(&self, handle: u64) -> bool {
-        let there = self.with(handle, |_| ()).is_some();
-        there && self.0.lock().try_remove((handle & ((1 << EVENT_BITS) - 1)) as usize).is_some()
+        let mut all = self.0.lock();
+        let is_there = all.get(Self::place(handle)).is_some_and(|event| event.0 == handle);
+        is_there && all.try_remove(Self::place(handle)).is_some()
     }
 
     pub(super) fn count(&self) -> usize {
