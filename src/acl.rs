@@ -4,8 +4,8 @@
 //! `Device::open("acl:0")` loads `libascendcl.so` and works in the device's default context, the one that
 //! `aclrtSetDevice` gives to each thread and that the frameworks use. Everything else of this crate works there as on
 //! other devices. **No Ascend hardware was at hand when this was written**: the code depends on the documentation and
-//! the headers of CANN, and the tests run on a simulated library that was written from the same pages. [`hardware`] says
-//! how to try it on a real device, and what to send back.
+//! the headers of CANN, and the tests run on a simulated library that was written from the same pages. [`hardware`]
+//! says how to try it on a real device, and what to send back.
 //!
 //! ```no_run
 //! # let server_stream = std::ptr::null_mut();
@@ -29,8 +29,8 @@
 //! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put it. The environment variable
 //! `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The log says which one was loaded. The calls of
 //! January 2022 are required; later ones are used where the library has them ([`about`] lists them). The crate calls
-//! `aclInit`, and the program may have called it before. The crate never calls `aclFinalize`, which ends the library for
-//! the whole process.
+//! `aclInit`, and the program may have called it before. The crate never calls `aclFinalize`, which ends the library
+//! for the whole process.
 //!
 //! The library's code runs in this process. So a program that does not trust its environment (one with more rights than
 //! its user) unsets these three variables before it opens a device.
@@ -83,8 +83,8 @@ use crate::stream::Stream;
 /// CUDA's. The default context of a device that is open is recognised, and gives that device: a server that has set its
 /// device opens it here by [`Device::open`], and adopts nothing.
 ///
-/// `keep_alive` is dropped after the crate's last call in the context, on any thread. If the device is open already and has
-/// a `keep_alive`, this one is dropped at once. `()` keeps nothing.
+/// `keep_alive` is dropped after the crate's last call in the context, on any thread. If the device is open already and
+/// has a `keep_alive`, this one is dropped at once. `()` keeps nothing.
 ///
 /// # Errors
 /// [`Error::Unavailable`] without a usable library,

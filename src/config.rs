@@ -1,5 +1,5 @@
-//! How a pool is set up: the settings, as the program gives them. `pool::build` checks all of them at once, fills in the
-//! defaults, and hands them on to the central pool and to the regions.
+//! How a pool is set up: the settings, as the program gives them. `pool::build` checks all of them at once, fills in
+//! the defaults, and hands them on to the central pool and to the regions.
 
 use crate::device::handle::Device;
 use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, Unpinned};
@@ -98,8 +98,8 @@ impl PoolBuilder {
         self
     }
 
-    /// The bytes that one driver call pins at most. An extent is also the largest segment that there can be, so that this
-    /// setting and the capacity bound the largest buffer, and no other does. Default: 256 MiB, which take a few
+    /// The bytes that one driver call pins at most. An extent is also the largest segment that there can be, so that
+    /// this setting and the capacity bound the largest buffer, and no other does. Default: 256 MiB, which take a few
     /// milliseconds to pin; other users of the driver may have to wait for that long. An extent is made smaller where
     /// the system or the driver cannot pin as much in one call: CUDA pins at most 256 GiB, and 1 GiB on Linux 6.11 to
     /// 6.13; Ascend 128 GiB.
@@ -112,13 +112,13 @@ impl PoolBuilder {
     /// goes to the cache of the thread that makes it. 0 switches the caches off. Default: a 32nd of the capacity, at
     /// least 256 KiB and at most 64 MiB.
     ///
-    /// - **Between threads**, each size class keeps twice as many bytes at most, but no more than a 16th of the capacity
-    ///   and 256 segments, and none where fewer than four segments would fit. So `n` threads that pass buffers of `c`
-    ///   sizes to each other keep `n + 2 c` times this setting at most.
+    /// - **Between threads**, each size class keeps twice as many bytes at most, but no more than a 16th of the
+    ///   capacity and 256 segments, and none where fewer than four segments would fit. So `n` threads that pass buffers
+    ///   of `c` sizes to each other keep `n + 2 c` times this setting at most.
     /// - **Within a cache**, a size class has room for half of the bytes that are left when a thread first uses it, for
     ///   64 segments at most; a class of which two do not fit is not cached, unless others can be made to lose room.
-    /// - **A request that finds nothing else** reaches, while the pool can grow, what lies between threads and the caches
-    ///   of threads that have been idle for a millisecond. If it may not wait for the growth
+    /// - **A request that finds nothing else** reaches, while the pool can grow, what lies between threads and the
+    ///   caches of threads that have been idle for a millisecond. If it may not wait for the growth
     ///   ([`try_checkout`](crate::Pool::try_checkout)), or the pool can grow no more, or a request waits, it reaches
     ///   everything.
     ///
@@ -156,8 +156,8 @@ impl PoolBuilder {
         self
     }
 
-    /// The NUMA node that the pool's memory is to lie on, for a pool that serves the devices or the threads of one node:
-    /// a server with devices on several nodes has a pool for each. Default: the node of the first device
+    /// The NUMA node that the pool's memory is to lie on, for a pool that serves the devices or the threads of one
+    /// node: a server with devices on several nodes has a pool for each. Default: the node of the first device
     /// ([`Device::numa_node`]).
     ///
     /// Pages come from that node as long as it has any, and then from others. On a node that the system does not have,
@@ -169,8 +169,8 @@ impl PoolBuilder {
     }
 
     /// The most requests that may wait for memory at a time. A request that would be one more gets
-    /// [`Error::QueueFull`](crate::Error::QueueFull) at once, whether it is blocking or async, for one buffer or several.
-    /// 0: no request waits. Default: no bound.
+    /// [`Error::QueueFull`](crate::Error::QueueFull) at once, whether it is blocking or async, for one buffer or
+    /// several. 0: no request waits. Default: no bound.
     ///
     /// A server under more load than it can serve so refuses clients at once, in place of letting all of them wait.
     /// A copier's own waits for segments count, and are not refused.
@@ -179,13 +179,14 @@ impl PoolBuilder {
         self
     }
 
-    /// Whether the pool looks at the memory limits of this process's control groups before it makes a region. Default: yes.
+    /// Whether the pool looks at the memory limits of this process's control groups before it makes a region. Default:
+    /// yes.
     ///
-    /// Past such a limit, which is how containers bound memory, no call fails: the kernel ends a process of the group. So
-    /// a region that the groups (of version 1 or 2) would not carry is refused with
+    /// Past such a limit, which is how containers bound memory, no call fails: the kernel ends a process of the group.
+    /// So a region that the groups (of version 1 or 2) would not carry is refused with
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), which names the group, and a request that waits has a smaller
-    /// one tried. Page cache counts as room, since the kernel drops it; swap does not: where the group may swap, `false`
-    /// lets the pool try all the same.
+    /// one tried. Page cache counts as room, since the kernel drops it; swap does not: where the group may swap,
+    /// `false` lets the pool try all the same.
     ///
     /// Each region is looked at by itself: keep the sum of all pools' capacities below the limit.
     pub fn check_cgroups(mut self, check: bool) -> Self {
@@ -216,8 +217,8 @@ impl PoolBuilder {
     /// counts every buffer. Default: no, and a sample is recorded.
     ///
     /// Tracking is for finding leaks: threads cache nothing ([`thread_cache`](Self::thread_cache) counts as 0), and a
-    /// checkout and a return together take up to a microsecond. A record takes about 100 bytes for as long as its buffer
-    /// is out.
+    /// checkout and a return together take up to a microsecond. A record takes about 100 bytes for as long as its
+    /// buffer is out.
     pub fn track_checkouts(mut self, track: bool) -> Self {
         self.track = track;
         self

@@ -24,8 +24,8 @@
 //!
 //! # Which library
 //!
-//! `libcuda.so.1` as the system's loader finds it, or the one that the environment variable `PINPOOL_LIBCUDA` names. Its
-//! code runs in this process. So a program that does not trust its environment (one with more rights than its user)
+//! `libcuda.so.1` as the system's loader finds it, or the one that the environment variable `PINPOOL_LIBCUDA` names.
+//! Its code runs in this process. So a program that does not trust its environment (one with more rights than its user)
 //! unsets that variable before it opens a device.
 //!
 //! # What is different on a stream that the program can reach
@@ -41,8 +41,8 @@
 //!   the server's own captured kernels and copies use is kept with the graph by [`Stream::hold_captured`].
 //! - The crate knows a stream by the driver's number for it (`cuStreamGetId`, CUDA 12.0), not by its handle, which the
 //!   driver gives to other streams later. A stream that is adopted twice is one [`Stream`]; a new stream under an old
-//!   handle is another. With a driver without numbers, and while the stream is being captured, each adoption is a stream
-//!   of its own, for which [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight.
+//!   handle is another. With a driver without numbers, and while the stream is being captured, each adoption is a
+//!   stream of its own, for which [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight.
 //!
 //! # The promise about captures
 //!
@@ -110,18 +110,18 @@ use crate::stream::Stream;
 /// exchanged between them, while pinned memory is usable in both (name both to
 /// [`Pool::builder`](crate::Pool::builder)).
 ///
-/// `keep_alive` is dropped after the crate's last call in the context, on any thread. Its drop may destroy the context, or
-/// tell the server that it may. If the device is open already and has a `keep_alive`, this one is dropped at once; so it
-/// is for a primary context. `()` keeps nothing.
+/// `keep_alive` is dropped after the crate's last call in the context, on any thread. Its drop may destroy the context,
+/// or tell the server that it may. If the device is open already and has a `keep_alive`, this one is dropped at once;
+/// so it is for a primary context. `()` keeps nothing.
 ///
 /// # Errors
 /// [`Error::Unavailable`] without a usable driver, [`Error::Argument`] for null, and what the driver says. `keep_alive`
 /// is dropped.
 ///
 /// # Safety
-/// `context` is a CUDA context, and stays one until `keep_alive` is dropped. Where that keeps nothing: until the device and
-/// everything that came from it (streams, device memory, pools, buffers in flight) has been dropped, and the crate's
-/// threads have made their last calls.
+/// `context` is a CUDA context, and stays one until `keep_alive` is dropped. Where that keeps nothing: until the device
+/// and everything that came from it (streams, device memory, pools, buffers in flight) has been dropped, and the
+/// crate's threads have made their last calls.
 ///
 /// ```no_run
 /// # struct ServerContext;
@@ -150,8 +150,9 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
 /// each call of theirs that would submit to it, or order it, is [`Error::Mismatch`].
 ///
 /// `keep_alive` is an owner of the stream, such as an `Arc` around it. It is kept for as long as anything needs the
-/// stream: handles to it, and what is in flight on it. It is dropped on the device's region thread, where the context is
-/// current. If the stream was adopted before and still has a `keep_alive`, this one is dropped at once. `()` keeps nothing.
+/// stream: handles to it, and what is in flight on it. It is dropped on the device's region thread, where the context
+/// is current. If the stream was adopted before and still has a `keep_alive`, this one is dropped at once. `()` keeps
+/// nothing.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a device that is no GPU. [`Error::Mismatch`] for a stream of another context. What the

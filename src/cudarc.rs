@@ -32,16 +32,16 @@
 //!
 //! A `CudaSlice` belongs to a stream, on which it is freed, and cudarc keeps two events with it, so that work on other
 //! streams waits for earlier uses of the slice. It does that only while its context *manages synchronisation*: with
-//! event tracking on, and more than the default stream in use. A copy here is made under cudarc's own guard, like a copy
-//! of cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. So the slice is borrowed
-//! only while a copy is submitted: its drop, or a kernel that uses it, is ordered after the copy. Where cudarc records
-//! nothing, only the slice's own stream orders its uses, and a copy on another stream is refused
+//! event tracking on, and more than the default stream in use. A copy here is made under cudarc's own guard, like a
+//! copy of cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. So the slice is
+//! borrowed only while a copy is submitted: its drop, or a kernel that uses it, is ordered after the copy. Where cudarc
+//! records nothing, only the slice's own stream orders its uses, and a copy on another stream is refused
 //! ([`Error::Mismatch`]); so is a slice of the default stream of another `CudaContext` object, which stops tracking
 //! with its last stream.
 //!
 //! The events of a slice that was just allocated were never recorded, and look the same as events that are complete. So
-//! a copy on another stream also waits, on the device, for all work that was queued on the slice's own stream so far. To
-//! overlap with other streams' work, let the stream that copies allocate the slices that it copies to.
+//! a copy on another stream also waits, on the device, for all work that was queued on the slice's own stream so far.
+//! To overlap with other streams' work, let the stream that copies allocate the slices that it copies to.
 //!
 //! The per-thread default stream is another stream on each thread, and a slice of it does not say of which. So a copy
 //! of such a slice waits for the work of all threads' streams so far, and their later work waits for the copy: by the
@@ -53,8 +53,8 @@
 //!
 //! # Waiting
 //!
-//! [`InFlight`] waits for an event of the pool's. (cudarc's own pinned slice waits for one of cudarc's before it lets the
-//! CPU read, and an event that was never recorded reads as complete: on the default stream, and with event tracking
+//! [`InFlight`] waits for an event of the pool's. (cudarc's own pinned slice waits for one of cudarc's before it lets
+//! the CPU read, and an event that was never recorded reads as complete: on the default stream, and with event tracking
 //! off, it shows bytes that are not copied yet, seen with 0.19.10.)
 //!
 //! # Passing a buffer to cudarc
@@ -62,8 +62,8 @@
 //! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not
 //! pinned. Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be checked
 //! out again. **Never pass a slice of a pinned buffer to cudarc's own copies**, but the buffer to the copies here.
-//! ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's: cudarc skips the wait that such a slice asks for while
-//! its context has an error on record, and returns `Ok` with the copy under way, seen with 0.19.10.)
+//! ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's: cudarc skips the wait that such a slice asks for
+//! while its context has an error on record, and returns `Ok` with the copy under way, seen with 0.19.10.)
 //!
 //! # Captures
 //!
@@ -146,8 +146,8 @@ pub struct CudarcStream {
 }
 
 impl CudarcStream {
-    /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream. The per-thread
-    /// default stream is the calling thread's own, and is used on this thread: see
+    /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream. The
+    /// per-thread default stream is the calling thread's own, and is used on this thread: see
     /// [`cuda::adopt_stream`](crate::cuda::adopt_stream).
     ///
     /// ```no_run

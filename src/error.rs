@@ -4,8 +4,8 @@
 //! is, how much, and the remedy. [`Error::class`] alone says what a caller may still do.
 //!
 //! Text from a file, a driver or the system is kept in the fields as it was. In the message each field of text goes
-//! through `shown`: escaped and cut to a bounded length ([`crate::escape`]). A test makes every variant with hostile text
-//! and checks that.
+//! through `shown`: escaped and cut to a bounded length ([`crate::escape`]). A test makes every variant with hostile
+//! text and checks that.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -147,8 +147,8 @@ pub enum Error {
         /// The names there are.
         known: String,
     },
-    /// The device cannot be used here: its driver or itself is missing, or a thread could not be started. `pinpool doctor
-    /// --device NAME` tells more.
+    /// The device cannot be used here: its driver or itself is missing, or a thread could not be started. `pinpool
+    /// doctor --device NAME` tells more.
     #[error("device {} is not available: {}", shown(device), shown(why))]
     Unavailable {
         /// The device.
@@ -267,8 +267,8 @@ pub enum Error {
         /// The system's text.
         text: String,
     },
-    /// A file is not as it describes itself: its header does not agree with what follows, an index not with its files, or
-    /// it was written to since it was opened. Get it again from where it can be trusted.
+    /// A file is not as it describes itself: its header does not agree with what follows, an index not with its files,
+    /// or it was written to since it was opened. Get it again from where it can be trusted.
     #[error(
         "{} is refused: {}{}", shown(what),
         .tensor.as_ref().map_or_else(String::new, |name| format!("tensor \"{}\" ", shown(name))), shown(why)
@@ -301,8 +301,8 @@ pub enum Error {
         /// The error of the chunk.
         cause: Box<Error>,
     },
-    /// A tensor of a checkpoint is not on the device, since a transfer failed, and the load has ended. The tensors before
-    /// it are on the device; no tensor behind it can be relied on.
+    /// A tensor of a checkpoint is not on the device, since a transfer failed, and the load has ended. The tensors
+    /// before it are on the device; no tensor behind it can be relied on.
     #[error(
         "tensor \"{}\" is not on the device ({landed} of {total} tensors are, those before it): {cause}",
         shown(tensor)
@@ -472,8 +472,8 @@ impl Error {
         Self::Unavailable { device: device.to_owned(), why }
     }
 
-    /// The same error, in which a timeout tells the time since the whole call began: the last of several waits knows its
-    /// own alone.
+    /// The same error, in which a timeout tells the time since the whole call began: the last of several waits knows
+    /// its own alone.
     pub(crate) fn waited(mut self, since: Instant) -> Self {
         if let Self::Timeout(waited) = &mut self {
             waited.time = since.elapsed();

@@ -1,19 +1,19 @@
 //! The end of the process.
 //!
 //! A process may end at any moment: by `main` returning, by `exit` on any thread, by a panic. The exit handlers run
-//! while all other threads go on, and among them is the one by which an accelerator's driver takes itself down. A thread
-//! that is inside the driver at that moment, or calls it later, may crash. So an exit handler of the crate runs before
-//! the driver's and *shuts the gate*:
+//! while all other threads go on, and among them is the one by which an accelerator's driver takes itself down. A
+//! thread that is inside the driver at that moment, or calls it later, may crash. So an exit handler of the crate runs
+//! before the driver's and *shuts the gate*:
 //!
 //! 1. From then on no [`Pass`] is given out. Every call of a vendor's library needs one ([`crate::device::gate`]), on
 //!    the crate's threads and on the program's. So does every drop of a value of the program's
 //!    ([`crate::foreign::discard`]), since that drop may call the library too.
-//! 2. The handler waits until the threads that have a pass give it back, but not for longer than [`EXIT_TIMEOUT`]: a call
-//!    behind a kernel that hangs never returns.
+//! 2. The handler waits until the threads that have a pass give it back, but not for longer than [`EXIT_TIMEOUT`]: a
+//!    call behind a kernel that hangs never returns.
 //! 3. All else is left to the system: nothing is freed, and no events are sent.
 //!
-//! Exit handlers run in the reverse order of their registration. The driver registers its own when it is loaded, when it
-//! is initialised, or later; so the crate registers its handler again after each step of opening a device
+//! Exit handlers run in the reverse order of their registration. The driver registers its own when it is loaded, when
+//! it is initialised, or later; so the crate registers its handler again after each step of opening a device
 //! (`watch_exit` of [`crate::device`]'s gate).
 //!
 //! # What a pass costs

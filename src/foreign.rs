@@ -278,8 +278,8 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
     when_allowed(move || _ = call(DROP_PANICKED, || release(value)));
 }
 
-/// Drops a value of the program's; or leaks it, if the process ends: its drop may call an accelerator's driver, which is
-/// being taken down.
+/// Drops a value of the program's; or leaks it, if the process ends: its drop may call an accelerator's driver, which
+/// is being taken down.
 fn release<T>(value: T) {
     match crate::exit::pass() {
         Some(_pass) => drop(value),
@@ -357,8 +357,8 @@ pub(crate) fn tell_now(event: impl FnOnce()) {
     _ = guard(event);
 }
 
-/// `event!(LEVEL, target: "…", field = value, %field, field, "message")`: like `tracing`'s macro of that name. The fields'
-/// values are taken at once; the subscriber gets them when foreign code may run.
+/// `event!(LEVEL, target: "…", field = value, %field, field, "message")`: like `tracing`'s macro of that name. The
+/// fields' values are taken at once; the subscriber gets them when foreign code may run.
 macro_rules! event {
     (@ $level:ident $target:literal [$($kept:tt)*] % $name:ident, $($rest:tt)+) => {
         $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display($name.to_string()))] $($rest)+)

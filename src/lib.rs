@@ -67,8 +67,8 @@
 //! # Calls into the program
 //!
 //! The crate calls code of the program: `tracing` subscribers, `metrics` recorders, wakers, sources and sinks, host
-//! functions, [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic, block, and
-//! call the crate. The rules:
+//! functions, [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic,
+//! block, and call the crate. The rules:
 //!
 //! - **When it runs.** It runs under no lock of the crate, never between a driver's acceptance of work and the entry
 //!   that keeps the memory for it, and not while its thread has lent borrowed memory to a device. A call that falls due
@@ -76,8 +76,8 @@
 //!   pool, and run tasks until they are done.
 //! - **Panics.** A panic is caught, and reported by an event of the target `pinpool::foreign` (but for a subscriber's
 //!   own). It ends that one call: the event, the wake, the transfer with that source or sink. A payload whose drop
-//!   panics is leaked. All handles are [`UnwindSafe`](std::panic::UnwindSafe): a server may catch the panic of a request
-//!   and go on with the pool, the device and the buffers that the request used.
+//!   panics is leaked. All handles are [`UnwindSafe`](std::panic::UnwindSafe): a server may catch the panic of a
+//!   request and go on with the pool, the device and the buffers that the request used.
 //! - **Threads of the crate** go on after a panic. If a mistake of the crate leaves the state of memory in doubt, the
 //!   memory is quarantined, and calls return [`Error::Internal`].
 //! - **Wakers.** A wake that falls due while the thread runs another waker is made after that one. A waker must not
@@ -181,8 +181,8 @@
 // | telemetry           | the snapshot, and the sampler that sends metrics                                 |        |
 // | unwind              | which types may be used after a panic                                            |        |
 //
-// Below, the modules are in alphabetical order. The packages in `crates` use the public face alone; the command's doctor
-// also uses a hidden module, `cgroup`, of which no other program has a use.
+// Below, the modules are in alphabetical order. The packages in `crates` use the public face alone; the command's
+// doctor also uses a hidden module, `cgroup`, of which no other program has a use.
 
 #[cfg(feature = "acl")]
 pub mod acl;

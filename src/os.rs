@@ -69,8 +69,8 @@ mod linux {
         })
     }
 
-    /// Maps `len` bytes (some, rounded up to whole pages) of zeroed private memory, starting at a multiple of `align`, a
-    /// power of two.
+    /// Maps `len` bytes (some, rounded up to whole pages) of zeroed private memory, starting at a multiple of `align`,
+    /// a power of two.
     pub(crate) fn map(len: usize, align: usize) -> Result<NonNull<u8>> {
         debug_assert!(len > 0 && align.is_power_of_two());
         let page = page_size();
@@ -268,14 +268,14 @@ mod linux {
         Some(limit.rlim_cur)
     }
 
-    /// Bytes of memory that this process could still take: what the system has available, or what its control groups (of
-    /// either version) have left, whichever is less. An estimate: page cache in use could be dropped too.
+    /// Bytes of memory that this process could still take: what the system has available, or what its control groups
+    /// (of either version) have left, whichever is less. An estimate: page cache in use could be dropped too.
     pub(crate) fn available_memory() -> Option<u64> {
         cgroup::available(Path::new("/")).into_iter().flatten().min()
     }
 
-    /// Refuses memory that the control groups of this process would not carry: once it were touched, the kernel would end
-    /// a process of the group. Groups whose files cannot be read refuse nothing. Swap does not count as room.
+    /// Refuses memory that the control groups of this process would not carry: once it were touched, the kernel would
+    /// end a process of the group. Groups whose files cannot be read refuse nothing. Swap does not count as room.
     pub(crate) fn refuse_over_cgroups(len: usize) -> Result<()> {
         over_cgroups(Path::new("/"), len)
     }
@@ -348,8 +348,8 @@ mod linux {
         unsafe { libc::atexit(handler) == 0 }
     }
 
-    /// Makes the system keep the shared library that this code is in until the process ends, although the program unloads
-    /// it. The program itself is never unloaded.
+    /// Makes the system keep the shared library that this code is in until the process ends, although the program
+    /// unloads it. The program itself is never unloaded.
     pub(super) fn pin_library() {
         // SAFETY: fields that zeros are a valid value of: pointers and numbers.
         let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };

@@ -194,8 +194,8 @@ impl Class {
         STRIDES[self.0 as usize] as usize
     }
 
-    /// The pages that runs for `count` segments of this class take. Whole runs have the class's shape, and the last one has
-    /// the pages that its segments need.
+    /// The pages that runs for `count` segments of this class take. Whole runs have the class's shape, and the last one
+    /// has the pages that its segments need.
     pub(crate) fn pages_of(self, count: usize) -> usize {
         let Shape { pages, segments } = self.shape();
         let (runs, rest) = (count / segments as usize, count % segments as usize);

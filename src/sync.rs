@@ -25,10 +25,10 @@
 //!
 //! # When the call is refused later
 //!
-//! A sandbox (seccomp) that is installed after a pool was built can refuse a call that the kernel granted before. Owners
-//! of that pool's caches have executed no fence, so nothing is known of them, and no other call interrupts the other
-//! processors on every machine. The process ends then, with the reason on stderr. A program with such a sandbox sets
-//! `PINPOOL_FENCES=1`, which selects the second mode from the first pool on.
+//! A sandbox (seccomp) that is installed after a pool was built can refuse a call that the kernel granted before.
+//! Owners of that pool's caches have executed no fence, so nothing is known of them, and no other call interrupts the
+//! other processors on every machine. The process ends then, with the reason on stderr. A program with such a sandbox
+//! sets `PINPOOL_FENCES=1`, which selects the second mode from the first pool on.
 //!
 //! # Under loom
 //!

@@ -40,8 +40,8 @@ typedef struct pinpool_options {
   const char *device;
   // The cap on the pool's bytes. 0: 256 MiB.
   uint64_t capacity;
-  // The bytes to start with, of which the first are pinned when `pinpool_open` returns, and the rest soon after. 0: an
-  // eighth of the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
+  // The bytes to start with, of which the first are pinned when `pinpool_open` returns, and the rest soon after. 0:
+  // an eighth of the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
   uint64_t initial;
   // Not 0: where the system refuses to pin, the pool serves memory that is not pinned. 0: that is an error.
   uint32_t allow_unpinned;
@@ -53,8 +53,8 @@ typedef struct pinpool_options {
   // The bytes that a thread may keep for its next allocations, which take no lock then. 0: a 32nd of the capacity,
   // between 256 KiB and 64 MiB.
   uint64_t thread_cache;
-  // Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the device
-  // does best.
+  // Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the
+  // device does best.
   uint64_t backing;
 } pinpool_options;
 
@@ -129,8 +129,8 @@ pinpool_status pinpool_open(const struct pinpool_options *options,
                             struct pinpool_pool **pool);
 
 // Closes a pool when every block is freed and no hold is under way: waits for that, for at most so many milliseconds.
-// The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT` the pool still exists, blocks can be freed,
-// and the call can be made again. After `PINPOOL_OK` it does not exist. Null is closed.
+// The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT` the pool still exists, blocks can be
+// freed, and the call can be made again. After `PINPOOL_OK` it does not exist. Null is closed.
 //
 // A program that ends need not close its pools.
 //
@@ -141,8 +141,9 @@ pinpool_status pinpool_close(struct pinpool_pool *pool,
                              uint64_t timeout_ms);
 
 // Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of two of at most 2 MiB;
-// 0: 64). Its content is undefined. Where the pool has none, the call waits for at most `timeout_ms` milliseconds until it
-// has grown or a block has come back: 0 does not wait for either, `UINT64_MAX` waits without a limit. 0 bytes are one.
+// 0: 64). Its content is undefined. Where the pool has none, the call waits for at most `timeout_ms` milliseconds
+// until it has grown or a block has come back: 0 does not wait for either, `UINT64_MAX` waits without a limit. 0 bytes
+// are one.
 //
 // `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an alignment that no block
 // of this pool can have. Then `*block` is null.
@@ -176,8 +177,8 @@ pinpool_status pinpool_free(struct pinpool_pool *pool,
 // when the stream is known to be done with it.
 //
 // # Safety
-// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned `PINPOOL_OK` and what was
-// queued on it is complete. It neither enters nor leaves a capture during the call.
+// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned `PINPOOL_OK` and what
+// was queued on it is complete. It neither enters nor leaves a capture during the call.
 pinpool_status pinpool_hold(struct pinpool_pool *pool,
                             const void *address,
                             void *stream);

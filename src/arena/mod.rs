@@ -11,16 +11,16 @@
 //! that is large or aligned (a *single segment*). The arena joins a free run with its free neighbours at once, but
 //! never across an extent's edge: a driver refuses a copy that crosses two registrations. It keeps free runs ordered by
 //! size and then address. So a request takes the smallest run that fits (best fit) in logarithmic time, however many
-//! holes there are. Runs of small segments are cut from the low end of a free run, and large segments from its high end,
-//! so that the two do not scatter each other.
+//! holes there are. Runs of small segments are cut from the low end of a free run, and large segments from its high
+//! end, so that the two do not scatter each other.
 //!
-//! A class takes segments from its run at the lowest address first, so that its other runs drain. The first run of a class
-//! is a page, or as many as one segment needs. Each further run has as many segments as the class has already, up to
-//! the class's [`Shape`](crate::segment::Shape). So the first buffer of a class does not keep all the memory of a small
-//! pool, and a class that is used a lot has few runs.
+//! A class takes segments from its run at the lowest address first, so that its other runs drain. The first run of a
+//! class is a page, or as many as one segment needs. Each further run has as many segments as the class has already, up
+//! to the class's [`Shape`](crate::segment::Shape). So the first buffer of a class does not keep all the memory of a
+//! small pool, and a class that is used a lot has few runs.
 //!
-//! A run whose segments are all back is dissolved at once. So no class keeps memory in which nothing is in use, and what
-//! serves a class again and again without a new run is what thread caches hold.
+//! A run whose segments are all back is dissolved at once. So no class keeps memory in which nothing is in use, and
+//! what serves a class again and again without a new run is what thread caches hold.
 //!
 //! The tables take 4 bytes a page, 32 bytes a segment ([`Descriptor`]) and some 80 bytes a run. Together they are below
 //! 1% of the memory for segments of 4 KiB and more. The arena never reads or writes the pinned memory itself.
@@ -241,9 +241,9 @@ impl Arena {
         unsafe { run.descriptors.add(index as usize) }
     }
 
-    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. The caller adds the run
-    /// to those of its class. It has pages for so many segments, up to the class's shape. Where no free run is as long, it takes the longest free run, if that
-    /// holds a segment.
+    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. The caller adds the
+    /// run to those of its class. It has pages for so many segments, up to the class's shape. Where no free run is as
+    /// long, it takes the longest free run, if that holds a segment.
     fn cut_run(&mut self, class: Class, segments: usize) -> Option<u32> {
         let (stride, shape) = (class.stride(), class.shape());
         let longest = self.largest_free_pages() as u32;
@@ -352,8 +352,8 @@ impl Arena {
         }
     }
 
-    /// Takes `count` segments for a placement and adds them to `taken`. Runs that are cut for them are no longer than they
-    /// need. `false`: there are not as many; what was taken stays in `taken`.
+    /// Takes `count` segments for a placement and adds them to `taken`. Runs that are cut for them are no longer than
+    /// they need. `false`: there are not as many; what was taken stays in `taken`.
     pub(crate) fn take_several(
         &mut self,
         placement: Placement,
@@ -446,8 +446,8 @@ impl Arena {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// The descriptor at an address in the run of this number, and the bytes that its segment was given. `None`: the run
-    /// has no such descriptor.
+    /// The descriptor at an address in the run of this number, and the bytes that its segment was given. `None`: the
+    /// run has no such descriptor.
     pub(crate) fn descriptor_at(&self, run: u32, address: usize) -> Option<(&Descriptor, usize)> {
         let run = self.runs.get(run as usize)?;
         let index = address.checked_sub(run.descriptors.as_ptr().addr())? / size_of::<Descriptor>();

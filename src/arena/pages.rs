@@ -40,9 +40,9 @@ impl Arena {
         }
     }
 
-    /// Removes a region's extents, if no segment of them is given out: their memory is the caller's again. Returns their
-    /// bytes. `None` also for a region that is not here any more: of several callers that remove one region only the first
-    /// gets it.
+    /// Removes a region's extents, if no segment of them is given out: their memory is the caller's again. Returns
+    /// their bytes. `None` also for a region that is not here any more: of several callers that remove one region only
+    /// the first gets it.
     pub(crate) fn retire(&mut self, region: RegionId) -> Option<usize> {
         let found = self.regions().remove(&region).filter(|found| found.idle)?;
         let is_mine = |(i, e): (usize, &ArenaExtent)| (e.region == region).then_some((i, e.pages));
@@ -90,8 +90,8 @@ impl Arena {
         self.unheld -= pages as usize * PAGE;
     }
 
-    /// Takes `pages` pages from the smallest free run that fits: aligned ones from its high end, or the first ones. What
-    /// lies before and after them stays free. Returns the extent and the first page. `align` is in pages.
+    /// Takes `pages` pages from the smallest free run that fits: aligned ones from its high end, or the first ones.
+    /// What lies before and after them stays free. Returns the extent and the first page. `align` is in pages.
     pub(super) fn take_pages(&mut self, pages: usize, align: usize, high: bool) -> Option<(u32, u32)> {
         let pages = u32::try_from(pages).ok()?;
         let mut fitting = self.free.range((pages, 0, 0)..);

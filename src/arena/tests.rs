@@ -140,9 +140,9 @@ fn replace(arena: &mut Arena, at: usize, by: isize, run: u32) {
 /// A change of the arena and of what is cached that `check` must notice.
 type Spoil = fn(&mut Arena, &mut HashSet<usize>);
 
-/// What `check` says of an arena after `spoil` has changed it. The arena has 64 pages: a run of a class with four of its
-/// segments out and three free, then a free run, and behind it an aligned segment. With `window`, the first 40 pages are
-/// withheld.
+/// What `check` says of an arena after `spoil` has changed it. The arena has 64 pages: a run of a class with four of
+/// its segments out and three free, then a free run, and behind it an aligned segment. With `window`, the first 40
+/// pages are withheld.
 fn violation(window: bool, spoil: Spoil) -> String {
     let mut arena = arena(&[64]);
     for _ in 0..4 {
@@ -384,8 +384,8 @@ fn a_large_pool_is_searched_at_some_places_and_wholly_where_these_have_no_window
 
 #[test]
 fn regions_with_the_smallest_part_out_are_replaced_first() {
-    // Three regions with an extent each, the last of which has a quarantined segment. Segments are given the shortest free
-    // run that has room for them.
+    // Three regions with an extent each, the last of which has a quarantined segment. Segments are given the shortest
+    // free run that has room for them.
     let replaced = |out: [usize; 2], pages: usize, most: usize| {
         let mut arena = arena(&[16, 64, 15]);
         let [last, first, second] =
@@ -407,8 +407,8 @@ fn regions_with_the_smallest_part_out_are_replaced_first() {
     assert_eq!(replaced([4, 30], 81, 3), None, "the quarantined segment's region stays");
 }
 
-/// The fewest bytes out that a range of at least `need` pages may have, of which the first is aligned: tries all ranges of
-/// whole runs and free pages.
+/// The fewest bytes out that a range of at least `need` pages may have, of which the first is aligned: tries all ranges
+/// of whole runs and free pages.
 fn fewest_out(arena: &Arena, need: usize, align: usize) -> Option<usize> {
     let mut fewest = None;
     for (_, e) in &arena.extents {
@@ -489,8 +489,8 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
-    /// Segments are as long and as aligned as asked for, and do not overlap. Those inside of windows are given to no one,
-    /// windows never meet, and a window whose segments are all back has the pages that it was chosen for.
+    /// Segments are as long and as aligned as asked for, and do not overlap. Those inside of windows are given to no
+    /// one, windows never meet, and a window whose segments are all back has the pages that it was chosen for.
     #[test]
     fn any_order_of_takes_gives_and_windows_keeps_the_invariants(
         extents in prop::collection::vec(1usize..700, 1..3),

@@ -12,9 +12,10 @@
 //! ```
 //!
 //! A range is made of whole runs, and of free pages between them and at its edges. A run in a window is *marked*: its
-//! class does not take from it, and it is dissolved when all of its segments are back. The free pages of a range are free
-//! runs that the set of free runs does not have; they are joined when the window ends. A range for one segment is served
-//! when all of its runs are back: if fewer were enough, a shorter range with fewer bytes out would have been chosen.
+//! class does not take from it, and it is dissolved when all of its segments are back. The free pages of a range are
+//! free runs that the set of free runs does not have; they are joined when the window ends. A range for one segment is
+//! served when all of its runs are back: if fewer were enough, a shorter range with fewer bytes out would have been
+//! chosen.
 
 use super::*;
 
@@ -94,9 +95,9 @@ struct Item {
 
 impl Arena {
     /// Chooses the range that is likely to be free soonest, of at least `need` pages of which the first is aligned to
-    /// `align` pages: that with the fewest bytes out, among those that are compared. These are all, or in a large pool some
-    /// at a few places, which differ from search to search: a search holds up all threads. `None`: windows, quarantined
-    /// segments and the ranges to `avoid` leave no such range.
+    /// `align` pages: that with the fewest bytes out, among those that are compared. These are all, or in a large pool
+    /// some at a few places, which differ from search to search: a search holds up all threads. `None`: windows,
+    /// quarantined segments and the ranges to `avoid` leave no such range.
     pub(crate) fn choose_window(
         &mut self,
         need: usize,
@@ -122,8 +123,8 @@ impl Arena {
         best.map(|found| found.1)
     }
 
-    /// Compares `most` ranges of an extent, from the run or the free pages on that begin at a page, with the best one so
-    /// far.
+    /// Compares `most` ranges of an extent, from the run or the free pages on that begin at a page, with the best one
+    /// so far.
     fn compare(
         &self,
         extent: u32,
@@ -300,9 +301,9 @@ impl Arena {
         })
     }
 
-    /// Ranges that cover whole regions of so many bytes together, those with the smallest part out: when they are free, the
-    /// regions can be replaced. `None`: windows and quarantined segments leave too few, or more than `most` would be
-    /// needed.
+    /// Ranges that cover whole regions of so many bytes together, those with the smallest part out: when they are free,
+    /// the regions can be replaced. `None`: windows and quarantined segments leave too few, or more than `most` would
+    /// be needed.
     pub(crate) fn replaceable(&self, bytes: usize, most: usize) -> Option<Vec<PageRange>> {
         let region_of = |extent: u32| self.extents[extent as usize].region;
         let mut regions = self.regions();

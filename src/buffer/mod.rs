@@ -27,8 +27,8 @@
 //! # Files, in the order to read them
 //!
 //! This file has [`PinnedBuf`]. `lend`: what can be lent to a device, and how it comes back. `flight`: [`InFlight`].
-//! `stream`: [`StreamBuf`]. `registered`: values that are lent where they are. `pool` makes buffers, `copy` submits them;
-//! this module calls `central` and `stream`.
+//! `stream`: [`StreamBuf`]. `registered`: values that are lent where they are. `pool` makes buffers, `copy` submits
+//! them; this module calls `central` and `stream`.
 
 #![allow(unsafe_code)]
 
@@ -63,10 +63,10 @@ const BUFFER: &str = "a buffer from a pool";
 /// bytes, or of the alignment that was asked for. Dropping the buffer returns its memory to the pool; a buffer stays
 /// usable when the pool is dropped first.
 ///
-/// The buffer derefs to the bytes that were written, none at first: `buf.len()` counts these, and `buf[..n]` panics until
-/// they are there. To fill it
-/// there are [`try_extend_from_slice`](Self::try_extend_from_slice), [`std::io::Write`] (`io::copy` from a file) and
-/// `bytes::BufMut` (tokio's `read_buf`). None of them needs the memory to be filled by `try_resize` first.
+/// The buffer derefs to the bytes that were written, none at first: `buf.len()` counts these, and `buf[..n]` panics
+/// until they are there. To fill it there are [`try_extend_from_slice`](Self::try_extend_from_slice),
+/// [`std::io::Write`] (`io::copy` from a file) and `bytes::BufMut` (tokio's `read_buf`). None of them needs the memory
+/// to be filled by `try_resize` first.
 ///
 /// In the child of a fork the memory of a buffer may not exist: the child must not touch it.
 ///
@@ -158,7 +158,8 @@ impl PinnedBuf {
         self.capacity() - self.len
     }
 
-    /// The start of the memory, to write. Reading through it beyond the bytes that were written reads uninitialised memory.
+    /// The start of the memory, to write. Reading through it beyond the bytes that were written reads uninitialised
+    /// memory.
     #[inline]
     #[must_use]
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
@@ -167,8 +168,8 @@ impl PinnedBuf {
 
     /// Whether the memory is page-locked. `false` only if the pool was allowed to go on without page locks
     /// ([`Unpinned::Allow`](crate::Unpinned::Allow)), and for managed memory
-    /// ([`Backing::Managed`](crate::Backing::Managed)). It may become `true` while the buffer is out, since the pool locks
-    /// such memory later where it can.
+    /// ([`Backing::Managed`](crate::Backing::Managed)). It may become `true` while the buffer is out, since the pool
+    /// locks such memory later where it can.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.segment.pinned()
@@ -222,8 +223,8 @@ impl PinnedBuf {
     /// pointer.
     ///
     /// # Safety
-    /// `len` is at most the capacity, that many bytes from the start are initialised, and work of a device that wrote them
-    /// was seen complete on the host.
+    /// `len` is at most the capacity, that many bytes from the start are initialised, and work of a device that wrote
+    /// them was seen complete on the host.
     #[inline]
     pub unsafe fn set_len(&mut self, len: usize) {
         debug_assert!(len <= self.capacity());

@@ -98,8 +98,8 @@ impl StreamBuf {
             // The timeline has quarantined it.
             return Err(timeline.context().alive().err().unwrap_or(Error::Closed));
         }
-        // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer owned the segment, and no
-        // byte counts as written.
+        // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer owned the segment, and
+        // no byte counts as written.
         Ok(unsafe { PinnedBuf::new(segment, 0) })
     }
 }

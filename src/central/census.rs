@@ -1,4 +1,5 @@
-//! The census: the bytes and counts of a central pool, by size class too, and a list of what is known to be out for long.
+//! The census: the bytes and counts of a central pool, by size class too, and a list of what is known to be out for
+//! long.
 //!
 //! A snapshot adds up what the thread caches have counted, without stopping their owners. It holds the central pool's
 //! lock, so nothing moves on the slow path meanwhile. Calls on the fast path go on. So each part is exact while no such
@@ -180,8 +181,9 @@ impl Core {
         }
     }
 
-    /// The classes that were ever used, smallest first, and last the segments without one. Of the segments that a class's runs were cut into, those are free that are not
-    /// out, and those cached that are neither out nor in the runs' lists.
+    /// The classes that were ever used, smallest first, and last the segments without one. Of the segments that a
+    /// class's runs were cut into, those are free that are not out, and those cached that are neither out nor in the
+    /// runs' lists.
     fn by_class(&self, tally: &ClassTally) -> Vec<ClassStats> {
         let mut cut = [(0, 0); CLASSES];
         self.arena.for_each_class(|class, segments, in_runs| {

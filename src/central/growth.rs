@@ -1,6 +1,6 @@
 //! Growth: where a central pool's memory comes from and where it goes. A request that finds no memory has a region
-//! pinned while the capacity has room, one region at a time. Where the capacity is used up and the request fits into no region,
-//! idle regions are unpinned to make room for one that fits.
+//! pinned while the capacity has room, one region at a time. Where the capacity is used up and the request fits into no
+//! region, idle regions are unpinned to make room for one that fits.
 //!
 //! A plan is made under the lock and counts at once: a new region's bytes as *growing*, the bytes of regions that are
 //! to go as *leaving*. So what is pinned never exceeds the capacity, no matter how many threads plan. The plan is
@@ -9,12 +9,13 @@
 //!
 //! # The rule
 //!
-//! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head; where there is no room
-//!    for it, or a region as short was refused, for the first waiter that the room is enough for.
-//! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many bytes, down to what the
-//!    waiter needs, and then after a pause that doubles. (Without a clock the next call on the slow path is the pause.)
-//! 3. A request that only growing can serve gets the error of a growth that was as short as it could be, or that will not
-//!    be tried again.
+//! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head; where there is no
+//!    room for it, or a region as short was refused, for the first waiter that the room is enough for.
+//! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many bytes, down to what
+//!    the waiter needs, and then after a pause that doubles. (Without a clock the next call on the slow path is the
+//!    pause.)
+//! 3. A request that only growing can serve gets the error of a growth that was as short as it could be, or that will
+//!    not be tried again.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
@@ -71,8 +72,8 @@ pub(super) fn least(wants: &[Want]) -> usize {
     bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
-/// The error of the last growth, for wants that growing alone can serve, if no shorter growth follows: for these wants, or
-/// for those of a waiter.
+/// The error of the last growth, for wants that growing alone can serve, if no shorter growth follows: for these wants,
+/// or for those of a waiter.
 pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
     let refusal = core.refused()?;
     let own = Some(wants).filter(|_| core.config.step > 0);
@@ -94,12 +95,12 @@ impl CentralPool {
         core.config.step > 0 && core.refused().is_none() && core.room_beside() >= least(wants)
     }
 
-    /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: memory
-    /// is being pinned (or, on a device without threads, is pinned).
+    /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`:
+    /// memory is being pinned (or, on a device without threads, is pinned).
     ///
     /// While memory is being pinned no other region is planned, nor if memory has come since there were `extents`
-    /// [extents](Self::extents), which the caller asked before it tried: many threads often miss at once, and one region
-    /// may serve them all. If it does not, the queue's head has another one pinned.
+    /// [extents](Self::extents), which the caller asked before it tried: many threads often miss at once, and one
+    /// region may serve them all. If it does not, the queue's head has another one pinned.
     pub(crate) fn grow(self: &Arc<Self>, wants: &[Want], extents: u64) -> bool {
         let mut core = self.lock();
         if core.growing > 0 || self.extents() != extents {
@@ -125,8 +126,8 @@ impl CentralPool {
         self.pin(growth.bytes);
     }
 
-    /// Has the region threads unpin regions that were retired, before anything that they are told to pin from now on. So
-    /// what is pinned never exceeds the capacity.
+    /// Has the region threads unpin regions that were retired, before anything that they are told to pin from now on.
+    /// So what is pinned never exceeds the capacity.
     fn unpin(&self, going: Vec<(RegionId, usize)>) {
         let Some(regions) = &self.regions else { return };
         for (id, len) in going {
@@ -225,8 +226,8 @@ impl Owner for CentralPool {
 }
 
 impl CentralPool {
-    /// Gives idle regions back, the newest first, as long as `keep` bytes stay. Returns how many bytes go. None goes while
-    /// a request waits, since memory is short, nor while memory is being pinned: more of the region may follow.
+    /// Gives idle regions back, the newest first, as long as `keep` bytes stay. Returns how many bytes go. None goes
+    /// while a request waits, since memory is short, nor while memory is being pinned: more of the region may follow.
     pub(crate) fn trim(&self, keep: usize) -> usize {
         let mut core = self.lock();
         self.reclaim_all(&mut core);
@@ -263,9 +264,9 @@ impl Core {
         true
     }
 
-    /// The waiter that a growth is planned for, as its wants, and whether idle regions may make way: the head, if there may
-    /// be room for a region for it, and the first other one that the room is enough for. After a growth that failed only one
-    /// that needs less, until its pause is over.
+    /// The waiter that a growth is planned for, as its wants, and whether idle regions may make way: the head, if there
+    /// may be room for a region for it, and the first other one that the room is enough for. After a growth that failed
+    /// only one that needs less, until its pause is over.
     fn next_to_grow(&self) -> Option<(&[Want], bool)> {
         let head = self.queue.head().filter(|_| self.config.step > 0)?;
         let (head, moved) = (self.queue.wants(head), self.queue.replaced(head));
@@ -360,7 +361,8 @@ impl Core {
         regions.filter(|(_, region)| region.idle).map(|(id, region)| (id, region.bytes)).collect()
     }
 
-    /// Removes idle regions. Their bytes count as leaving, and not as room, until the region thread was told to unpin them.
+    /// Removes idle regions. Their bytes count as leaving, and not as room, until the region thread was told to unpin
+    /// them.
     fn retire(&mut self, idle: &[(RegionId, usize)]) {
         for (id, len) in idle {
             self.leaving += len;

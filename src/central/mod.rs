@@ -19,27 +19,27 @@
 //! # How long a central pool lives
 //!
 //! A buffer holds a bare pointer to its central pool, since a reference count would cost more than everything else in a
-//! hit together. All buffers together hold one strong count, *the outstanding reference*, which the core keeps. When the
-//! pool closes, the mode word makes every return slow from then on. So the segments that are still out can be counted
-//! exactly, and the return of the last one takes the outstanding reference out of the core and drops it. A buffer that
-//! never comes back (leaked, or quarantined) keeps the central pool and its memory for good, as it must.
+//! hit together. All buffers together hold one strong count, *the outstanding reference*, which the core keeps. When
+//! the pool closes, the mode word makes every return slow from then on. So the segments that are still out can be
+//! counted exactly, and the return of the last one takes the outstanding reference out of the core and drops it. A
+//! buffer that never comes back (leaked, or quarantined) keeps the central pool and its memory for good, as it must.
 //!
 //! # Invariants
 //!
 //! - Each segment is in one place: in its run, in a thread cache, in a transfer cache, or out.
 //! - Takes and returns are counted where they happen: in thread caches, and under the lock for the slow path. Bytes out
 //!   are takes less returns, times stride; free bytes are the rest. So the parts sum to the whole at any time.
-//! - Nothing that lies in a window is cached, and no segment of a class that a request waits for, once waiters have rights
-//!   (`waiting`).
+//! - Nothing that lies in a window is cached, and no segment of a class that a request waits for, once waiters have
+//!   rights (`waiting`).
 //! - No waiter could be served by what is free outside of windows.
 //! - No driver call, no wake and no foreign code under the lock: the core collects [`Wake`]s, and the guard of the lock
 //!   carries them out after the unlock (`lock`).
 //!
 //! # Reading order
 //!
-//! This file (taking, returning, closing), `lock`, `lease` (which cache this thread has), `transfer`, `reclaim`, `queue` and
-//! `waiting`, `growth`, `raw` (the segment as a value), `census`, `check`. The pool calls all of it. Buffers
-//! and timelines only hold [`Segment`]s and return them.
+//! This file (taking, returning, closing), `lock`, `lease` (which cache this thread has), `transfer`, `reclaim`,
+//! `queue` and `waiting`, `growth`, `raw` (the segment as a value), `census`, `check`. The pool calls all of it.
+//! Buffers and timelines only hold [`Segment`]s and return them.
 
 #![allow(unsafe_code)]
 
@@ -132,8 +132,9 @@ pub(crate) struct CentralPool {
     closed_classes: Closed,
     /// Bytes that a copier has in flight without entries of their own, on several timelines perhaps.
     unlisted: StdAtomicU64,
-    /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are claimed.
-    /// In a cache line of their own: every copy changes them, next to a driver call that costs many times as much.
+    /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are
+    /// claimed. In a cache line of their own: every copy changes them, next to a driver call that costs many times as
+    /// much.
     flight: crossbeam::utils::CachePadded<[StdAtomicU64; 2]>,
     /// Changes of `unlisted` that are under way together with a change of a segment's word. Only checks read it.
     halfway: StdAtomicU64,
@@ -162,8 +163,8 @@ struct Core {
     /// Takes and returns on the slow path, by class, and those of thread caches that have left the table.
     classes: ClassTally,
     ledger: Ledger,
-    /// Requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may take and the
-    /// slow path return).
+    /// Requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may take and
+    /// the slow path return).
     requested: u64,
     /// Bytes of quarantined segments.
     quarantined: usize,
@@ -325,8 +326,8 @@ impl CentralPool {
         if self.closed() { Err(Error::Closed) } else { Ok(()) }
     }
 
-    /// Takes a segment for each of `wants`, or none at all: from what is free, or is cached within the reclaim level, and
-    /// no waiter has a right to. `None`: not now.
+    /// Takes a segment for each of `wants`, or none at all: from what is free, or is cached within the reclaim level,
+    /// and no waiter has a right to. `None`: not now.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`].
@@ -385,7 +386,8 @@ impl CentralPool {
         // SAFETY: alive, and owned by the caller.
         let segment = unsafe { descriptor.as_ref() };
         if list == LISTS {
-            // The ledger may have an entry: its segments are handed out without a list, so that their return comes here.
+            // The ledger may have an entry: its segments are handed out without a list, so that their return comes
+            // here.
             central.lock().as_is().ledger.close(descriptor.addr().get());
             segment.untrack();
         }

@@ -4,15 +4,15 @@
 //! its *window* alone ([`crate::arena`], `windows`): what is free elsewhere serves everybody, later requests included.
 //!
 //! Requests of one size class wait for the same segments, so they are served strictly in order. The first of them has a
-//! window; the others come after it. Each request for whole pages, and each request for several buffers, has a window of
-//! its own as long as the memory outside of all windows lasts, and waits for an earlier window's end otherwise. Several
-//! buffers of one request are granted together or not at all.
+//! window; the others come after it. Each request for whole pages, and each request for several buffers, has a window
+//! of its own as long as the memory outside of all windows lasts, and waits for an earlier window's end otherwise.
+//! Several buffers of one request are granted together or not at all.
 //!
 //! # Costs
 //!
-//! Waiters are found by their tickets, and by what they need: in a tree, and in a tree for each size. So a join, a grant
-//! and a leave take logarithmic time, and a return that serves no waiter looks at the sizes that are waited for and not at
-//! the waiters.
+//! Waiters are found by their tickets, and by what they need: in a tree, and in a tree for each size. So a join, a
+//! grant and a leave take logarithmic time, and a return that serves no waiter looks at the sizes that are waited for
+//! and not at the waiters.
 //!
 //! The queue only decides. It belongs to the central pool's core, under its lock, and collects the wakes that follow.
 //! The guard of the lock makes them after the unlock.
@@ -189,8 +189,8 @@ impl WaitQueue {
         self.sizes.values().filter_map(|tickets| tickets.first().copied())
     }
 
-    /// The outcome of a wait, which is told once. `None`: the waiter still waits, and is woken by `wake` from now on, if
-    /// that is given. The second value is a wake that the caller drops after it has released the lock.
+    /// The outcome of a wait, which is told once. `None`: the waiter still waits, and is woken by `wake` from now on,
+    /// if that is given. The second value is a wake that the caller drops after it has released the lock.
     pub(super) fn look(
         &mut self,
         ticket: Ticket,
@@ -227,8 +227,9 @@ impl WaitQueue {
         self.waiting.keys().next().copied()
     }
 
-    /// The first waiter that has waited for `age` and that no earlier call has told of, if it `may` be told of: since when
-    /// it waits, and what it asks for. Of those behind it that have waited for as long no later call tells, either.
+    /// The first waiter that has waited for `age` and that no earlier call has told of, if it `may` be told of: since
+    /// when it waits, and what it asks for. Of those behind it that have waited for as long no later call tells,
+    /// either.
     pub(super) fn waits_long(
         &mut self,
         now: Instant,
@@ -296,8 +297,8 @@ pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     (of_classes.fold(pages, usize::saturating_add), 1)
 }
 
-/// Takes a segment for each of `wants`, or none at all. Takes the longest segments first, and cuts no run that is longer
-/// than several need. (A longer one takes pages that another of the wants may need.)
+/// Takes a segment for each of `wants`, or none at all. Takes the longest segments first, and cuts no run that is
+/// longer than several need. (A longer one takes pages that another of the wants may need.)
 pub(super) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>>> {
     if let [want] = wants {
         return Some(vec![arena.take(want.placement)?]);

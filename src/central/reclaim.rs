@@ -99,8 +99,8 @@ impl CentralPool {
     ///
     /// A class that is used for the first time gets room for half of the bytes that are left, or for [`LEAST_CACHED`]
     /// segments where the half is less. Where these do not fit either, other classes lose their room and what is in it:
-    /// those first that have the most beyond these segments. (So rooms get smaller until all classes have one, if that is
-    /// possible at all, and a class with few bytes keeps its room.) A room stays as it is until then.
+    /// those first that have the most beyond these segments. (So rooms get smaller until all classes have one, if that
+    /// is possible at all, and a class with few bytes keeps its room.) A room stays as it is until then.
     pub(super) fn room(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
         if core.queue.awaited() & set_of(class) != 0 {
@@ -127,8 +127,8 @@ impl CentralPool {
         held.room(class)
     }
 
-    /// The bytes that the classes of a thread cache share, if those that have room have it for so many bytes: all of its
-    /// bytes for a class that is alone, an eighth, or [`LEAST_OF_SEVERAL`], for several.
+    /// The bytes that the classes of a thread cache share, if those that have room have it for so many bytes: all of
+    /// its bytes for a class that is alone, an eighth, or [`LEAST_OF_SEVERAL`], for several.
     fn share(&self, rooms: usize) -> usize {
         let all = self.config.thread_cache;
         if rooms <= all / SHARE_OF_OTHERS {
@@ -180,8 +180,9 @@ impl CentralPool {
             || core.table.caches().any(|cache| cache.any_cached())
     }
 
-    /// Whether there would be `bytes` bytes with the segments in transfer caches and these thread caches. An estimate, as
-    /// long as owners work: one may have a segment more, and a batch that is being moved may count twice or not at all.
+    /// Whether there would be `bytes` bytes with the segments in transfer caches and these thread caches. An estimate,
+    /// as long as owners work: one may have a segment more, and a batch that is being moved may count twice or not at
+    /// all.
     fn could_help(&self, core: &Core, bytes: usize, caches: &[Arc<ThreadCache>]) -> bool {
         let cached = |class: Class| {
             let listed = caches.iter().map(|cache| cache.cached(class) as usize).sum::<usize>();

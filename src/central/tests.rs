@@ -307,7 +307,8 @@ fn idle_regions_make_way_newest_first() {
     // SAFETY: as above.
     unsafe { core.arena.give(held[2]) };
     assert_eq!(going(&core.plan(&long, true).unwrap()), [2, 0]);
-    // Four idle regions of 256 pages hold four buffers of 129 pages and not five, which one region in their place holds.
+    // Four idle regions of 256 pages hold four buffers of 129 pages and not five, which one region in their place
+    // holds.
     let central = with_regions(4, 4 * MIB);
     let mut core = central.lock();
     assert!(core.plan(&[pages(129); 4], true).is_none());
@@ -336,8 +337,8 @@ fn a_region_is_planned_for_a_head_that_needs_one() {
 
 // --- reclaiming ------------------------------------------------------------------------------------------------------
 
-/// A central pool with 1 MiB, all of which a thread may cache. Of the segments of `len` bytes this thread has cached one,
-/// and the others are out.
+/// A central pool with 1 MiB, all of which a thread may cache. Of the segments of `len` bytes this thread has cached
+/// one, and the others are out.
 fn all_out_but_one(len: usize, by_hand: bool) -> (Arc<CentralPool>, Vec<Fresh>) {
     let config = CentralConfig { thread_cache: 4 * MIB, by_hand, ..central(0).config.clone() };
     let central = with_extents(config, &[256]);

@@ -18,8 +18,8 @@ use crate::segment::Class;
 impl CentralPool {
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the lock,
-    /// and never before a waiter, which has a right to nothing that is cached. `None` in the child of a fork.
+    /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the
+    /// lock, and never before a waiter, which has a right to nothing that is cached. `None` in the child of a fork.
     pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
         let mut held = self.gate.enter(self.cache()?)?;
         // Some callers have not tried for a hit: a thread that has completed copies since.
@@ -62,8 +62,8 @@ impl CentralPool {
     fn make_room(&self, cache: &ThreadCache, class: Class) -> bool {
         let Some(mut held) = self.gate.enter(cache) else { return false };
         let half = held.room(class).div_ceil(2);
-        // A half that finds no room there stays in the list until this thread has the lock, so that a check or another thread
-        // that reclaims finds it at any time.
+        // A half that finds no room there stays in the list until this thread has the lock, so that a check or another
+        // thread that reclaims finds it at any time.
         if half > 0 && held.offload(class, half, &self.transfers[list_of(class)]) > 0 {
             return true;
         }
@@ -81,8 +81,8 @@ impl CentralPool {
         true
     }
 
-    /// Returns a segment into this thread cache, if the gate admits the owner, the list has room, and no request may have
-    /// a right to the segment. `false`: nothing was done.
+    /// Returns a segment into this thread cache, if the gate admits the owner, the list has room, and no request may
+    /// have a right to the segment. `false`: nothing was done.
     ///
     /// # Safety
     /// As for [`CentralPool::keep`].

@@ -1,48 +1,49 @@
-//! Waiting for memory: joining and leaving the queue, serving it, windows and closed classes, and ending waits that nothing can
-//! serve any more. [`super::queue`] decides which waiter is next.
+//! Waiting for memory: joining and leaving the queue, serving it, windows and closed classes, and ending waits that
+//! nothing can serve any more. [`super::queue`] decides which waiter is next.
 //!
 //! # The rule
 //!
 //! A request waits only for bytes of its own window, and nothing that a waiter has a right to passes it by.
 //!
-//! A waiter has a right to what is free in its window, and to what comes back there. A waiter for one segment of a class
-//! has a right to each segment of the class that comes back outside of other windows, too. Everything else serves
+//! A waiter has a right to what is free in its window, and to what comes back there. A waiter for one segment of a
+//! class has a right to each segment of the class that comes back outside of other windows, too. Everything else serves
 //! everybody, from thread caches as always. What is free outside of windows when the lock is let go serves no waiter:
 //! the guard of the lock sees to that (`lock`).
 //!
 //! # Looks
 //!
 //! Returns do not look at everything that a new request would find: segments that are cached, and pages beside a window
-//! that make a longer range of it. So as long as a request waits, the timer looks at the queue every 100 ms, and takes all
-//! of these.
+//! that make a longer range of it. So as long as a request waits, the timer looks at the queue every 100 ms, and takes
+//! all of these.
 //!
 //! # Closed classes
 //!
 //! A return into a thread cache looks at no segment, so it cannot know of windows. Therefore the classes to which a
 //! waiter may have a right are *closed*: those that are waited for, and those of which segments are given out inside a
 //! window. In each thread cache the limit up to which a hit may return a segment of a closed class is 0. Such a return
-//! takes the slow path. There it looks, inside of the gate and without the lock, whether the class is waited for, or the
-//! segment's address lies in a window. Then the segment goes to the lock. Else it goes into the thread cache after all.
-//! Checkouts are never closed, since nothing is cached that a waiter has a right to.
+//! takes the slow path. There it looks, inside of the gate and without the lock, whether the class is waited for, or
+//! the segment's address lies in a window. Then the segment goes to the lock. Else it goes into the thread cache after
+//! all. Checkouts are never closed, since nothing is cached that a waiter has a right to.
 //!
 //! A class is closed while the owners are shut out of their caches and everything that was cached is in its runs. It is
-//! opened by a store: each owner lifts its own limit when it next comes by. So a waiter costs other threads one miss for
-//! each class when it comes, and the returns of closed classes a few nanoseconds.
+//! opened by a store: each owner lifts its own limit when it next comes by. So a waiter costs other threads one miss
+//! for each class when it comes, and the returns of closed classes a few nanoseconds.
 //!
 //! # Windows that do not empty
 //!
-//! A window to which nothing came back during `1 << moves` looks is given up at the next one, for another if there is one:
-//! some thread may keep a buffer in it for ever. `moves` counts how often its waiter has done so, so that at last a window
-//! stays for longer than any buffer in it is kept. The next window may not overlap one that the waiter has given up, until
-//! all were tried.
+//! A window to which nothing came back during `1 << moves` looks is given up at the next one, for another if there is
+//! one: some thread may keep a buffer in it for ever. `moves` counts how often its waiter has done so, so that at last
+//! a window stays for longer than any buffer in it is kept. The next window may not overlap one that the waiter has
+//! given up, until all were tried.
 //!
 //! A request that no present region can hold waits for regions to be replaced: then whole regions are withheld for it,
 //! until all of them are free.
 //!
 //! # While memory is being pinned
 //!
-//! What is being pinned may serve all waiters. So they have no rights at first: no class is closed for them, and no window
-//! is chosen. They have them from the first look on that still finds one waiting, until none waits: pinning may take long.
+//! What is being pinned may serve all waiters. So they have no rights at first: no class is closed for them, and no
+//! window is chosen. They have them from the first look on that still finds one waiting, until none waits: pinning may
+//! take long.
 
 use std::ptr::NonNull;
 use std::task::Waker;
@@ -58,7 +59,8 @@ use crate::freelist::{Descriptor, listed};
 use crate::segment::Class;
 use crate::sync::{self, AtomicU64, Ordering};
 
-/// The most windows at the same time, and the most ranges that they have together. Later waiters have none until one ends.
+/// The most windows at the same time, and the most ranges that they have together. Later waiters have none until one
+/// ends.
 pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 8 };
 const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
 /// The time between two looks. Without a clock: so many requests on the slow path.
@@ -270,7 +272,8 @@ impl CentralPool {
         }
     }
 
-    /// Checks what closed classes, windows and the queue promise. `cached` tells whether segments of a class are cached.
+    /// Checks what closed classes, windows and the queue promise. `cached` tells whether segments of a class are
+    /// cached.
     pub(super) fn check_waiting(
         &self,
         core: &mut Core,
@@ -325,8 +328,8 @@ impl CentralPool {
         });
     }
 
-    /// The outcome of a wait, which ends the key. `None`: the waiter still waits, and is woken through `waker` from now on,
-    /// if that is given.
+    /// The outcome of a wait, which ends the key. `None`: the waiter still waits, and is woken through `waker` from now
+    /// on, if that is given.
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Option<Result<Vec<Fresh>>> {
         // In the child of a fork a thread that no longer exists may hold the lock, and no segment comes back any more.
         if crate::os::forked() {
@@ -370,8 +373,8 @@ impl CentralPool {
         drop(last);
     }
 
-    /// Ends a wait for `len` bytes whose time is over, after a last look that is not bound to the request's window: what
-    /// got free beside it may have made a longer range of it. `since` is when the request began.
+    /// Ends a wait for `len` bytes whose time is over, after a last look that is not bound to the request's window:
+    /// what got free beside it may have made a longer range of it. `since` is when the request began.
     ///
     /// # Errors
     /// As for [`wait`](Self::wait).
@@ -415,8 +418,8 @@ impl CentralPool {
         }
     }
 
-    /// The first request that has waited for `age` and that no earlier call has told of, if it `may` be told of; and whether
-    /// any request waits.
+    /// The first request that has waited for `age` and that no earlier call has told of, if it `may` be told of; and
+    /// whether any request waits.
     pub(crate) fn long_wait(
         &self,
         now: Instant,
@@ -614,8 +617,8 @@ impl Core {
         true
     }
 
-    /// Gives a segment that came back to the oldest waiter of its class, unless it lies in another's window. `false`: it
-    /// is still the caller's.
+    /// Gives a segment that came back to the oldest waiter of its class, unless it lies in another's window. `false`:
+    /// it is still the caller's.
     ///
     /// # Safety
     /// The descriptor is of this class, alive, free, in no list, and owned by the caller.
@@ -651,8 +654,8 @@ impl Core {
         }
     }
 
-    /// Serves the owner of a window from the window and from what is free outside of windows, together. `false`: that is
-    /// not enough.
+    /// Serves the owner of a window from the window and from what is free outside of windows, together. `false`: that
+    /// is not enough.
     fn grant_withheld(&mut self, id: WindowId) -> bool {
         let window = self.arena.release_window(id);
         let granted = self.grant(window.owner);
@@ -732,8 +735,8 @@ impl Core {
         })
     }
 
-    /// A range for these wants, or, where none is as long as all of them, ranges for parts of them: `most` at most. None
-    /// meets one of those to `avoid`. `None`: there are not as many ranges.
+    /// A range for these wants, or, where none is as long as all of them, ranges for parts of them: `most` at most.
+    /// None meets one of those to `avoid`. `None`: there are not as many ranges.
     fn ranges_for(&mut self, wants: &[Want], avoid: &[PageRange], most: usize) -> Option<Vec<PageRange>> {
         let (need, align) = window_pages(wants);
         let none_for = self.windows.none_for;
@@ -769,8 +772,8 @@ impl Core {
         self.arena.replaceable(missing, most)
     }
 
-    /// Bytes that could be pinned now for a request that has no windows: without those that are to be pinned in place of
-    /// regions that are withheld, together with the bytes of these regions.
+    /// Bytes that could be pinned now for a request that has no windows: without those that are to be pinned in place
+    /// of regions that are withheld, together with the bytes of these regions.
     pub(super) fn room_beside(&self) -> usize {
         let room = self.room();
         if room == 0 {

@@ -1,5 +1,5 @@
-//! Copies between two buffers of pools, in a stream's order: out of a landing buffer into the buffer that feeds the next
-//! copy, say.
+//! Copies between two buffers of pools, in a stream's order: out of a landing buffer into the buffer that feeds the
+//! next copy, say.
 
 use super::{Landing, OUTSIDE, written};
 use crate::buffer::{InFlight, Lend};

@@ -14,10 +14,10 @@ use crate::stream::hold::Resource;
 /// Runs a function of the program's on a stream of a host device, in the stream's order, with the bytes of device
 /// memory: it is to the host device what a kernel is to a GPU. The [module's page](crate::host) has an example.
 ///
-/// The function gets the bytes of `reads` and of `writes`, in the order of the lists. The call returns when the function
-/// is queued. It runs once, on a thread of the crate's, after everything that was submitted to the stream before; what
-/// is submitted later comes after it. The handle tells when it has run, and may be dropped. The device memory stays
-/// allocated until then.
+/// The function gets the bytes of `reads` and of `writes`, in the order of the lists. The call returns when the
+/// function is queued. It runs once, on a thread of the crate's, after everything that was submitted to the stream
+/// before; what is submitted later comes after it. The handle tells when it has run, and may be dropped. The device
+/// memory stays allocated until then.
 ///
 /// - **Bytes.** Both lists are copies: taken when the function's turn has come, and those of `writes` are written back
 ///   as a whole when it has returned. As with kernels, the order between streams is the program's to make
@@ -26,8 +26,8 @@ use crate::stream::hold::Resource;
 /// - **Panics** are caught, and reported by an event of the target `pinpool::foreign`. The device memory stays as it
 ///   was, the handle says that the function is over, and the stream goes on.
 /// - **A device that dies** drops functions that have not begun. One that runs goes on, and what it writes is lost.
-/// - **Waiting.** The function may block, call the pool, and wait for other streams. It must not wait for its own stream,
-///   which waits for it: that never ends.
+/// - **Waiting.** The function may block, call the pool, and wait for other streams. It must not wait for its own
+///   stream, which waits for it: that never ends.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a stream of another kind of device; [`Error::Mismatch`] for memory of another device; a

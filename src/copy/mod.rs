@@ -73,8 +73,8 @@ impl DeviceRange for Result<DeviceSlice> {
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub trait Places: Send {
-    /// Shows ranges of one length at even distances: from the first one's first byte to the last one's last, the length,
-    /// and the distance.
+    /// Shows ranges of one length at even distances: from the first one's first byte to the last one's last, the
+    /// length, and the distance.
     #[doc(hidden)]
     fn each(&self, _: Key, see: &mut impl FnMut(&DeviceSlice, usize, usize));
 }
@@ -229,9 +229,9 @@ impl Stream {
         result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
     }
 
-    /// The timeline's entry of a source, or of a buffer that is held, and its handle. The handle takes the buffer before
-    /// the driver is called: should the call panic, unwinding drops the handle, and then the submission, which leaves the
-    /// segment in flight.
+    /// The timeline's entry of a source, or of a buffer that is held, and its handle. The handle takes the buffer
+    /// before the driver is called: should the call panic, unwinding drops the handle, and then the submission, which
+    /// leaves the segment in flight.
     #[inline]
     fn begin_from<B: Lend>(
         &self,
@@ -334,17 +334,17 @@ impl Stream {
     /// Everything that was submitted to the stream before the call, as `hold` does, and what is submitted until the
     /// event is recorded: by the next copy or hold that records one, by the sixteenth hold that shares it, when the
     /// handle is asked, awaited or waited for, or up to a millisecond later by a thread of the crate's. So the buffer
-    /// comes back no earlier than from `hold`, and perhaps later. (On a stream that the program cannot reach, all submits
-    /// share events, and on a per-thread default stream each hold has its own: there it is `hold`.)
+    /// comes back no earlier than from `hold`, and perhaps later. (On a stream that the program cannot reach, all
+    /// submits share events, and on a per-thread default stream each hold has its own: there it is `hold`.)
     ///
     /// # Ordering
     /// None is added: no stream waits for the hold. [`wait_for_copy`](Self::wait_for_copy) and
     /// [`wait_for`](Self::wait_for) order other streams behind it, by an event that they record at once.
     ///
     /// # The end of the stream
-    /// A thread of the crate's may name the stream to the driver for as long as the event is due, and a moment longer. So
-    /// the program destroys a stream of its own when [`record_holds`](Self::record_holds) has succeeded and the work is
-    /// complete. That the hold is over is not enough.
+    /// A thread of the crate's may name the stream to the driver for as long as the event is due, and a moment longer.
+    /// So the program destroys a stream of its own when [`record_holds`](Self::record_holds) has succeeded and the work
+    /// is complete. That the hold is over is not enough.
     ///
     /// # Errors
     /// As for [`hold`](Self::hold).
@@ -368,8 +368,8 @@ impl Stream {
 
     /// Records the event of all holds that were made [patiently](Self::hold_patiently) so far, for a program that
     /// destroys its stream while their handles were dropped. After a success, and when nothing is submitted to the
-    /// stream any more, the crate names it to the driver no more; what was queued on it must still be complete before it
-    /// is destroyed. The call does not wait for the device. No other thread submits to the stream meanwhile.
+    /// stream any more, the crate names it to the driver no more; what was queued on it must still be complete before
+    /// it is destroyed. The call does not wait for the device. No other thread submits to the stream meanwhile.
     ///
     /// # Errors
     /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; what the driver says; the error with
@@ -419,8 +419,8 @@ impl Stream {
         unsafe { self.driver_copy_blocking(transfer) }
     }
 
-    /// What is submitted to this stream from now on starts only after `copy` is done, on whatever stream of the device it
-    /// was submitted. The caller does not wait for the copy.
+    /// What is submitted to this stream from now on starts only after `copy` is done, on whatever stream of the device
+    /// it was submitted. The caller does not wait for the copy.
     ///
     /// What became of a copy that failed is told by its own handle only.
     ///

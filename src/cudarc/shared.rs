@@ -67,15 +67,15 @@ impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
     /// other work. No stream of the context is being captured meanwhile.
     ///
     /// # Errors
-    /// With the slice: what the driver says, as for a context of which a stream is being captured; [`Error::Argument`] for
-    /// a slice without elements; as for [`device`](crate::cudarc::device); [`Error::Forked`].
+    /// With the slice: what the driver says, as for a context of which a stream is being captured; [`Error::Argument`]
+    /// for a slice without elements; as for [`device`](crate::cudarc::device); [`Error::Forked`].
     #[allow(clippy::result_large_err, reason = "the slice comes back")]
     pub fn new(slice: CudaSlice<T>) -> Result<Self, SubmitError<CudaSlice<T>>> {
         let ((device, address, len), slice) = SubmitError::unless(Self::looked_at(&slice), slice)?;
         let back = Arc::new(Back { slice: Mutex::default(), came: Condvar::new() });
         let owner = Owner { slice: Some(slice), back: back.clone() };
-        // SAFETY: the owner has the slice, which keeps the memory allocated, and through which alone other code could use
-        // it. All work that did is complete. Any bytes are a `T`.
+        // SAFETY: the owner has the slice, which keeps the memory allocated, and through which alone other code could
+        // use it. All work that did is complete. Any bytes are a `T`.
         match unsafe { device.raw_memory(address, len, owner) } {
             Ok(memory) => Ok(Self { memory, device, back }),
             Err(SubmitError { error, buffer }) => {
@@ -113,8 +113,8 @@ impl<T: Send + 'static> SharedSlice<T> {
     ///
     /// # Errors
     /// The device's loss, if what was in flight is not given up in a second after it; the slice is dropped then.
-    /// [`Error::Unsupported`] on a thread that must not wait (in a waker, a source or a sink), and [`Error::Forked`]: the
-    /// slice is freed when nothing uses it any more.
+    /// [`Error::Unsupported`] on a thread that must not wait (in a waker, a source or a sink), and [`Error::Forked`]:
+    /// the slice is freed when nothing uses it any more.
     pub fn into_inner(self) -> Result<CudaSlice<T>> {
         crate::os::check_fork()?;
         may_wait()?;

@@ -12,8 +12,8 @@ use super::StreamHandle;
 pub(crate) struct Confined {
     /// No other thread has or had this number. (The system's numbers are given again.)
     thread: ThreadId,
-    /// A stream of which an event, recorded on any thread, covers all work of the confined one: where an event could not
-    /// be recorded on its own thread, the reaper records the next one there.
+    /// A stream of which an event, recorded on any thread, covers all work of the confined one: where an event could
+    /// not be recorded on its own thread, the reaper records the next one there.
     pub(crate) covering: StreamHandle,
 }
 

@@ -19,8 +19,8 @@ use crate::telemetry::counters::{ErrorTally, Histogram};
 /// Events that are kept for reuse. More than these were in use at once only in a burst.
 const KEPT_EVENTS: usize = 1024;
 
-/// What moves a device that does nothing by itself: a test's function, which makes one piece of the device's outstanding
-/// work happen on the calling thread. `false`: none can.
+/// What moves a device that does nothing by itself: a test's function, which makes one piece of the device's
+/// outstanding work happen on the calling thread. `false`: none can.
 pub(crate) struct Hand(Box<dyn Fn() -> bool + Send + Sync>);
 
 impl Hand {
@@ -101,7 +101,8 @@ impl Context {
         self.hand.is_some()
     }
 
-    /// Makes one piece of the outstanding work of a device by hand happen. `false`: none can, or the device moves by itself.
+    /// Makes one piece of the outstanding work of a device by hand happen. `false`: none can, or the device moves by
+    /// itself.
     pub(crate) fn advance(&self) -> bool {
         self.hand.as_ref().is_some_and(|hand| (hand.0)())
     }
@@ -176,8 +177,8 @@ impl Context {
         self.poisoned().map_or(Ok(()), |e| Err(e.clone()))
     }
 
-    /// Counts the error of a driver call. After one of class [`ErrorClass::DeviceLost`] or [`ErrorClass::DriverShutdown`] the
-    /// device is lost for good.
+    /// Counts the error of a driver call. After one of class [`ErrorClass::DeviceLost`] or
+    /// [`ErrorClass::DriverShutdown`] the device is lost for good.
     pub(crate) fn noting<R>(&self, result: Result<R>) -> Result<R> {
         if let Err(error) = &result {
             self.errors.note(error);
@@ -210,8 +211,8 @@ impl Context {
         self.worker.send(move || destroy(&*driver, &holds, event));
     }
 
-    /// Takes an event of a timeline that has ended, which may be recorded and was never seen complete, or which a capture
-    /// had. It is not used again, and destroyed when nothing of the device is in use any more.
+    /// Takes an event of a timeline that has ended, which may be recorded and was never seen complete, or which a
+    /// capture had. It is not used again, and destroyed when nothing of the device is in use any more.
     pub(crate) fn set_aside(&self, event: EventHandle) {
         self.aside.lock().push(event);
     }

@@ -46,8 +46,8 @@ impl Ending {
         self.last.get().into_iter().for_each(Last::leaked);
     }
 
-    /// Makes the last calls: `let_go` says whether the device was let go of. With `here` it runs on this thread, else on
-    /// one of its own. Where no thread can be started the device is leaked. What keeps an adopted context alive is
+    /// Makes the last calls: `let_go` says whether the device was let go of. With `here` it runs on this thread, else
+    /// on one of its own. Where no thread can be started the device is leaked. What keeps an adopted context alive is
     /// dropped behind the calls.
     pub(super) fn end(&mut self, device: &str, here: bool, let_go: impl FnOnce() -> bool + Send + 'static) {
         let last = Arc::new(self.last.take());

@@ -9,8 +9,8 @@ use super::Driver;
 use super::host::HostNode;
 use crate::error::{Error, Result};
 
-/// What the names of devices begin with (`cuda` for `cuda:0`), in the order in which `auto` tries the families. The last
-/// one opens everywhere.
+/// What the names of devices begin with (`cuda` for `cuda:0`), in the order in which `auto` tries the families. The
+/// last one opens everywhere.
 const FAMILIES: [&str; 3] = ["cuda", "acl", "host"];
 
 /// Opens the device of a family with this number.

@@ -1,8 +1,8 @@
 //! The way into a vendor's library: every entry point is an [`Entry`], and calling one takes a pass.
 //!
 //! [`crate::exit`] says why, and when no pass is given any more. A call that is refused then returns a code of the
-//! class [`DriverShutdown`](crate::ErrorClass::DriverShutdown), as the library itself does when it has shut down, so callers need no
-//! case of their own.
+//! class [`DriverShutdown`](crate::ErrorClass::DriverShutdown), as the library itself does when it has shut down, so
+//! callers need no case of their own.
 //!
 //! Calls that belong together (a context is made current, a call is made in it, the caller's context is restored) take
 //! one pass around all of them.

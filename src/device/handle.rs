@@ -106,9 +106,9 @@ impl Device {
         Self::known(driver.name().to_owned(), driver)
     }
 
-    /// Opens a device that does nothing by itself, for this repository's tests: it has no threads, no timer runs for its
-    /// pools, and a call that waits calls `advance`, which makes one piece of the device's work happen, until it returns
-    /// `false`. A device that is open already stays as it is. No part of the API.
+    /// Opens a device that does nothing by itself, for this repository's tests: it has no threads, no timer runs for
+    /// its pools, and a call that waits calls `advance`, which makes one piece of the device's work happen, until it
+    /// returns `false`. A device that is open already stays as it is. No part of the API.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
@@ -322,8 +322,8 @@ impl Device {
     }
 }
 
-/// What keeps a context or a stream of the program alive. `None` where its drop does nothing, so that it keeps nothing and
-/// takes the place of no later one.
+/// What keeps a context or a stream of the program alive. `None` where its drop does nothing, so that it keeps nothing
+/// and takes the place of no later one.
 pub(crate) fn kept<K: Any + Send + Sync>(keep_alive: K) -> Option<KeepAlive> {
     std::mem::needs_drop::<K>().then(|| KeepAlive::new(Box::new(keep_alive)))
 }
@@ -356,8 +356,8 @@ mod tests {
         }
     }
 
-    /// A device that cannot be started lets go of its driver, which may make calls then, after the table of open devices is
-    /// unlocked.
+    /// A device that cannot be started lets go of its driver, which may make calls then, after the table of open
+    /// devices is unlocked.
     #[test]
     fn a_driver_that_is_not_started_ends_under_no_lock() {
         let node = HostNode::new(HostConfig::new()).unwrap();

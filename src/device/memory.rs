@@ -1,7 +1,8 @@
 //! Device memory. Its handles are counted, and each copy in flight has one, so memory whose buffer is dropped early is
 //! freed late.
 //!
-//! The crate allocated the memory of an [`Allocation`], or took it from the program with an owner. Copies use both alike.
+//! The crate allocated the memory of an [`Allocation`], or took it from the program with an owner. Copies use both
+//! alike.
 //!
 //! The end of an allocation is a job of the device's worker, whatever its origin: the last handle may be dropped on any
 //! thread, under locks of the caller's or in a callback of the driver's.
@@ -48,8 +49,8 @@ impl Drop for Allocation {
         if matches!(end, AllocationEnd::Nothing) {
             return;
         }
-        // The job keeps the context until it has ended. In the child of a fork `send` leaks the job, since none of what it
-        // owns exists there.
+        // The job keeps the context until it has ended. In the child of a fork `send` leaks the job, since none of what
+        // it owns exists there.
         let (context, ptr) = (self.context.clone(), self.ptr);
         self.context.worker().send(move || match end {
             AllocationEnd::Nothing => {}
@@ -74,12 +75,12 @@ fn free(context: &Context, ptr: DevicePtr) {
 /// Memory of a device: an allocation ([`Device::alloc`](crate::Device::alloc)), memory that the crate did not allocate
 /// ([`Device::raw_memory`](crate::Device::raw_memory)), or a [range](Self::slice) of either.
 ///
-/// It is a counted handle. The memory is freed after the last handle is dropped: this one and its clones, its slices, and
-/// those that copies in flight hold. Dropping a handle never blocks. The contents of an allocation are undefined until a
-/// copy has written them.
+/// It is a counted handle. The memory is freed after the last handle is dropped: this one and its clones, its slices,
+/// and those that copies in flight hold. Dropping a handle never blocks. The contents of an allocation are undefined
+/// until a copy has written them.
 ///
-/// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was dropped, with a request that
-/// was cancelled, may still read or write it. What uses the memory next must come after that copy: on the same
+/// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was dropped, with a request
+/// that was cancelled, may still read or write it. What uses the memory next must come after that copy: on the same
 /// stream, on one that [waits for it](crate::Stream::wait_for), or when [`stream.hold(())`](crate::Stream::hold) has
 /// been awaited. (`examples/async_server.rs` gives each slot of memory a stream of its own.)
 ///
@@ -106,9 +107,9 @@ pub struct DeviceSlice {
     len: usize,
 }
 
-/// Ranges of one length at even distances in device memory. (A cache with a plane for each layer has the pages of a block
-/// like that.) It is one handle, however many ranges there are: [`Copier::upload_pages`](crate::Copier::upload_pages) takes
-/// it for a list of them.
+/// Ranges of one length at even distances in device memory. (A cache with a plane for each layer has the pages of a
+/// block like that.) It is one handle, however many ranges there are:
+/// [`Copier::upload_pages`](crate::Copier::upload_pages) takes it for a list of them.
 ///
 /// ```
 /// # use pinpool::{Device, Error};
@@ -216,8 +217,8 @@ impl DeviceSlice {
     /// So many ranges of one length: `first`, in bytes, and each of the others `stride` bytes behind the one before.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the last one leaves the slice, [`Error::Argument`] where they overlap: a stride of less
-    /// than their length. [`Error::Argument`] for an empty range, and for none.
+    /// [`Error::Argument`] where the last one leaves the slice, [`Error::Argument`] where they overlap: a stride of
+    /// less than their length. [`Error::Argument`] for an empty range, and for none.
     pub fn strided(
         &self,
         first: impl RangeBounds<usize>,

@@ -1,8 +1,9 @@
 //! Devices. The trait [`Driver`] is the contract: what a device must do.
 //!
 //! Regions, timelines and the pool are written against [`Driver`] and nothing else, so the host device, CUDA and Ascend
-//! differ only behind this trait. Only the public modules `cuda`, `cudarc` and `acl` call what one vendor has. A driver does what it is told and reports what happened. It keeps no policy: the
-//! modules above decide when to record an event, when a buffer is free, and which thread waits.
+//! differ only behind this trait. Only the public modules `cuda`, `cudarc` and `acl` call what one vendor has. A driver
+//! does what it is told and reports what happened. It keeps no policy: the modules above decide when to record an
+//! event, when a buffer is free, and which thread waits.
 //!
 //! # The files, in the order in which to read them
 //!
@@ -29,15 +30,15 @@
 //! 3. *Events.* [`Driver::record`] covers all work that was submitted to the stream before. An event may be recorded
 //!    again once it was seen complete. An event that was never recorded reads as complete, so no caller asks about one.
 //! 4. *Errors never read as complete.* [`Driver::query`] says `Ok(true)` only if the work is complete.
-//! 5. *A failed submit decides nothing.* After an error from [`Driver::copy`] the copy may or may not run, and so may the
-//!    kernel after an error from [`Driver::spread`].
+//! 5. *A failed submit decides nothing.* After an error from [`Driver::copy`] the copy may or may not run, and so may
+//!    the kernel after an error from [`Driver::spread`].
 //! 6. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
 //!    with an error as well as without.
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
-//!    [`Driver::unpin`], [`Driver::register`], [`Driver::allocate`], [`Driver::free`], [`Driver::allocate_host`], [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`],
-//!    [`Driver::load_spread`], and the two calls that destroy a stream or an event) come from the device's
-//!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate, unless the lock is for
-//!    that call alone.
+//!    [`Driver::unpin`], [`Driver::register`], [`Driver::allocate`], [`Driver::free`], [`Driver::allocate_host`],
+//!    [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`], [`Driver::load_spread`], and
+//!    the two calls that destroy a stream or an event) come from the device's [`Worker`](worker::Worker) only. No call
+//!    is made under a lock of the crate, unless the lock is for that call alone.
 //! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
 //!    fails with that class. Rule 6 holds for a lost device, too: a CUDA context that is lost touches host memory no
 //!    more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.
@@ -45,7 +46,8 @@
 //!    to be a part of the graph. An event that was recorded there all the same is never complete: a query of it is an
 //!    error of class [`Capture`](crate::ErrorClass::Capture).
 //! 10. *Ending.* From the exit of the process on no call reaches the vendor's library: each fails with class
-//!     [`DriverShutdown`](crate::ErrorClass::DriverShutdown). The exit waits for calls that are under way (`gate`, [`crate::exit`]).
+//!     [`DriverShutdown`](crate::ErrorClass::DriverShutdown). The exit waits for calls that are under way (`gate`,
+//!     [`crate::exit`]).
 
 #![allow(unsafe_code)]
 
@@ -96,8 +98,8 @@ pub(crate) enum Transfer {
     Download { src: DevicePtr, dst: *mut u8, len: usize },
     /// Within the device.
     OnDevice { src: DevicePtr, dst: DevicePtr, len: usize },
-    /// From host memory to other host memory, in the stream's order. [`Driver::copy`] may wait until the stream has come
-    /// to it. [`Driver::copy_blocking`] does not take it.
+    /// From host memory to other host memory, in the stream's order. [`Driver::copy`] may wait until the stream has
+    /// come to it. [`Driver::copy_blocking`] does not take it.
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 

@@ -123,8 +123,8 @@ pub(super) fn load<A>(
     Err(format!("{}: {remedy}", tried.join("; ")))
 }
 
-/// The error for a name whose ordinal is not below `count`, the number of the family's devices; `none` says what to look
-/// at where there are none.
+/// The error for a name whose ordinal is not below `count`, the number of the family's devices; `none` says what to
+/// look at where there are none.
 pub(super) fn no_such(family: &str, name: &str, count: u32, none: &str) -> Error {
     let known = match count {
         0 => return Error::Unavailable { device: name.into(), why: none.into() },
@@ -175,10 +175,10 @@ impl AdoptedContext {
 
     /// The name of the device that works in an adopted context of `device`.
     ///
-    /// Metrics and logs know a device by its name, so each address has a number. The first address that is adopted in this
-    /// process has 1, and a later context at the same address has the same number. So a server that adopts its contexts in
-    /// the same order finds the same names after a restart, and a server that makes contexts anew does not fill its
-    /// metrics with names.
+    /// Metrics and logs know a device by its name, so each address has a number. The first address that is adopted in
+    /// this process has 1, and a later context at the same address has the same number. So a server that adopts its
+    /// contexts in the same order finds the same names after a restart, and a server that makes contexts anew does not
+    /// fill its metrics with names.
     pub(super) fn name_on(device: &str, context: usize) -> Arc<str> {
         static SEEN: Mutex<Vec<usize>> = Mutex::new(Vec::new());
         let mut seen = SEEN.lock();

@@ -40,8 +40,8 @@
 //!
 //! An owner without a permit takes the slow path once, and an owner whose list was emptied misses once more. So where a
 //! few thread caches are enough, only these lose their permits ([`Gate::revoke`]). The mode stays as it is, and the
-//! owners of the other caches go on. [`super::CacheTable`] finds out which owners are idle: it compares what each owner has
-//! counted with what that owner had counted at an earlier look.
+//! owners of the other caches go on. [`super::CacheTable`] finds out which owners are idle: it compares what each owner
+//! has counted with what that owner had counted at an earlier look.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -70,8 +70,8 @@ pub(crate) mod mode {
 ///
 /// # Invariant
 /// `came - went`, the number of segments in the list, is at most `room`. That many places of the stack, from the second
-/// on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is found without a
-/// subtraction.) The stack has `room + 1` places, or none without room. `limit` is the room, or 0 if the class is
+/// on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is found without
+/// a subtraction.) The stack has `room + 1` places, or none without room. `limit` is the room, or 0 if the class is
 /// closed.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
@@ -157,8 +157,8 @@ impl ClassList {
         unsafe { &*self.stack.load(Ordering::Relaxed).add(at as usize) }
     }
 
-    /// Puts a segment on top, if the list has fewer than `most`, which is at most the room. (It is loaded last, as a part
-    /// of the comparison.) The caller counts what the segment is returned or filled in as.
+    /// Puts a segment on top, if the list has fewer than `most`, which is at most the room. (It is loaded last, as a
+    /// part of the comparison.) The caller counts what the segment is returned or filled in as.
     #[inline(always)]
     fn push(&self, descriptor: NonNull<Descriptor>, most: &AtomicU64) -> bool {
         let came = self.came.load(Ordering::Relaxed);
@@ -255,8 +255,8 @@ impl ThreadCache {
         }
     }
 
-    /// The checkouts and returns that were counted for a class. Exact while no thread works on the list. Otherwise the counts are not less
-    /// than they were when the call began.
+    /// The checkouts and returns that were counted for a class. Exact while no thread works on the list. Otherwise the
+    /// counts are not less than they were when the call began.
     ///
     /// The four counters belong together and are read one after the other. What the owner does between two of these
     /// reads appears as if that many segments were out, or back. So where the owner made more than one call in between,
@@ -486,8 +486,8 @@ impl HeldCache<'_> {
         chain
     }
 
-    /// Moves up to `count` segments from the top of the list to a transfer cache. Returns how many: 0 if the transfer cache
-    /// is full or the list is empty.
+    /// Moves up to `count` segments from the top of the list to a transfer cache. Returns how many: 0 if the transfer
+    /// cache is full or the list is empty.
     pub(crate) fn offload(&mut self, class: Class, count: u32, transfer: &TransferCache) -> u32 {
         let class_list = self.list(class);
         let have = class_list.count() as usize;

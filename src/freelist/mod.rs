@@ -12,9 +12,9 @@
 //! | a transfer cache ([`transfer`]) | any thread that is inside the gate | the lock of one of its stacks, once for a batch |
 //! | its run, in the arena | the thread that holds the central pool's lock | ordinary code |
 //!
-//! Segments move between the first two places without the central pool's lock, a batch at a time. So a thread that only returns segments
-//! feeds a thread that only takes them. This module knows no device and decides no policy: the central pool decides how
-//! long a list may get and when lists are reclaimed.
+//! Segments move between the first two places without the central pool's lock, a batch at a time. So a thread that only
+//! returns segments feeds a thread that only takes them. This module knows no device and decides no policy: the central
+//! pool decides how long a list may get and when lists are reclaimed.
 //!
 //! # Invariants
 //!

@@ -1,7 +1,7 @@
 //! The thread caches of a pool: which threads lease them, and which of these threads are idle.
 //!
-//! The table lives under the central pool's lock. A thread cache is in it from when its thread needs it until that thread
-//! ends: so what the pool does for each cache goes with the threads that are alive.
+//! The table lives under the central pool's lock. A thread cache is in it from when its thread needs it until that
+//! thread ends: so what the pool does for each cache goes with the threads that are alive.
 
 use std::ops::Deref;
 use std::sync::Arc;

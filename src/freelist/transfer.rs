@@ -14,8 +14,8 @@
 //! Each class has a quota of bytes, which is worked out once, so no batch touches a sum that threads of other classes
 //! change.
 //!
-//! No lock is taken under this one. Owners of thread caches take it inside the [`super::Gate`] only. So a cold side that
-//! has shut all owners out finds each cached segment in exactly one list.
+//! No lock is taken under this one. Owners of thread caches take it inside the [`super::Gate`] only. So a cold side
+//! that has shut all owners out finds each cached segment in exactly one list.
 
 use std::ptr::NonNull;
 

@@ -1,8 +1,8 @@
 //! The memory limits of this process's control groups, of version 1 and 2, at every level up to the mount.
 //!
 //! Pages of a region are charged to the group of the thread that touches them, and pinned pages cannot be reclaimed. So
-//! pinning does not fail at a limit: the kernel ends a process of the group. The tightest limit may be at any level above
-//! the process's own; a container's mounts decide which levels it sees.
+//! pinning does not fail at a limit: the kernel ends a process of the group. The tightest limit may be at any level
+//! above the process's own; a container's mounts decide which levels it sees.
 //!
 //! The command's checks use this file too, and their tests try it: it reads files below a root, which a test replaces.
 
@@ -44,8 +44,8 @@ impl ControlGroup {
 }
 
 impl ControlGroups {
-    /// Reads the groups of this process from the files below `root`. `None`: no group counts memory, the files cannot be
-    /// read, or only groups of others are mounted.
+    /// Reads the groups of this process from the files below `root`. `None`: no group counts memory, the files cannot
+    /// be read, or only groups of others are mounted.
     pub fn read(root: &Path) -> Option<Self> {
         let own = text(root, "/proc/self/cgroup")?;
         let mounts = text(root, "/proc/self/mountinfo").unwrap_or_default();
@@ -75,8 +75,8 @@ impl ControlGroups {
         self.groups.iter().flat_map(of).flatten().min()
     }
 
-    /// The group with the least memory left until the kernel ends a process, and how many bytes that are. What the kernel
-    /// can drop counts as left.
+    /// The group with the least memory left until the kernel ends a process, and how many bytes that are. What the
+    /// kernel can drop counts as left.
     pub fn tightest(&self) -> Option<(u64, &ControlGroup)> {
         let left = |group: &ControlGroup| group.left(group.max).map(|left| left.saturating_add(group.cached));
         self.groups.iter().filter_map(|group| Some((left(group)?, group))).min_by_key(|(left, _)| *left)
@@ -92,8 +92,9 @@ pub fn available(root: &Path) -> [Option<u64>; 2] {
 }
 
 /// What a line of `/proc/self/mountinfo` mounts, if it is a file system `kind` that has `option` among its options: the
-/// folder inside of the file system, and the mount point. The line: `36 35 98:0 /folder /point rw shared:1 - kind source
-/// options`. A path with white space, which the kernel writes in digits, is no path of anything, so its groups are unknown.
+/// folder inside of the file system, and the mount point. The line: `36 35 98:0 /folder /point rw shared:1 - kind
+/// source options`. A path with white space, which the kernel writes in digits, is no path of anything, so its groups
+/// are unknown.
 fn mount<'a>(line: &'a str, kind: &str, option: &str) -> Option<(&'a str, &'a str)> {
     let (front, back) = line.split_once(" - ")?;
     let (mut front, mut back) = (front.split(' ').skip(3), back.split(' '));
@@ -102,8 +103,8 @@ fn mount<'a>(line: &'a str, kind: &str, option: &str) -> Option<(&'a str, &'a st
     if wanted { Some((front.next()?, front.next()?)) } else { None }
 }
 
-/// The path of a group from the group `top` on, which is mounted. `None`: it is not below that one. Of a process outside
-/// of what its namespace shows the kernel writes `/..`: there what is mounted counts as its group.
+/// The path of a group from the group `top` on, which is mounted. `None`: it is not below that one. Of a process
+/// outside of what its namespace shows the kernel writes `/..`: there what is mounted counts as its group.
 fn below<'a>(top: &str, path: &'a str) -> Option<&'a Path> {
     let is_outside = [top, path].iter().any(|path| path.split('/').any(|part| part == ".."));
     if is_outside { Some(Path::new("")) } else { Path::new(path).strip_prefix(top).ok() }
@@ -156,7 +157,8 @@ mod tests {
     use super::*;
 
     /// What is left in the tightest group of a machine whose process is in the group `own`, of version 2. Mounted are
-    /// these folders of the hierarchy; what a group below each of them has left is one byte more than below the one before.
+    /// these folders of the hierarchy; what a group below each of them has left is one byte more than below the one
+    /// before.
     fn left(own: &str, mounted: &[(&str, &str)]) -> Option<u64> {
         let root = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {

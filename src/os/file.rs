@@ -1,11 +1,11 @@
-//! The system calls on files: reading at an offset into uninitialised memory, asking what the page cache has, and reading
-//! past the page cache.
+//! The system calls on files: reading at an offset into uninitialised memory, asking what the page cache has, and
+//! reading past the page cache.
 //!
-//! *What the cache has.* `cachestat` (Linux 6.5) counts the cached pages of a range, and `mincore` marks them in a mapping
-//! that nobody touches. Neither has any other effect. A read that does not wait (`preadv2` with `RWF_NOWAIT`) is no
-//! question: before it answers that bytes are missing, the kernel starts to read them ahead. The kernel tells only who
-//! owns the file, who may write to it, or root. To others `mincore` calls every page cached, so it is asked only of
-//! files that this user owns, and by root.
+//! *What the cache has.* `cachestat` (Linux 6.5) counts the cached pages of a range, and `mincore` marks them in a
+//! mapping that nobody touches. Neither has any other effect. A read that does not wait (`preadv2` with `RWF_NOWAIT`)
+//! is no question: before it answers that bytes are missing, the kernel starts to read them ahead. The kernel tells
+//! only who owns the file, who may write to it, or root. To others `mincore` calls every page cached, so it is asked
+//! only of files that this user owns, and by root.
 //!
 //! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that exists already, so
 //! that it is the same file whatever its name means by now. If a file system refuses that, there is no second
@@ -88,8 +88,8 @@ mod linux {
         told.f_type as u64 == libc::OVERLAYFS_SUPER_MAGIC as u64
     }
 
-    /// Pages of a range that the page cache has. `None`: the kernel or a sandbox does not have the call, the file system
-    /// does not support it, or the process may not know.
+    /// Pages of a range that the page cache has. `None`: the kernel or a sandbox does not have the call, the file
+    /// system does not support it, or the process may not know.
     pub(super) fn cachestat(file: &File, at: u64, len: u64) -> Option<u64> {
         /// The call's number, on all architectures that number new calls alike.
         const CACHESTAT: libc::c_long = 451;
@@ -105,14 +105,15 @@ mod linux {
         (said == 0).then_some(counts[0])
     }
 
-    /// The number of pages from `first` to `last` that the page cache has, by `mincore`. `None`: the file cannot be mapped.
+    /// The number of pages from `first` to `last` that the page cache has, by `mincore`. `None`: the file cannot be
+    /// mapped.
     pub(super) fn mincore(file: &File, first: u64, last: u64) -> Option<u64> {
         let page = crate::os::page_size();
         let at = i64::try_from(first * page as u64).ok()?;
         let mut marks = vec![0_u8; (last - first + 1) as usize];
         let len = marks.len() * page;
-        // SAFETY: a mapping of its own, which nothing touches and which is unmapped below. There is a mark for each of its
-        // pages.
+        // SAFETY: a mapping of its own, which nothing touches and which is unmapped below. There is a mark for each of
+        // its pages.
         let said = unsafe {
             let (shared, read) = (libc::MAP_SHARED, libc::PROT_READ);
             let map = libc::mmap64(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), at);

@@ -21,9 +21,9 @@
 //!
 //! # How the child knows
 //!
-//! The child learns it from a handler of the system's (`pthread_atfork`). A fork that has begun already when another thread
-//! installs the handler does not call it, and may copy the locks that the thread takes next. So that thread first notes
-//! the process's number, and a child that is about to open a device compares it with its own.
+//! The child learns it from a handler of the system's (`pthread_atfork`). A fork that has begun already when another
+//! thread installs the handler does not call it, and may copy the locks that the thread takes next. So that thread
+//! first notes the process's number, and a child that is about to open a device compares it with its own.
 //!
 //! A child of a process that had opened nothing is a process like any other. `Command::spawn` is not affected either:
 //! its child runs no code of the crate's before it becomes another program.

@@ -9,9 +9,9 @@
 //! mask of its starter from its first instruction, so there is no moment at which a signal could reach it. Threads that
 //! a driver starts on one of these threads have the same mask.
 //!
-//! The threads run the crate's code until the process ends. So before its first thread starts, the crate makes `dlclose`
-//! leave the shared library that contains it where it is. Exit handlers of that library then run at the end of the
-//! process, like those of the program.
+//! The threads run the crate's code until the process ends. So before its first thread starts, the crate makes
+//! `dlclose` leave the shared library that contains it where it is. Exit handlers of that library then run at the end
+//! of the process, like those of the program.
 
 use std::io;
 use std::sync::Once;

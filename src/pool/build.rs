@@ -23,8 +23,8 @@ impl PoolBuilder {
     /// each return. A pool that meets a refusal after it was built aborts the process, with the reason on stderr.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for settings that make no sense; the error of the pinning, most often
-    /// [`Error::MemLock`](crate::Error::MemLock); a lost device's [`Error::Device`](crate::Error::Device);
+    /// [`Error::Argument`](crate::Error::Argument) for settings that make no sense; the error of the pinning, most
+    /// often [`Error::MemLock`](crate::Error::MemLock); a lost device's [`Error::Device`](crate::Error::Device);
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn build(mut self) -> Result<Pool> {
         self.devices[0].context().alive()?;

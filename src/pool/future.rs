@@ -21,12 +21,12 @@ use crate::foreign::Task;
 use crate::locks::Mutex;
 use crate::timer::Planned;
 
-/// The future of [`Pool::checkout_async`], and, as `Checkout<Vec<PinnedBuf>>`, of [`Pool::checkout_many_async`]. Dropped
-/// before it is ready, it leaves the queue, segments that it was granted meanwhile return to the pool, and it counts as
-/// [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
+/// The future of [`Pool::checkout_async`], and, as `Checkout<Vec<PinnedBuf>>`, of [`Pool::checkout_many_async`].
+/// Dropped before it is ready, it leaves the queue, segments that it was granted meanwhile return to the pool, and it
+/// counts as [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
 ///
-/// The crate wakes the task from the thread that returns the memory, or from the timer's, of which the process has one. So
-/// a waker that blocks holds up every deadline of the process: wakers of runtimes do not block.
+/// The crate wakes the task from the thread that returns the memory, or from the timer's, of which the process has one.
+/// So a waker that blocks holds up every deadline of the process: wakers of runtimes do not block.
 ///
 /// ```
 /// # use pinpool::{Checkout, Device, Pool, Unpinned};
@@ -107,8 +107,8 @@ impl<T> Checkout<T> {
     }
 
     /// Gives the request a deadline: `timeout` from now on. Then the future is ready with
-    /// [`Error::Timeout`](crate::Error::Timeout). The last deadline that is given counts. The crate's own timer wakes the
-    /// task, so this works on any runtime, and without one.
+    /// [`Error::Timeout`](crate::Error::Timeout). The last deadline that is given counts. The crate's own timer wakes
+    /// the task, so this works on any runtime, and without one.
     ///
     /// ```
     /// # use pinpool::{Device, Error, Pool, Unpinned};

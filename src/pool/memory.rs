@@ -107,8 +107,8 @@ impl Pool {
 
     /// Closes the pool, and waits until every buffer has come back, for at most `timeout`. Checkouts fail with
     /// [`Error::Closed`](crate::Error::Closed) as soon as the call begins. Buffers that are still out at the end keep
-    /// their memory; they are logged, and counted in the result. The call blocks the thread: a task makes it on another one
-    /// (tokio's `spawn_blocking`). In the child of a fork it returns at once.
+    /// their memory; they are logged, and counted in the result. The call blocks the thread: a task makes it on another
+    /// one (tokio's `spawn_blocking`). In the child of a fork it returns at once.
     ///
     /// Free memory stays pinned until [`trim(0)`](Self::trim), or until the last handle to the pool is dropped and the
     /// device's region thread has unpinned the memory, which [`Device::close`](crate::Device::close) waits for.

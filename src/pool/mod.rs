@@ -6,7 +6,8 @@
 //! upward. A checkout goes through these steps, and ends with the first that finds memory:
 //!
 //! 1. *Hit*: a segment of the thread cache, or of a transfer cache.
-//! 2. *Try*: what the central pool ([`crate::central`]) finds. It takes nothing of what other active threads have cached.
+//! 2. *Try*: what the central pool ([`crate::central`]) finds. It takes nothing of what other active threads have
+//!    cached.
 //! 3. *Claim* (stream-ready requests only): a segment that is in flight on that very stream.
 //! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again.
 //! 5. *Reclaim*: where the pool can grow no more, take back everything that threads have cached.
@@ -129,10 +130,10 @@ impl Pool {
     /// that what is free cannot serve has a range of memory withheld for it, its *window*, and is served when that is
     /// empty. It takes nothing else from other requests: these are served from the rest of the pool meanwhile.
     ///
-    /// A thread that keeps a buffer while it waits for another can wait for ever: other threads may do the same, or what
-    /// is free may be withheld for a large request that waits for just the buffer that is kept. A program that needs
-    /// several buffers at a time takes them together, with [`checkout_many`](Self::checkout_many), or waits with a
-    /// deadline and gives back what it has.
+    /// A thread that keeps a buffer while it waits for another can wait for ever: other threads may do the same, or
+    /// what is free may be withheld for a large request that waits for just the buffer that is kept. A program that
+    /// needs several buffers at a time takes them together, with [`checkout_many`](Self::checkout_many), or waits with
+    /// a deadline and gives back what it has.
     ///
     /// # Errors
     /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::Argument`].
@@ -159,9 +160,9 @@ impl Pool {
         self.checkout_with(request.into(), false, None)
     }
 
-    /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]). A refusal is not counted then, since
-    /// a pool that is short refuses no checkout of the program's. [`PoolBuilder::max_waiting`] bounds the program's requests,
-    /// so a wait of a copier joins the queue however many requests wait.
+    /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]). A refusal is not counted then,
+    /// since a pool that is short refuses no checkout of the program's. [`PoolBuilder::max_waiting`] bounds the
+    /// program's requests, so a wait of a copier joins the queue however many requests wait.
     #[track_caller]
     pub(crate) fn for_copier(&self, request: Request, waiter: Waiter<'_>) -> Result<PinnedBuf> {
         let site = Location::caller();
@@ -185,10 +186,10 @@ impl Pool {
         self.checkout_with(request.into(), true, Some(timeout))
     }
 
-    /// The hit and the slow path both end with a pointer, which fits a register, and the result is made of it once. Were
-    /// the result written by the slow path too, it would pass through memory: written in words and read back in wider
-    /// moves, for which the processor has to wait. For the same reason the slow path gets how long it waits in registers,
-    /// and not as a [`Waiter`], which would be written before each hit.
+    /// The hit and the slow path both end with a pointer, which fits a register, and the result is made of it once.
+    /// Were the result written by the slow path too, it would pass through memory: written in words and read back in
+    /// wider moves, for which the processor has to wait. For the same reason the slow path gets how long it waits in
+    /// registers, and not as a [`Waiter`], which would be written before each hit.
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
@@ -261,7 +262,8 @@ impl Pool {
     }
 
     /// Checks out several buffers together, or none: so two callers cannot each hold half of what they need and wait
-    /// for the other half. Waits for at most `timeout`; `None`: for ever. The buffers come in the order of the requests.
+    /// for the other half. Waits for at most `timeout`; `None`: for ever. The buffers come in the order of the
+    /// requests.
     ///
     /// ```
     /// # use pinpool::{Device, Pool, Unpinned};
@@ -489,12 +491,12 @@ impl Pool {
         granted.into_iter().map(PinnedBuf::from).collect()
     }
 
-    /// The error to report of a checkout that ended with this one, which is counted, with the pool's name where it tells
-    /// of a shortage. A timeout makes a report on stuck buffers.
+    /// The error to report of a checkout that ended with this one, which is counted, with the pool's name where it
+    /// tells of a shortage. A timeout makes a report on stuck buffers.
     fn failed(&self, error: Error) -> Error {
         let error = match error {
-            // When the process ends, what is in flight is quarantined, and a request may find that no wait can help: the
-            // reason is the end. Another device of the pool may have been lost before, for a reason of its own.
+            // When the process ends, what is in flight is quarantined, and a request may find that no wait can help:
+            // the reason is the end. Another device of the pool may have been lost before, for a reason of its own.
             Error::Impossible { .. } if crate::exit::exiting() => {
                 let mut lost = self.0.devices.iter().filter_map(Device::lost);
                 lost.find(|lost| lost.class() == ErrorClass::DriverShutdown).unwrap_or(error)
@@ -575,7 +577,8 @@ impl Pool {
 pub(crate) enum Waiter<'a> {
     /// Nobody: it is served now or refused.
     None,
-    /// The same for a caller that tries again later: while memory is being pinned, it leaves their caches to busy threads.
+    /// The same for a caller that tries again later: while memory is being pinned, it leaves their caches to busy
+    /// threads.
     Retry,
     /// The calling thread, for so long at most.
     Thread(Option<Duration>),

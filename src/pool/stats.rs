@@ -166,9 +166,9 @@ impl Pool {
     ///
     /// For tests, fuzzing and diagnosis: the call takes milliseconds, and meanwhile no thread can use its cache.
     ///
-    /// Returns the numbers of [`stats`](Self::stats), in which the bytes checked out, in flight, claimed and quarantined
-    /// are sums over the segments themselves. (A buffer whose copy is complete and whose handle was not waited for yet is
-    /// checked out.)
+    /// Returns the numbers of [`stats`](Self::stats), in which the bytes checked out, in flight, claimed and
+    /// quarantined are sums over the segments themselves. (A buffer whose copy is complete and whose handle was not
+    /// waited for yet is checked out.)
     ///
     /// # Errors
     /// The first violation, in words.

@@ -1,4 +1,5 @@
-//! How regions are made and given back: one loop for memory that the pool maps and for memory that the driver allocates.
+//! How regions are made and given back: one loop for memory that the pool maps and for memory that the driver
+//! allocates.
 //!
 //! The loop goes extent by extent, and each extent is a job of its own on the region thread, so that another job waits
 //! for one extent at most. A mapping is made in one piece, touched by several threads ([`touch`](super::touch)) and
@@ -188,8 +189,8 @@ impl Regions {
         Ok(go_on && making.came < making.len)
     }
 
-    /// Notes that bytes of a region were handed over. `ready` is what can be checked out, so it is raised after that. The
-    /// region may have been removed already.
+    /// Notes that bytes of a region were handed over. `ready` is what can be checked out, so it is raised after that.
+    /// The region may have been removed already.
     pub(super) fn served(
         self: &Arc<Self>,
         id: RegionId,

@@ -21,9 +21,10 @@
 //!
 //! # Memory that went unpinned
 //!
-//! The refusal that [`Unpinned::Allow`] goes on after may pass. So the region thread tries to pin such extents where they
-//! are again, after a pause that doubles, each until it is told that this never works. Buffers may be out meanwhile: pinning
-//! changes neither address nor contents. (Not on a device without threads, where each call is the program's.)
+//! The refusal that [`Unpinned::Allow`] goes on after may pass. So the region thread tries to pin such extents where
+//! they are again, after a pause that doubles, each until it is told that this never works. Buffers may be out
+//! meanwhile: pinning changes neither address nor contents. (Not on a device without threads, where each call is the
+//! program's.)
 //!
 //! # Pauses
 //!
@@ -47,9 +48,9 @@
 //!
 //! # Files, in the order to read them
 //!
-//! This file: the public types, and the list of a pool's regions. [`make`]: how regions are made and go back. [`touch`]:
-//! the threads that touch pages. [`adopted`]: memory that the program gives. `central::growth` asks for regions, `pool`
-//! lists and trims them; this module calls `device` and `os`.
+//! This file: the public types, and the list of a pool's regions. [`make`]: how regions are made and go back.
+//! [`touch`]: the threads that touch pages. [`adopted`]: memory that the program gives. `central::growth` asks for
+//! regions, `pool` lists and trims them; this module calls `device` and `os`.
 
 #![allow(unsafe_code)]
 
@@ -181,9 +182,9 @@ pub struct RegionInfo {
     pub len: usize,
     /// The part of these bytes that is page-locked.
     pub pinned: usize,
-    /// The NUMA node that the pool was [told](crate::PoolBuilder::numa_node) to use, or that its first device is on. The
-    /// region's pages come from that node as long as it has any. `None`: neither is known, or the pool did not map the
-    /// region itself.
+    /// The NUMA node that the pool was [told](crate::PoolBuilder::numa_node) to use, or that its first device is on.
+    /// The region's pages come from that node as long as it has any. `None`: neither is known, or the pool did not map
+    /// the region itself.
     pub node: Option<u32>,
 }
 
@@ -512,8 +513,8 @@ impl Regions {
         pinning.ready -= region.ready;
         let (context, regions) = (region.context.clone(), Arc::downgrade(self));
         drop(progress);
-        // The region stays in the list until then, so that the thread finds what it has pinned meanwhile. Where the pool
-        // is gone by then, its end has given the region back.
+        // The region stays in the list until then, so that the thread finds what it has pinned meanwhile. Where the
+        // pool is gone by then, its end has given the region back.
         context.worker().send(move || {
             let Some(regions) = regions.upgrade() else { return };
             let mut progress = regions.progress.lock();

@@ -99,7 +99,8 @@ impl Toucher {
         let work = Arc::new(TouchWork { base, len, huge, progress, touched: Condvar::new() });
         // Touching a single unit takes less time than starting a thread.
         let threads = if units > 1 { threads.min(units) } else { 0 };
-        // The threads begin when it is free: starting a thread maps its stack, and mapping waits for threads that touch.
+        // The threads begin when it is free: starting a thread maps its stack, and mapping waits for threads that
+        // touch.
         let starting = work.progress.lock();
         let start = |_| {
             let work = work.clone();

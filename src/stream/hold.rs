@@ -30,8 +30,8 @@ use crate::freelist::{Word, state};
 
 /// What a device may use. Its drop lets go of it.
 pub(crate) trait Retain: Send + Sync {
-    /// Visits each segment that it keeps, for reports and to quarantine it. Whether it keeps anything else, which belongs
-    /// to the device itself. Called under a timeline's lock.
+    /// Visits each segment that it keeps, for reports and to quarantine it. Whether it keeps anything else, which
+    /// belongs to the device itself. Called under a timeline's lock.
     fn for_each_segment(&self, _visit: &mut dyn FnMut(&Segment)) -> bool {
         true
     }
@@ -135,16 +135,16 @@ impl Flown {
         self.segment.descriptor().word() == self.word.with(state::CLAIMED)
     }
 
-    /// The device is done with it: leaves the segment to its handle or its claimer; or, if the handle was dropped, gives
-    /// it to the caller, which has to return it to the pool.
+    /// The device is done with it: leaves the segment to its handle or its claimer; or, if the handle was dropped,
+    /// gives it to the caller, which has to return it to the pool.
     ///
     /// A segment that is left to another thread keeps neither the descriptor nor the central pool alive any more.
     pub(super) fn complete(&self) -> Option<Segment> {
         if self.exchange(state::FLIGHT, state::COMPLETED) {
             return None;
         }
-        // Only a claimer and the completing thread change a word from DETACHED or CLAIMED, and where claims are possible
-        // both hold the timeline's lock.
+        // Only a claimer and the completing thread change a word from DETACHED or CLAIMED, and where claims are
+        // possible both hold the timeline's lock.
         if self.exchange(state::DETACHED, state::HOST) {
             return Some(self.segment.alias());
         }
@@ -153,8 +153,8 @@ impl Flown {
     }
 }
 
-/// Quarantines a segment that a device may use for good, and adds its bytes. Returns its state until then; `None`: it was
-/// quarantined before. (A waiter that its central pool wakes for it is woken when the caller's lock is released.)
+/// Quarantines a segment that a device may use for good, and adds its bytes. Returns its state until then; `None`: it
+/// was quarantined before. (A waiter that its central pool wakes for it is woken when the caller's lock is released.)
 pub(super) fn give_up(segment: &Segment, bytes: &mut Vec<usize>) -> Option<u16> {
     let descriptor = segment.descriptor();
     let mut word = descriptor.word();
@@ -187,8 +187,8 @@ impl Loan {
 
 impl Drop for Loan {
     fn drop(&mut self) {
-        // The change ends after the word says that the flight is complete. From then on the handle may return the segment,
-        // and with the last segment of a closed pool the central pool would be freed.
+        // The change ends after the word says that the flight is complete. From then on the handle may return the
+        // segment, and with the last segment of a closed pool the central pool would be freed.
         let _kept = self.0.segment.central().kept();
         let returned = self.0.segment.central().in_one(|central| {
             central.unlisted_in_flight(-(self.0.bytes as isize));

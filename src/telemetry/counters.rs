@@ -76,8 +76,8 @@ fn nanoseconds(duration: Duration) -> u64 {
 }
 
 impl Histogram {
-    /// Upper bounds of the buckets in seconds, as exporters take them: 1 us times powers of two. Each is included in its
-    /// bucket; durations longer than the last bound are in one more bucket.
+    /// Upper bounds of the buckets in seconds, as exporters take them: 1 us times powers of two. Each is included in
+    /// its bucket; durations longer than the last bound are in one more bucket.
     #[must_use]
     pub fn bounds_seconds() -> [f64; BOUNDED] {
         BOUNDS.map(|bound| bound.as_secs_f64())
@@ -143,8 +143,8 @@ impl Histogram {
 }
 
 /// Declares counts of errors by kind: a public type of plain numbers, and a tally of atomics that many threads count
-/// with. The atomics are the standard library's and not loom's, since no protocol reads them. They are relaxed, since no
-/// thread concludes from a count what another has done.
+/// with. The atomics are the standard library's and not loom's, since no protocol reads them. They are relaxed, since
+/// no thread concludes from a count what another has done.
 macro_rules! counts {
     (
         $(#[$docs:meta])*
@@ -258,8 +258,8 @@ pub struct ClassStats {
 }
 
 /// Segments checked out and returned on the slow path, by class, and those of threads whose caches are gone; kept under
-/// the central pool's lock. Segments without a class (large or aligned ones, which have a run of their own) take the slow
-/// path always. All counts wrap, since a cache may have counted a return whose checkout the slow path counts.
+/// the central pool's lock. Segments without a class (large or aligned ones, which have a run of their own) take the
+/// slow path always. All counts wrap, since a cache may have counted a return whose checkout the slow path counts.
 #[derive(Clone, Debug)]
 pub(crate) struct ClassTally {
     /// Checkouts and returns of each class, and last of segments without one.

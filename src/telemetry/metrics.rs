@@ -58,8 +58,8 @@ impl MetricKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Metric {
-    /// Its name in OpenTelemetry's style, with points. It ends with the unit: `bytes`, `seconds`, `bytes_per_second`, or
-    /// what is counted; a counter's has `total` after that.
+    /// Its name in OpenTelemetry's style, with points. It ends with the unit: `bytes`, `seconds`, `bytes_per_second`,
+    /// or what is counted; a counter's has `total` after that.
     pub name: &'static str,
     /// How it behaves.
     pub kind: MetricKind,
@@ -128,10 +128,10 @@ pub(super) enum Value {
 }
 
 impl Value {
-    /// What to send: what was counted after the reading before, or a gauge's level. Keeps what the next reading is to be
-    /// compared with, the higher of two counts. A later reading may be lower, since a call that refills a thread's list
-    /// may count its segments as checked out and returned for a moment, and since a stream that ends may be counted late;
-    /// and what was sent cannot be taken back.
+    /// What to send: what was counted after the reading before, or a gauge's level. Keeps what the next reading is to
+    /// be compared with, the higher of two counts. A later reading may be lower, since a call that refills a thread's
+    /// list may count its segments as checked out and returned for a moment, and since a stream that ends may be
+    /// counted late; and what was sent cannot be taken back.
     pub(super) fn since(&mut self, before: Option<Self>) -> Self {
         match (self, before) {
             (Self::Counter(now), Some(Self::Counter(before))) => {
@@ -376,8 +376,8 @@ fn stands_for(upper: Option<Duration>) -> f64 {
     0.75 * upper.unwrap_or(BOUNDS[BOUNDS.len() - 1] * 2).as_secs_f64()
 }
 
-/// The durations of a histogram, each as what stands for it. Where there are more than [`REPLAYED`], there are fewer, in
-/// the same proportions.
+/// The durations of a histogram, each as what stands for it. Where there are more than [`REPLAYED`], there are fewer,
+/// in the same proportions.
 fn thinned(durations: &Histogram) -> Vec<f64> {
     let all = durations.count();
     let buckets = || durations.buckets().filter(|bucket| bucket.count > 0);

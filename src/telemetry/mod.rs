@@ -55,25 +55,25 @@
 //!
 //! # Metrics
 //!
-//! [`METRICS`] lists them. A [`Sampler`] sends each value as an event of the target `pinpool::metrics`, level TRACE, so that a log has them only
-//! where it asks for them. The field with the value has the metric's name with `monotonic_counter.`, `gauge.` or
-//! `histogram.` before it, as `MetricsLayer` of the crate tracing-opentelemetry expects. (Gauges need that crate's
-//! feature `metrics_gauge_unstable`. The layer must see the level TRACE of this target: a filter
-//! `info,pinpool::metrics=trace` lets it, and a build with tracing's `release_max_level_info` or the like has no such
-//! events.) The other fields are the labels. With the feature `metrics` the facade's recorder gets
-//! the same values under the same names. In Prometheus's text the points become underscores: `pinpool_checkouts_total`.
+//! [`METRICS`] lists them. A [`Sampler`] sends each value as an event of the target `pinpool::metrics`, level TRACE, so
+//! that a log has them only where it asks for them. The field with the value has the metric's name with
+//! `monotonic_counter.`, `gauge.` or `histogram.` before it, as `MetricsLayer` of the crate tracing-opentelemetry
+//! expects. (Gauges need that crate's feature `metrics_gauge_unstable`. The layer must see the level TRACE of this
+//! target: a filter `info,pinpool::metrics=trace` lets it, and a build with tracing's `release_max_level_info` or the
+//! like has no such events.) The other fields are the labels. With the feature `metrics` the facade's recorder gets the
+//! same values under the same names. In Prometheus's text the points become underscores: `pinpool_checkouts_total`.
 //!
 //! - A counter is sent as its increase since the poll before.
 //! - A histogram is sent as durations, one value for each, which stands for its [bucket](Histogram). The recorder gets
 //!   all of them; as events at most 64 are sent a poll, in the same proportions. A recorder whose buckets have the
 //!   bounds of [`Histogram::bounds_seconds`] counts exactly; sums are good to a quarter or so.
 //!
-//! Labels are bounded: at most 16 streams of a device have gauges of their own at a time, and at most 256 in the life of
-//! a sampler; all others are added up under the label `other`. The facade has no call that removes a metric, and a recorder
-//! keeps the last value of a gauge. So the last poll of a pool, a device or a stream that has ended sends zeros, and later
-//! polls nothing. An exporter needs no timeout for idle metrics (`PrometheusBuilder::idle_timeout`): that holds for the
-//! whole process, and would take away the server's own counters and what it sets but once. A server that builds pools
-//! again and again gives them the same [name](crate::PoolBuilder::name).
+//! Labels are bounded: at most 16 streams of a device have gauges of their own at a time, and at most 256 in the life
+//! of a sampler; all others are added up under the label `other`. The facade has no call that removes a metric, and a
+//! recorder keeps the last value of a gauge. So the last poll of a pool, a device or a stream that has ended sends
+//! zeros, and later polls nothing. An exporter needs no timeout for idle metrics (`PrometheusBuilder::idle_timeout`):
+//! that holds for the whole process, and would take away the server's own counters and what it sets but once. A server
+//! that builds pools again and again gives them the same [name](crate::PoolBuilder::name).
 
 // The folder is on two layers. `counters` (what is counted where it happens), `ledger` (when segments were checked out)
 // and `stuck` (the report) lie low, and every module above them may use them. `snapshot` (all counts at one moment),
@@ -97,24 +97,25 @@ pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
 use crate::pool::Pool;
 
 impl Pool {
-    /// Lists the buffers that are known to have been out for at least `threshold`, oldest first: size, age and state, the
-    /// stream and the event that each waits for, and the place in the program that checked it out. These are
+    /// Lists the buffers that are known to have been out for at least `threshold`, oldest first: size, age and state,
+    /// the stream and the event that each waits for, and the place in the program that checked it out. These are
     ///
     /// - recorded checkouts: all of a pool that
     ///   [tracks its checkouts](crate::PoolBuilder::track_checkouts); elsewhere those of
-    ///   [long-lived](crate::Request::long_lived) buffers, and one in eight of those that no cache served. Their ages are
-    ///   exact;
-    /// - what streams hold in flight, by the time since the pool found it there, some milliseconds after it was submitted;
+    ///   [long-lived](crate::Request::long_lived) buffers, and one in eight of those that no cache served. Their ages
+    ///   are exact;
+    /// - what streams hold in flight, by the time since the pool found it there, some milliseconds after it was
+    ///   submitted;
     /// - quarantined buffers.
     ///
     /// **Other buffers that the program has are counted in the statistics only** ([`PoolStats`](crate::PoolStats),
-    /// [`Snapshot`]), since a checkout that a cache serves reads no clock and leaves no record. To find out which of them
-    /// does not come back, build the pool with [`track_checkouts`](crate::PoolBuilder::track_checkouts).
+    /// [`Snapshot`]), since a checkout that a cache serves reads no clock and leaves no record. To find out which of
+    /// them does not come back, build the pool with [`track_checkouts`](crate::PoolBuilder::track_checkouts).
     ///
     /// # What it costs
     ///
-    /// A call looks at each recorded checkout under the pool's lock, and at all that is in flight under the lock of each
-    /// stream. Checkouts and returns of thread caches go on.
+    /// A call looks at each recorded checkout under the pool's lock, and at all that is in flight under the lock of
+    /// each stream. Checkouts and returns of thread caches go on.
     ///
     /// The same list is logged when a wait for memory times out, at most once a minute, if a subscriber listens: see
     /// the events of [`telemetry`](crate::telemetry).

@@ -27,8 +27,8 @@ use crate::pool::{Pool, WeakPool};
 const BUFFERS_LOGGED: usize = 8;
 /// Streams of a device that have gauges of their own at a time.
 const STREAMS_SHOWN: usize = 16;
-/// Streams of a device that ever get gauges of their own. A recorder may keep a gauge for good, so a server that makes a
-/// stream for each request must not add gauges without end.
+/// Streams of a device that ever get gauges of their own. A recorder may keep a gauge for good, so a server that makes
+/// a stream for each request must not add gauges without end.
 const STREAMS_NAMED: usize = 256;
 /// The label of the gauges of all other streams together.
 const OTHER_STREAMS: &str = "other";
@@ -135,8 +135,8 @@ impl Sampler {
         self
     }
 
-    /// Whether metrics are sent as events, of the target `pinpool::metrics` and the level TRACE: a log that does not ask
-    /// for that does not have them. Default: yes.
+    /// Whether metrics are sent as events, of the target `pinpool::metrics` and the level TRACE: a log that does not
+    /// ask for that does not have them. Default: yes.
     pub fn events(mut self, events: bool) -> Self {
         self.to.events = events;
         self
@@ -156,9 +156,9 @@ impl Sampler {
         self.stuck_buffers_after(threshold).stuck_streams_after(threshold)
     }
 
-    /// The time after which a buffer that is known to be out counts as stuck, and is logged, once. `Duration::MAX`: never.
-    /// Default: a minute. [`Pool::stuck`] says which buffers are known, and what a look for them costs. Buffers that are
-    /// [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined ones.
+    /// The time after which a buffer that is known to be out counts as stuck, and is logged, once. `Duration::MAX`:
+    /// never. Default: a minute. [`Pool::stuck`] says which buffers are known, and what a look for them costs. Buffers
+    /// that are [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined ones.
     ///
     /// One poll logs at most eight buffers of a pool, the oldest first; the next polls log the others.
     pub fn stuck_buffers_after(mut self, threshold: Duration) -> Self {
@@ -271,8 +271,8 @@ impl Receivers {
 }
 
 impl Sent {
-    /// Sends a sample: counters and histograms as what was counted since the poll before. A gauge that was read then and
-    /// is read no more is sent as zero, once, since a recorder keeps the last value of each.
+    /// Sends a sample: counters and histograms as what was counted since the poll before. A gauge that was read then
+    /// and is read no more is sent as zero, once, since a recorder keeps the last value of each.
     fn send(&mut self, sample: Sample, to: Receivers) {
         let mut before: Vec<Option<Reading>> =
             std::mem::take(&mut self.values).into_iter().map(Some).collect();

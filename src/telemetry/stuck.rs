@@ -104,13 +104,15 @@ pub struct StuckBuffer {
     pub requested: Option<usize>,
     /// How long it has been out, exactly or at least.
     pub age: Duration,
-    /// Whether `age` counts from the checkout. If not, the checkout was not recorded, and `age` counts from when the pool
-    /// found that the buffer was in flight, some milliseconds after it was submitted, or from when it was quarantined.
+    /// Whether `age` counts from the checkout. If not, the checkout was not recorded, and `age` counts from when the
+    /// pool found that the buffer was in flight, some milliseconds after it was submitted, or from when it was
+    /// quarantined.
     pub exact: bool,
     /// Its state.
     pub state: BufferState,
     /// What it waits for, on each stream where it is in flight: none for a buffer that the program has, several for a
-    /// shared buffer that several streams have. Of these, streams that have it for less than the threshold may be missing.
+    /// shared buffer that several streams have. Of these, streams that have it for less than the threshold may be
+    /// missing.
     pub awaited: Vec<Awaited>,
     /// Whether its request said that it is going to be held for long
     /// ([`Request::long_lived`](crate::Request::long_lived)): then no sampler counts or logs it.
@@ -138,7 +140,8 @@ impl StuckBuffer {
     }
 }
 
-/// A descriptor, and since when its segment is out: by these a checkout is told from the next one of the same descriptor.
+/// A descriptor, and since when its segment is out: by these a checkout is told from the next one of the same
+/// descriptor.
 pub(super) type Known = (usize, Instant);
 
 /// The buffers that are known to have been out for at least `threshold`, oldest first.

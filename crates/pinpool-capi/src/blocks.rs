@@ -4,7 +4,8 @@
 //! its pool with the last. So freeing a block never waits, and a block that a device still reads is not reused.
 //!
 //! The map is in parts, of which each thread enters new blocks into its own. Threads that allocate and free at the same
-//! time therefore take different locks. An address is looked for in the calling thread's part first, then in the others.
+//! time therefore take different locks. An address is looked for in the calling thread's part first, then in the
+//! others.
 //!
 //! Each part also knows the streams that its threads hold blocks for: finding out what a stream is takes several driver
 //! calls.

@@ -1,9 +1,9 @@
 //! The C interface of pinpool: a pool that programs in C, C++ and Python use as an allocator.
 //!
-//! The header is `pinpool.h` beside the manifest; `cbindgen` makes it of the sources, and a test compares the two. It has
-//! the documentation of every function. `cargo cinstall -p pinpool-capi` (of cargo-c) installs both, with a file for
-//! pkg-config; `cargo build` makes the library alone. A shared library of a program's own, which may have more functions
-//! than these, says `pub use pinpool_capi::*;`. Rust programs use the crate `pinpool`.
+//! The header is `pinpool.h` beside the manifest; `cbindgen` makes it of the sources, and a test compares the two. It
+//! has the documentation of every function. `cargo cinstall -p pinpool-capi` (of cargo-c) installs both, with a file
+//! for pkg-config; `cargo build` makes the library alone. A shared library of a program's own, which may have more
+//! functions than these, says `pub use pinpool_capi::*;`. Rust programs use the crate `pinpool`.
 //!
 //! ```c
 //! pinpool_options options = {.size = sizeof options, .device = "cuda:0", .capacity = 1ull << 30};
@@ -17,13 +17,14 @@
 //! pinpool_close(pool, 1000);
 //! ```
 //!
-//! There is no handle of a block: a block is known by the addresses inside it, so that an allocator of a framework, which
-//! is asked about addresses alone, needs no table of its own. Every function that can fail returns a number, and
-//! [`pinpool_last_error`] has the text. A panic becomes [`PINPOOL_INTERNAL`] and unwinds into no caller. All functions may
-//! be called on all threads at once, but for [`pinpool_close`].
+//! There is no handle of a block: a block is known by the addresses inside it, so that an allocator of a framework,
+//! which is asked about addresses alone, needs no table of its own. Every function that can fail returns a number, and
+//! [`pinpool_last_error`] has the text. A panic becomes [`PINPOOL_INTERNAL`] and unwinds into no caller. All functions
+//! may be called on all threads at once, but for [`pinpool_close`].
 
-// How it works: `blocks` finds blocks by their addresses. A hold gives a reference to the block's buffer to the stream's
-// timeline, or to the graph that the stream is being captured into. `status` makes the calls: numbers, texts, panics.
+// How it works: `blocks` finds blocks by their addresses. A hold gives a reference to the block's buffer to the
+// stream's timeline, or to the graph that the stream is being captured into. `status` makes the calls: numbers, texts,
+// panics.
 
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types, reason = "the names are those of C")]
@@ -63,8 +64,8 @@ pub struct pinpool_options {
     pub device: *const c_char,
     /// The cap on the pool's bytes. 0: 256 MiB.
     pub capacity: u64,
-    /// The bytes to start with, of which the first are pinned when `pinpool_open` returns, and the rest soon after. 0: an
-    /// eighth of the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
+    /// The bytes to start with, of which the first are pinned when `pinpool_open` returns, and the rest soon after. 0:
+    /// an eighth of the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
     pub initial: u64,
     /// Not 0: where the system refuses to pin, the pool serves memory that is not pinned. 0: that is an error.
     pub allow_unpinned: u32,
@@ -76,8 +77,8 @@ pub struct pinpool_options {
     /// The bytes that a thread may keep for its next allocations, which take no lock then. 0: a 32nd of the capacity,
     /// between 256 KiB and 64 MiB.
     pub thread_cache: u64,
-    /// Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the device
-    /// does best.
+    /// Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the
+    /// device does best.
     pub backing: u64,
 }
 
@@ -184,8 +185,8 @@ pub unsafe extern "C" fn pinpool_open(
 }
 
 /// Closes a pool when every block is freed and no hold is under way: waits for that, for at most so many milliseconds.
-/// The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT` the pool still exists, blocks can be freed,
-/// and the call can be made again. After `PINPOOL_OK` it does not exist. Null is closed.
+/// The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT` the pool still exists, blocks can be
+/// freed, and the call can be made again. After `PINPOOL_OK` it does not exist. Null is closed.
 ///
 /// A program that ends need not close its pools.
 ///
@@ -210,8 +211,9 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_pool, timeout_ms: u64)
 }
 
 /// Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of two of at most 2 MiB;
-/// 0: 64). Its content is undefined. Where the pool has none, the call waits for at most `timeout_ms` milliseconds until it
-/// has grown or a block has come back: 0 does not wait for either, `UINT64_MAX` waits without a limit. 0 bytes are one.
+/// 0: 64). Its content is undefined. Where the pool has none, the call waits for at most `timeout_ms` milliseconds
+/// until it has grown or a block has come back: 0 does not wait for either, `UINT64_MAX` waits without a limit. 0 bytes
+/// are one.
 ///
 /// `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an alignment that no block
 /// of this pool can have. Then `*block` is null.
@@ -275,8 +277,8 @@ pub unsafe extern "C" fn pinpool_free(pool: *mut pinpool_pool, block: *mut c_voi
 /// when the stream is known to be done with it.
 ///
 /// # Safety
-/// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned `PINPOOL_OK` and what was
-/// queued on it is complete. It neither enters nor leaves a capture during the call.
+/// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned `PINPOOL_OK` and what
+/// was queued on it is complete. It neither enters nor leaves a capture during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_hold(
     pool: *mut pinpool_pool,

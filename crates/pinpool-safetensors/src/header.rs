@@ -1,8 +1,8 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! The header is JSON, which serde_json reads in place ([`super::json`]). Its text stays in the file's [`Table`], beside 32
-//! bytes for each tensor ([`Entry`]), whose text is longer than that: so a header that is refused takes at most two and a
-//! half times its own bytes of memory, these included.
+//! The header is JSON, which serde_json reads in place ([`super::json`]). Its text stays in the file's [`Table`],
+//! beside 32 bytes for each tensor ([`Entry`]), whose text is longer than that: so a header that is refused takes at
+//! most two and a half times its own bytes of memory, these included.
 //!
 //! 1. [`Notes`] checks whatever concerns one tensor.
 //! 2. [`Table::side_by_side`] checks that there are no gaps, no overlaps, and nothing past the end.

@@ -1,10 +1,11 @@
 //! Which files make up a checkpoint: one, those of an index, or those of a folder.
 //!
 //! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so only files right beside
-//! the index are opened. [`Index::read`] collects their names. [`Index::choose`] reads the text again when they are open.
+//! the index are opened. [`Index::read`] collects their names. [`Index::choose`] reads the text again when they are
+//! open.
 //!
-//! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index must have all
-//! files of each numbered set (`model-00002-of-00003`).
+//! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index must have
+//! all files of each numbered set (`model-00002-of-00003`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -114,8 +115,8 @@ impl Index {
     }
 }
 
-/// The error for a file of an index that could not be opened, with the number of those that are missing if it is. `path`
-/// is the index's, or that of its folder.
+/// The error for a file of an index that could not be opened, with the number of those that are missing if it is.
+/// `path` is the index's, or that of its folder.
 pub(super) fn incomplete(path: &Path, files: &[PathBuf], mut error: Error) -> Error {
     if let Error::Read { kind: ErrorKind::NotFound, text, .. } = &mut error {
         let is_missing = |error: std::io::Error| error.kind() == ErrorKind::NotFound;

@@ -1,8 +1,8 @@
 //! JSON as serde_json reads it, with a copy of nothing.
 //!
 //! A header or an index may be a hundred megabytes of anything, and one that is refused must take little more memory
-//! than its own bytes. serde_json keeps a copy of a string that has escapes, and writes a value of the wrong kind into its
-//! error. So keys and values are taken as they stand in the text, which only checks them; short ones are then read
+//! than its own bytes. serde_json keeps a copy of a string that has escapes, and writes a value of the wrong kind into
+//! its error. So keys and values are taken as they stand in the text, which only checks them; short ones are then read
 //! further ([`text`], [`numbers`]).
 
 use std::borrow::Cow;
@@ -15,8 +15,8 @@ use serde_json::value::RawValue;
 /// The longest string that is read, in bytes as the file has it: the name of a tensor, for example.
 pub(super) const LONGEST: usize = 65_535;
 
-/// How many arrays and objects begin in a text, at most. serde_json notes a byte for each level of a value that it passes
-/// over, so a text that is mostly brackets is an error.
+/// How many arrays and objects begin in a text, at most. serde_json notes a byte for each level of a value that it
+/// passes over, so a text that is mostly brackets is an error.
 pub(super) fn brackets(text: &str) -> Result<usize, &'static str> {
     // Counted in pieces whose counts fit a byte, which is several times as fast.
     let count = |piece: &[u8]| piece.iter().map(|byte| u8::from(matches!(byte, b'[' | b'{'))).sum::<u8>();
@@ -29,9 +29,10 @@ pub(super) fn is_object(text: &str) -> bool {
     text.starts_with('{')
 }
 
-/// Reads a text that is one object, and the objects that are its values, each byte once. `each` takes every entry when it
-/// was read, as it stands in the text: for one of an inner object that object's key, its own key and its value. Keys have
-/// no quotes. `told` makes an error of what is no JSON, with the key of the object's value in which that was found.
+/// Reads a text that is one object, and the objects that are its values, each byte once. `each` takes every entry when
+/// it was read, as it stands in the text: for one of an inner object that object's key, its own key and its value. Keys
+/// have no quotes. `told` makes an error of what is no JSON, with the key of the object's value in which that was
+/// found.
 pub(super) fn entries<'a, E>(
     text: &'a str,
     told: impl FnOnce(serde_json::Error, Option<&'a str>) -> E,
@@ -150,8 +151,8 @@ pub(super) fn named(raw: &str) -> Cow<'_, str> {
     text(raw).unwrap_or(raw.into())
 }
 
-/// Calls `each` with the whole numbers of a list that was checked and starts a text. `false`: it is something else, or has
-/// something else in it.
+/// Calls `each` with the whole numbers of a list that was checked and starts a text. `false`: it is something else, or
+/// has something else in it.
 pub(super) fn numbers(text: &str, mut each: impl FnMut(u64)) -> bool {
     let mut number = None::<u64>;
     for byte in text.strip_prefix('[').unwrap_or_default().bytes() {

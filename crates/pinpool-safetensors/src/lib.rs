@@ -27,13 +27,13 @@
 //!
 //! A safetensors file has a header, which gives name, type, shape and place of each tensor, and then the bytes of the
 //! tensors without gaps. This loader gives the tensors of a file one block of device memory, side by side and in the
-//! file's order. They are then one range on both sides, which the [copier](pinpool::copier) copies in large chunks: copied
-//! one by one, small tensors are slow. All files (shards) are queued with the copier at once.
+//! file's order. They are then one range on both sides, which the [copier](pinpool::copier) copies in large chunks:
+//! copied one by one, small tensors are slow. All files (shards) are queued with the copier at once.
 //!
-//! Tensors come out in that order, each as soon as its bytes are on the device: for tasks ([`Load::next_tensor`]), threads
-//! ([`Load::blocking`]), and many of both that wait for tensors by name ([`Load::take`]). A server with an allocation for
-//! each tensor gives the loader their places ([`Loader::places`]). Opening a checkpoint reads the headers and nothing else,
-//! and only tensors that are asked for are read.
+//! Tensors come out in that order, each as soon as its bytes are on the device: for tasks ([`Load::next_tensor`]),
+//! threads ([`Load::blocking`]), and many of both that wait for tensors by name ([`Load::take`]). A server with an
+//! allocation for each tensor gives the loader their places ([`Loader::places`]). Opening a checkpoint reads the
+//! headers and nothing else, and only tensors that are asked for are read.
 //!
 //! # What is refused
 //!
@@ -46,16 +46,16 @@
 //! - a header longer than 100 MB, or than its file; a text of which more than an eighth are opening brackets;
 //! - an index that names a tensor which its file does not have, a tensor twice, a file outside of its folder, or more
 //!   than 10,000 files;
-//! - a folder with several indexes, a folder whose index cannot be read, and a folder without an index that lacks a file
-//!   of a numbered set (`model-00002-of-00003.safetensors`).
+//! - a folder with several indexes, a folder whose index cannot be read, and a folder without an index that lacks a
+//!   file of a numbered set (`model-00002-of-00003.safetensors`).
 //!
 //! Reading a header or an index that is then refused takes at most two and a half times its bytes of memory, its own
 //! bytes included, beside the names of an index's files; one that is accepted, at most five times, until it is read.
 //!
 //! All files of a checkpoint stay open, so that they are loaded as they were, whatever their names mean by then. A file
 //! that was written to after it was opened (its length or its time of modification has changed) is refused by the next
-//! load, since its header may be wrong. If it is written to during a load, the load ends with an error in the place of the
-//! file's last tensor.
+//! load, since its header may be wrong. If it is written to during a load, the load ends with an error in the place of
+//! the file's last tensor.
 //!
 //! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control sequences of a
 //! terminal. Show them escaped (`{:?}`), as the errors do.
@@ -185,9 +185,9 @@ impl Checkpoint {
     /// it (`*.safetensors.index.json`, with a variant too: `model.safetensors.index.fp16.json`), or else all of its
     /// `.safetensors` files.
     ///
-    /// All files stay open as long as a handle to the checkpoint lives, and a load that reads past the page cache opens each
-    /// a second time for as long as the load lives: a checkpoint of many hundred files may need more than the usual 1,024
-    /// (`ulimit -n`).
+    /// All files stay open as long as a handle to the checkpoint lives, and a load that reads past the page cache opens
+    /// each a second time for as long as the load lives: a checkpoint of many hundred files may need more than the
+    /// usual 1,024 (`ulimit -n`).
     ///
     /// # Errors
     /// [`Error::Read`] with the system's reason; [`Error::Malformed`] for a [refused](self) file, index or folder;
@@ -204,8 +204,8 @@ impl Checkpoint {
     /// Opens several files that belong together and have no index: all tensors of all of them.
     ///
     /// # Errors
-    /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Argument`] for
-    /// no files.
+    /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Argument`]
+    /// for no files.
     pub fn open_files<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
         if paths.is_empty() {
             return Err(Error::Argument("no file was named; name at least one".into()));
@@ -295,8 +295,8 @@ fn stand_in(start: &[u8]) -> Option<String> {
     })
 }
 
-/// The start of a text from outside for a message, which shows it escaped: at most `most` characters, and `...` if there
-/// are more.
+/// The start of a text from outside for a message, which shows it escaped: at most `most` characters, and `...` if
+/// there are more.
 fn shown(text: &str, most: usize) -> String {
     match text.char_indices().nth(most) {
         Some((end, _)) => format!("{}...", &text[..end]),

@@ -1,7 +1,7 @@
 //! Setting up a load: which tensors, where on the device they go, and the transfers that bring them there.
 //!
-//! [`Loader`] starts one transfer of the copier for each file, or for each prefix that comes [`first`](Loader::first) in it
-//! ([`Part`]), all before the first tensor comes out. A [`Load`] then hands them out.
+//! [`Loader`] starts one transfer of the copier for each file, or for each prefix that comes [`first`](Loader::first)
+//! in it ([`Part`]), all before the first tensor comes out. A [`Load`] then hands them out.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
@@ -21,8 +21,8 @@ const TENSOR_ALIGN: usize = 16;
 const LARGEST_ALIGN: usize = 2 << 20;
 
 /// A tensor on the device, with what its file's header says of it. Work submitted to any stream from now on finds the
-/// bytes there. The tensors of one file share a block of device memory, which lives until the last handle to any of them,
-/// and to the load, is dropped.
+/// bytes there. The tensors of one file share a block of device memory, which lives until the last handle to any of
+/// them, and to the load, is dropped.
 #[derive(Clone, Debug)]
 pub struct DeviceTensor {
     pub(super) tensor: Tensor,
@@ -139,9 +139,9 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Where the device memory comes from. `get` is called once for each file that tensors are loaded from (and for each
-    /// [`first`](Self::first) of it), with the number of bytes, and gives at least as many, starting on a multiple of
-    /// the alignment. Default: [`Device::alloc`](pinpool::Device::alloc).
+    /// Where the device memory comes from. `get` is called once for each file that tensors are loaded from (and for
+    /// each [`first`](Self::first) of it), with the number of bytes, and gives at least as many, starting on a multiple
+    /// of the alignment. Default: [`Device::alloc`](pinpool::Device::alloc).
     pub fn memory(mut self, get: impl FnMut(usize) -> Result<DeviceSlice> + 'a) -> Self {
         self.memory = Memory::Blocks(Box::new(get));
         self
@@ -163,8 +163,8 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Starts the load. The tensors come out of the returned [`Load`], in the order of the files (but for those that come
-    /// [`first`](Self::first)); dropping it cancels the rest.
+    /// Starts the load. The tensors come out of the returned [`Load`], in the order of the files (but for those that
+    /// come [`first`](Self::first)); dropping it cancels the rest.
     ///
     /// # Errors
     /// [`Error::Argument`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
@@ -253,8 +253,8 @@ impl<'a> Loader<'a> {
     fn block_of(&mut self, number: u32, chosen: &[u32]) -> Result<Vec<CopyRange>> {
         let table = &self.checkpoint.0.headers[number as usize].0;
         // There may be tens of thousands of tensors, and the link idles meanwhile: all of a file, if no alignment parts
-        // them, are one range without a look at each. (All bits: an index has left some out, which an alignment to 1 does
-        // not show.)
+        // them, are one range without a look at each. (All bits: an index has left some out, which an alignment to 1
+        // does not show.)
         let is_joined = table.lengths != u64::MAX && table.lengths & (self.align as u64 - 1) == 0;
         let is_whole = is_joined && chosen.len() == table.entries.len();
         let ends = table.entries.first().zip(table.entries.last()).filter(|_| is_whole);
@@ -265,8 +265,8 @@ impl<'a> Loader<'a> {
         // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are joined.
         let (mut runs, mut end, mut behind) = (Vec::<(u64, Range<usize>)>::new(), 0_usize, 0);
         for (from, to) in whole.into_iter().chain(some).filter(|(from, to)| from < to) {
-            // The alignment is a power of two; a division would be most of a plan's time. (Saturated, it is more than any
-            // memory.)
+            // The alignment is a power of two; a division would be most of a plan's time. (Saturated, it is more than
+            // any memory.)
             let start = end.saturating_add(self.align - 1) & !(self.align - 1);
             if from != behind || start != end {
                 runs.last_mut().into_iter().for_each(|(_, run)| run.end = end);

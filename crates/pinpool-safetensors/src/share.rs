@@ -1,9 +1,9 @@
 //! A load under way, for any number of threads and tasks.
 //!
-//! The tensors of a load have places, from 0 on, in the order in which they come out. What is known of their arrival is one
-//! number: how many have come out. Whoever needs one that has not waits for the transfer of the first part that has some
-//! left, and then raises the number to what that transfer has brought ([`Shared::advance`]). A tensor is made when it is
-//! taken, of its [`Part`], which never changes.
+//! The tensors of a load have places, from 0 on, in the order in which they come out. What is known of their arrival is
+//! one number: how many have come out. Whoever needs one that has not waits for the transfer of the first part that has
+//! some left, and then raises the number to what that transfer has brought ([`Shared::advance`]). A tensor is made when
+//! it is taken, of its [`Part`], which never changes.
 //!
 //! # Invariants
 //!
@@ -26,12 +26,13 @@ use super::Files;
 use super::header::Tensor;
 use super::load::{DeviceTensor, not_there};
 
-/// A load under way, for tasks on any runtime and for threads. A clone is another handle to the same load: many threads and
-/// tasks share it, and each waits for the tensors that it needs by name ([`take`](Self::take)) while others are copied.
+/// A load under way, for tasks on any runtime and for threads. A clone is another handle to the same load: many threads
+/// and tasks share it, and each waits for the tensors that it needs by name ([`take`](Self::take)) while others are
+/// copied.
 ///
-/// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the place of the
-/// first tensor that cannot be loaded, and ends the load: each handle gives it, once, and then `None`. When the last
-/// tensor comes out, the copier has given back all memory that it used for the load.
+/// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the place of
+/// the first tensor that cannot be loaded, and ends the load: each handle gives it, once, and then `None`. When the
+/// last tensor comes out, the copier has given back all memory that it used for the load.
 ///
 /// [`Loader`](super::Loader) has an example.
 ///
@@ -40,9 +41,9 @@ use super::load::{DeviceTensor, not_there};
 /// ([`Error::Read`] with file and offset, [`Error::Transfer`] with the error of the pool or the device);
 /// [`Error::Cancelled`]; [`Error::Timeout`] after the copier's deadline
 /// ([`Copier::with_timeout`](pinpool::Copier::with_timeout)), when the tensors that have arrived by then have come out;
-/// [`Error::Malformed`] in the place of the last tensor of a file that was written to meanwhile, whose other tensors may
-/// then be wrong; [`Error::Unsupported`] for a wait on a thread that must not (in a waker, a source or a sink), which
-/// ends nothing; [`Error::Forked`].
+/// [`Error::Malformed`] in the place of the last tensor of a file that was written to meanwhile, whose other tensors
+/// may then be wrong; [`Error::Unsupported`] for a wait on a thread that must not (in a waker, a source or a sink),
+/// which ends nothing; [`Error::Forked`].
 #[must_use = "dropping it cancels the load"]
 pub struct Load {
     shared: Arc<Shared>,
@@ -206,8 +207,8 @@ impl Shared {
         }
     }
 
-    /// Brings out tensors: all that `wait` finds on the device when it has waited for the wanted one, or for the next, or
-    /// for the end of its transfer. `false`: it has not waited.
+    /// Brings out tensors: all that `wait` finds on the device when it has waited for the wanted one, or for the next,
+    /// or for the end of its transfer. `false`: it has not waited.
     fn advance(&self, wanted: Option<usize>, wait: impl FnOnce(&Transfer<FileSource>, u64) -> bool) -> bool {
         let out = self.out();
         let Some(part) = self.parts.get(self.parts.partition_point(|part| part.end() <= out)) else {
@@ -309,8 +310,8 @@ impl Load {
         self.tell(poll_fn(|cx| self.shared.poll(cx, None)).await)
     }
 
-    /// An iterator over the tensors that nobody has taken, which waits for each, and blocks its thread meanwhile. Dropped,
-    /// it leaves the load as it is.
+    /// An iterator over the tensors that nobody has taken, which waits for each, and blocks its thread meanwhile.
+    /// Dropped, it leaves the load as it is.
     pub fn blocking(&self) -> impl Iterator<Item = Result<DeviceTensor>> {
         std::iter::from_fn(|| self.tell(self.shared.wait(None)))
     }
@@ -318,8 +319,8 @@ impl Load {
     /// Takes a tensor, and waits until it is on the device. `None`: the load has none of this name, or it was taken.
     ///
     /// # Errors
-    /// Of a tensor that is not on the device when the load ends: what the load has ended with (see [`Load`]), for each of
-    /// them.
+    /// Of a tensor that is not on the device when the load ends: what the load has ended with (see [`Load`]), for each
+    /// of them.
     pub fn take(&self, name: &str) -> Result<Option<DeviceTensor>> {
         self.shared.place(name).and_then(|place| self.shared.wait(Some(place))).transpose()
     }
@@ -346,8 +347,8 @@ impl Load {
     }
 
     /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files lay one
-    /// behind the other. It is over when all tensors have come out, or with an error. Waits for no thread that waits for a
-    /// tensor.
+    /// behind the other. It is over when all tensors have come out, or with an error. Waits for no thread that waits
+    /// for a tensor.
     #[must_use]
     pub fn progress(&self) -> Progress {
         self.shared.failed.get().map_or_else(|| self.shared.progress(), |(progress, _)| *progress)

@@ -14,8 +14,8 @@ pub struct Fault {
     pub call: String,
     /// Fails when this comes to zero.
     pub left: u64,
-    /// 0, on CUDA: the call succeeds. With `after` what it queues is held, with all that follows on its stream; without,
-    /// it does nothing.
+    /// 0, on CUDA: the call succeeds. With `after` what it queues is held, with all that follows on its stream;
+    /// without, it does nothing.
     pub code: u32,
     /// The call does its work and fails afterwards.
     pub after: bool,
@@ -43,8 +43,9 @@ pub struct Common {
     pub struck: u64,
     /// Nothing runs while it is set.
     pub hung: bool,
-    /// Queries run nothing: work runs step by step (`cuda/hand.rs`), and as far as a call that synchronises needs. Copies
-    /// of memory that is not page-locked are as late as others, and what is registered need only be mapped in some way.
+    /// Queries run nothing: work runs step by step (`cuda/hand.rs`), and as far as a call that synchronises needs.
+    /// Copies of memory that is not page-locked are as late as others, and what is registered need only be mapped in
+    /// some way.
     pub by_hand: bool,
     /// Whether new streams get the handles of destroyed ones.
     pub reuse: bool,
@@ -56,8 +57,8 @@ pub struct Common {
 }
 
 impl Common {
-    /// Handles, and addresses from `base` on, are apart from each other, from those of other worlds, and from what any call
-    /// could take for another argument.
+    /// Handles, and addresses from `base` on, are apart from each other, from those of other worlds, and from what any
+    /// call could take for another argument.
     pub fn new(number: usize, base: u64) -> Self {
         Self {
             number,
@@ -340,8 +341,8 @@ macro_rules! worlds {
             pub static DEFAULT: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
         }
 
-        /// The number of the world of a handle, or of device memory: for null and what has no world, that of the calling
-        /// thread.
+        /// The number of the world of a handle, or of device memory: for null and what has no world, that of the
+        /// calling thread.
         pub fn of(what: usize) -> usize {
             match $crate::common::number_of(what, $base) {
                 0 => here(),

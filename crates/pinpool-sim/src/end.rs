@@ -97,8 +97,8 @@ static AT_LOAD: extern "C" fn() = at_load;
 #[unsafe(link_section = ".fini_array")]
 static AT_THE_END: extern "C" fn() = at_the_end;
 
-/// Writes the report into the file that the environment names: what a program did that has no test in it. No error could
-/// be reported to it; a missing file shows that.
+/// Writes the report into the file that the environment names: what a program did that has no test in it. No error
+/// could be reported to it; a missing file shows that.
 extern "C" fn at_the_end() {
     let Some(path) = std::env::var_os(REPORT).filter(|path| !path.is_empty()) else {
         return;
@@ -112,8 +112,8 @@ extern "C" fn at_the_end() {
     }
 }
 
-/// Answers a command to the world of the loaded library. Writes the answer to `to`, at most `len` bytes, and returns how
-/// long all of it is.
+/// Answers a command to the world of the loaded library. Writes the answer to `to`, at most `len` bytes, and returns
+/// how long all of it is.
 ///
 /// # Safety
 /// `text` is a string that ends with a zero byte, and `to` has room for `len` bytes.

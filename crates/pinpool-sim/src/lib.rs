@@ -14,16 +14,16 @@
 //!
 //! # Worlds
 //!
-//! A *world* is a machine with a few devices: what it has, what is queued there, what was broken, and which calls are to
-//! fail. Each is behind a lock of its own. A test makes a world for itself ([`cuda::Gpus`], [`acl::Npus`]), hands the
-//! entry points to pinpool in its own process, and opens devices by the numbers that the world has given them. Handles
-//! and device addresses carry the number of their world, so a call finds its world by them, and a call without any by
-//! the calling thread's current context. Tests that run at the same time do not see each other.
+//! A *world* is a machine with a few devices: what it has, what is queued there, what was broken, and which calls are
+//! to fail. Each is behind a lock of its own. A test makes a world for itself ([`cuda::Gpus`], [`acl::Npus`]), hands
+//! the entry points to pinpool in its own process, and opens devices by the numbers that the world has given them.
+//! Handles and device addresses carry the number of their world, so a call finds its world by them, and a call without
+//! any by the calling thread's current context. Tests that run at the same time do not see each other.
 //!
-//! World 0 is that of a library which is loaded by its path. The variable `PINPOOL_SIM` has the commands that set it up,
-//! with semicolons between them (`devices 6 268435456;fail aclInit 1 500000 false`), and the program that loaded it sends
-//! it more of them by `sim_cuda` and `sim_acl`. `library Late2022` takes calls away that such a library lacks.
-//! In a process that has worlds of its own, calls of threads that are in none of them come there too; `strays` says which
+//! World 0 is that of a library which is loaded by its path. The variable `PINPOOL_SIM` has the commands that set it
+//! up, with semicolons between them (`devices 6 268435456;fail aclInit 1 500000 false`), and the program that loaded it
+//! sends it more of them by `sim_cuda` and `sim_acl`. `library Late2022` takes calls away that such a library lacks. In
+//! a process that has worlds of its own, calls of threads that are in none of them come there too; `strays` says which
 //! rules these broke.
 //!
 //! # The end of the process

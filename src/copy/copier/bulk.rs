@@ -16,8 +16,8 @@ use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 
 impl Copier {
-    /// Copies a source to the device: all of it to the front of a [`DeviceRange`](crate::DeviceRange), or ranges of it, each
-    /// to its place. Goes on by itself: see [`Transfer`].
+    /// Copies a source to the device: all of it to the front of a [`DeviceRange`](crate::DeviceRange), or ranges of it,
+    /// each to its place. Goes on by itself: see [`Transfer`].
     ///
     /// A file of a thousand tensors is one transfer, read in the file's order; [`Transfer::wait_landed`] tells when the
     /// first of them can be used. Ranges that follow each other on both sides are copied as one. The page of
@@ -45,8 +45,8 @@ impl Copier {
         Ok(self.run_named(Direction::Up, survey, name, plan))
     }
 
-    /// Copies device memory to a sink: a [`DeviceRange`](crate::DeviceRange) to its start, or ranges, each to its offset.
-    /// Goes on by itself: see [`Transfer`].
+    /// Copies device memory to a sink: a [`DeviceRange`](crate::DeviceRange) to its start, or ranges, each to its
+    /// offset. Goes on by itself: see [`Transfer`].
     ///
     /// ```
     /// # use pinpool::{Copier, Device, Pool, Unpinned};

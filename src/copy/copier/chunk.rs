@@ -10,8 +10,8 @@
 //! So a kernel that moves bytes between a copy of the segment on the device and the stretches' places can do it by 16
 //! bytes at a time. Behind the bytes the segment has room for the table of rows that the kernel reads.
 //!
-//! The bytes of a chunk in place stay where the program has them: in *runs*, which a copy through the ring brings to the
-//! same offsets of a slot.
+//! The bytes of a chunk in place stay where the program has them: in *runs*, which a copy through the ring brings to
+//! the same offsets of a slot.
 //!
 //! The layout is made once, when the chunk is cut off the call, and the chunk keeps it.
 //!
@@ -152,9 +152,9 @@ impl Chunk {
         unsafe { segment.set_len(len) };
     }
 
-    /// Copies between where the bytes are on the host and a slot, or where they belong on the device. `segment`: the first
-    /// of the bytes there, and how many there are; else they are in the runs. The copies stay within these, and within
-    /// the slot or the stretches.
+    /// Copies between where the bytes are on the host and a slot, or where they belong on the device. `segment`: the
+    /// first of the bytes there, and how many there are; else they are in the runs. The copies stay within these, and
+    /// within the slot or the stretches.
     pub(super) fn transfers(
         &self,
         direction: Direction,
@@ -214,7 +214,8 @@ impl Part {
     }
 }
 
-/// Contiguous host memory. `offset`: where its bytes are among the chunk's. `block`: which of the call's blocks it is in.
+/// Contiguous host memory. `offset`: where its bytes are among the chunk's. `block`: which of the call's blocks it is
+/// in.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
     pub(super) host: *mut u8,

@@ -47,8 +47,8 @@ impl CopierBuilder {
     }
 
     /// Threads that fill and drain segments. They start with the first transfer. Default: as many as there are
-    /// processors, at most 8. Beside them there is one more, which calls no source, sink or file that may block, and so is
-    /// free for other transfers while those wait.
+    /// processors, at most 8. Beside them there is one more, which calls no source, sink or file that may block, and so
+    /// is free for other transfers while those wait.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self

@@ -1,11 +1,11 @@
 //! What the workers of a copier share, and how they submit copies.
 //!
-//! Bulk copies leave room for others: at most [`depth`](Settings) of them are in flight in each direction, and one while
-//! a foreground copy is in flight. A rate bounds the bytes a second of both directions together.
+//! Bulk copies leave room for others: at most [`depth`](Settings) of them are in flight in each direction, and one
+//! while a foreground copy is in flight. A rate bounds the bytes a second of both directions together.
 //!
-//! Two locks say what is to be done: the scheduler's, and under it a job's. All others (of the copies in flight, the rate,
-//! the ring, the spreaders, the segments and the counts) are held for a look or a change, and none under another. What
-//! asks the driver is no lock but a [`Role`].
+//! Two locks say what is to be done: the scheduler's, and under it a job's. All others (of the copies in flight, the
+//! rate, the ring, the spreaders, the segments and the counts) are held for a look or a change, and none under another.
+//! What asks the driver is no lock but a [`Role`].
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,8 +47,8 @@ struct Lane {
     urgent: Stream,
     turn: AtomicUsize,
     flying: Mutex<Flying>,
-    /// Asking which copies are complete: any thread does that needs room, or looks after its own chunks, since the thread
-    /// that submitted a copy may be busy filling its next segment. Only who has the role takes copies out.
+    /// Asking which copies are complete: any thread does that needs room, or looks after its own chunks, since the
+    /// thread that submitted a copy may be busy filling its next segment. Only who has the role takes copies out.
     asks: Role,
 }
 
@@ -263,9 +263,9 @@ impl Engine {
 
     // --- submitting --------------------------------------------------------------------------------------------------
 
-    /// Submits copies of a chunk. `buf`: its segment, or one of its own for its table; `written`: its length when they are
-    /// complete. `lent`: what keeps the bytes of a chunk in place. What the driver says comes with what is in flight: after
-    /// an error, too, these return by themselves when the device is known to be done with them.
+    /// Submits copies of a chunk. `buf`: its segment, or one of its own for its table; `written`: its length when they
+    /// are complete. `lent`: what keeps the bytes of a chunk in place. What the driver says comes with what is in
+    /// flight: after an error, too, these return by themselves when the device is known to be done with them.
     ///
     /// # Errors
     /// Nothing was submitted.

@@ -1,8 +1,8 @@
 //! Files as sources and sinks.
 //!
 //! [`Reading`] says which bytes are read past the page cache: straight into a segment, which starts on a page for that,
-//! so that a load of a model does not push everything else out of memory. For each chunk the system is asked once what it
-//! has cached; of a chunk that it has in part, stretch by stretch. Ordinary reads bring what that way does not.
+//! so that a load of a model does not push everything else out of memory. For each chunk the system is asked once what
+//! it has cached; of a chunk that it has in part, stretch by stretch. Ordinary reads bring what that way does not.
 //!
 //! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
 //! becomes shorter is an error with the place where it ends now.
@@ -31,9 +31,9 @@ const STRETCH: usize = 256 << 10;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
-    /// Bytes in the page cache are read from there; the rest is read past the cache, once, and leaves the cache as it is.
-    /// Linux tells what is cached to processes that own the file or may write to it; where it does not tell, this is
-    /// [`Buffered`](Self::Buffered).
+    /// Bytes in the page cache are read from there; the rest is read past the cache, once, and leaves the cache as it
+    /// is. Linux tells what is cached to processes that own the file or may write to it; where it does not tell, this
+    /// is [`Buffered`](Self::Buffered).
     #[default]
     Auto,
     /// By ordinary reads, through the page cache, which has the bytes afterwards.
@@ -52,7 +52,8 @@ pub enum Reading {
 /// [`Error::Read`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut
 /// off and written up to its length again, the device gets old bytes here and new ones there, and the transfer ends
 /// well. Where another process may write to it, compare checksums, or [`Metadata::modified`] before and after, which
-/// tells writes apart as far as the file system's clock does. (The crate `pinpool-safetensors` does so for checkpoints.)
+/// tells writes apart as far as the file system's clock does. (The crate `pinpool-safetensors` does so for
+/// checkpoints.)
 ///
 /// ```
 /// # use pinpool::{Device, Pool, Unpinned, Copier};
@@ -141,8 +142,8 @@ impl FileSource {
     }
 
     /// A part of it, by the file's offsets: what is uploaded when the whole source is. A
-    /// [`CopyRange`](super::CopyRange) must lie within it, and names the file's offsets too. Called again it names another
-    /// part, anywhere in the file.
+    /// [`CopyRange`](super::CopyRange) must lie within it, and names the file's offsets too. Called again it names
+    /// another part, anywhere in the file.
     ///
     /// # Errors
     /// [`Error::Argument`] for a range that leaves the file, as long as it was when it was opened.
@@ -236,8 +237,8 @@ impl FileSource {
         Ok(())
     }
 
-    /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that counts
-    /// and is told. `start` is the file's offset of the buffer's first byte.
+    /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that
+    /// counts and is told. `start` is the file's offset of the buffer's first byte.
     fn stretch(&self, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
         let ask = |from: usize, to: usize| cached(&self.file, start + from as u64, to - from);
         let told = if self.reading == Reading::Auto { ask(have, end) } else { None };
@@ -263,8 +264,8 @@ impl Source for FileSource {
         (&*self.name).into()
     }
 
-    /// By ordinary reads; `offset` counts from the range's first byte, and nothing behind the range is read. (A copier that
-    /// is given the file itself reads it as [`reading`](Self::reading) says.)
+    /// By ordinary reads; `offset` counts from the range's first byte, and nothing behind the range is read. (A copier
+    /// that is given the file itself reads it as [`reading`](Self::reading) says.)
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
         let first = self.range.start.saturating_add(offset);
         loop {
@@ -296,8 +297,8 @@ pub(super) fn bounds(source: &impl Source) -> Result<Range<u64>> {
     }
 }
 
-/// Reads on, until the buffer has `until` bytes, the file ends or an error comes. The buffer's first byte is the file's at
-/// `start`. Each read begins and ends on a multiple of `unit`.
+/// Reads on, until the buffer has `until` bytes, the file ends or an error comes. The buffer's first byte is the file's
+/// at `start`. Each read begins and ends on a multiple of `unit`.
 fn read_on(file: &File, start: u64, until: usize, unit: usize, buf: &mut PinnedBuf) -> io::Result<()> {
     while buf.len() < until && buf.len() % unit == 0 {
         let have = buf.len();

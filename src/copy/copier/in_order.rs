@@ -1,8 +1,8 @@
 //! Bytes in order: from a reader to the device, and from the device to a writer.
 //!
-//! The caller's thread fills or empties one segment while the copy of another one, a transfer of pinned blocks, is under
-//! way. Both are beside the copier's share. A call that has a segment goes on with it where the pool has no second one to
-//! spare, and waits in the pool's queue only while it has none.
+//! The caller's thread fills or empties one segment while the copy of another one, a transfer of pinned blocks, is
+//! under way. Both are beside the copier's share. A call that has a segment goes on with it where the pool has no
+//! second one to spare, and waits in the pool's queue only while it has none.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -35,8 +35,8 @@ impl Copier {
         call.end(said)
     }
 
-    /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all. The writer may
-    /// wait for other transfers of this copier.
+    /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all. The writer
+    /// may wait for other transfers of this copier.
     ///
     /// # Errors
     /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).

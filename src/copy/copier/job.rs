@@ -5,7 +5,8 @@
 //! the job is cancelled, no further chunk is taken. So the thread that sees that a job is over knows that no worker
 //! touches what the job reads or writes.
 //!
-//! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits until the job is over, or owned by the job.
+//! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits until the job is over, or owned by the
+//! job.
 //!
 //! A job has one lock. No other lock of the crate is taken under it.
 
@@ -28,8 +29,8 @@ use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
 use crate::timer::Planned;
 
-/// What a job moves, and how. `fill` and `drain` are called without a lock, by several threads at once, for a chunk by one
-/// thread only. Neither is called when the job is over.
+/// What a job moves, and how. `fill` and `drain` are called without a lock, by several threads at once, for a chunk by
+/// one thread only. Neither is called when the job is over.
 pub(super) trait Plan: Send + Sync {
     /// Whether `fill` or `drain` may take long, since they run code of the program's or read files.
     fn may_block(&self) -> bool {
@@ -134,7 +135,8 @@ pub(super) struct Start {
     pub(super) direction: Direction,
     pub(super) priority: Priority,
     pub(super) total: u64,
-    /// What is read or written, for errors and events, and its span. `None`: pieces of memory, whose errors have no place.
+    /// What is read or written, for errors and events, and its span. `None`: pieces of memory, whose errors have no
+    /// place.
     pub(super) named: Option<Named>,
     pub(super) memories: Vec<Arc<Allocation>>,
     /// How long it may take.

@@ -22,8 +22,8 @@ use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::hold::Resource;
 
-/// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and a
-/// driver's copy from or to memory that is not pinned is slower.
+/// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and
+/// a driver's copy from or to memory that is not pinned is slower.
 const AT_ONCE: usize = 256 << 10;
 
 impl Copier {
@@ -48,11 +48,11 @@ impl Copier {
         unsafe { self.lend(Direction::Up, slices.len(), get, named) }
     }
 
-    /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 256 KiB go by one call of
-    /// the driver, and need no memory of the pool, unless the copier's depth or rate is in the way. The CPU reads the bytes:
-    /// a file that is mapped, and might become shorter meanwhile, is a
-    /// [`FileSource`](super::FileSource) of an [`upload`](Self::upload); or
-    /// [register](crate::Device::register) the mapping and call [`upload_pages`](Self::upload_pages).
+    /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 256 KiB go by one
+    /// call of the driver, and need no memory of the pool, unless the copier's depth or rate is in the way. The CPU
+    /// reads the bytes: a file that is mapped, and might become shorter meanwhile, is a
+    /// [`FileSource`](super::FileSource) of an [`upload`](Self::upload); or [register](crate::Device::register) the
+    /// mapping and call [`upload_pages`](Self::upload_pages).
     ///
     /// # Errors
     /// [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range; else as for [`Transfer::wait`].
@@ -121,8 +121,8 @@ impl Copier {
     fn download_lent(&self, slices: &mut [(DeviceSlice, &mut [u8])], named: Option<Named>) -> Result<()> {
         let (first, count) = (slices.as_mut_ptr(), slices.len());
         let get = |n: usize| {
-            // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of the
-            // target, whose bytes another thread may be writing.
+            // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of
+            // the target, whose bytes another thread may be writing.
             let (memory, target) = unsafe {
                 let entry = first.add(n);
                 (&(*entry).0, &raw mut *(*entry).1)
@@ -133,12 +133,12 @@ impl Copier {
         unsafe { self.lend(Direction::Down, count, get, named) }
     }
 
-    /// Copies so many pieces that the caller lends, and waits until that is over. `get`: where a piece is on the host, how
-    /// long it is there, and its device memory.
+    /// Copies so many pieces that the caller lends, and waits until that is over. `get`: where a piece is on the host,
+    /// how long it is there, and its device memory.
     ///
     /// # Safety
-    /// Several threads may call `get` at once, and its drop does nothing. The pieces can be read, and are not written (for
-    /// an upload); or can be written, and are not used otherwise (for a download).
+    /// Several threads may call `get` at once, and its drop does nothing. The pieces can be read, and are not written
+    /// (for an upload); or can be written, and are not used otherwise (for a download).
     unsafe fn lend<'a>(
         &self,
         direction: Direction,
@@ -163,8 +163,8 @@ impl Copier {
         };
         // SAFETY: the caller's promise.
         let plan: Arc<dyn Plan + '_> = Arc::new(unsafe { Borrowed::new(count, piece) });
-        // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and `Lending` waits for that,
-        // also on unwinding. A worker may keep the job a moment longer: the plan's drop is that of `get`.
+        // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and `Lending` waits for
+        // that, also on unwinding. A worker may keep the job a moment longer: the plan's drop is that of `get`.
         let plan = unsafe { std::mem::transmute::<Arc<dyn Plan + '_>, Arc<dyn Plan>>(plan) };
         let job = self.job(self.begin(direction, survey, named), plan);
         let lending = Lending { workers: &self.workers, job: &job };
@@ -226,9 +226,9 @@ impl Copier {
 
     // --- pages -------------------------------------------------------------------------------------------------------
 
-    /// Copies pinned blocks to device memory, each to many places: the first bytes of a block to its first place, and so
-    /// on, one behind the other. No CPU moves the bytes: short pages go through the device ring. (A block of a cache of
-    /// keys and values has a page for each layer.)
+    /// Copies pinned blocks to device memory, each to many places: the first bytes of a block to its first place, and
+    /// so on, one behind the other. No CPU moves the bytes: short pages go through the device ring. (A block of a cache
+    /// of keys and values has a page for each layer.)
     ///
     /// # Errors
     /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Argument`] (a

@@ -37,8 +37,8 @@
 //! it. So a transfer is cut into chunks: threads fill segments of the pool with them, several at once, and each segment
 //! is moved by one long copy. Where its bytes belong to one place, or few, that is where the copy goes. Where they
 //! belong to many, the copy goes to a ring of device memory, and a kernel of the crate's spreads the bytes from there.
-//! From the device, a kernel collects them, and the CPU takes them out of the segment. Pinned blocks of pages are copied
-//! from where they are. So CPU and link are busy at once, in a bounded number of segments
+//! From the device, a kernel collects them, and the CPU takes them out of the segment. Pinned blocks of pages are
+//! copied from where they are. So CPU and link are busy at once, in a bounded number of segments
 //! ([`share`](CopierBuilder::share)).
 //!
 //! # Ordering
@@ -46,19 +46,19 @@
 //! **Transfers are unordered**, also those of one copier that use the same device memory: they run at once, and their
 //! chunks complete in any order. Three things order a transfer:
 //!
-//! - Its end. A transfer that is started, and work that is submitted to any stream, after the end of another one was seen
-//!   finds that one's bytes. [`Transfer::wait`] and `await` see the end, and so does a blocking call that returns.
+//! - Its end. A transfer that is started, and work that is submitted to any stream, after the end of another one was
+//!   seen finds that one's bytes. [`Transfer::wait`] and `await` see the end, and so does a blocking call that returns.
 //! - The arrival of [a part](Transfer::wait_landed) of it, for that part.
 //! - [`Copier::wait_for`]: copies that are submitted later wait for what a stream was given before.
 //!
-//! [`Transfer::order`] waits for the end for a stream. So a program that overwrites what another transfer writes or reads
-//! waits for that transfer's handle first.
+//! [`Transfer::order`] waits for the end for a stream. So a program that overwrites what another transfer writes or
+//! reads waits for that transfer's handle first.
 //!
 //! # Streams of bytes
 //!
-//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An async task, which must not
-//! block, needs no copier: it checks buffers out, fills each, and uploads it by a stream. One is filled while the one
-//! before is copied.
+//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An async task, which must
+//! not block, needs no copier: it checks buffers out, fills each, and uploads it by a stream. One is filled while the
+//! one before is copied.
 //!
 //! ```
 //! # use pinpool::{DeviceSlice, Pool, Stream};
@@ -95,18 +95,18 @@
 //!
 //! # A pool that others hold
 //!
-//! A copier that has segments goes on with those while the pool has no more of their length. One that has none takes the
-//! longest free range that there is, with chunks as short as that, down to 4 KiB. Where there is none, it waits in the
-//! pool's queue like any other request, and goes on with the first 20 KiB that come back in one piece. So it needs no
-//! long range where others have cut the pool up; but it does need memory that comes back, in whole pages of 4 KiB: free
-//! segments between those that somebody holds, in a run of one size, are none. Beside a cache that never gives up
-//! any of the pool, a transfer waits for ever, unless it has a deadline ([`Copier::with_timeout`]): give such a cache and the
-//! loads a pool each.
+//! A copier that has segments goes on with those while the pool has no more of their length. One that has none takes
+//! the longest free range that there is, with chunks as short as that, down to 4 KiB. Where there is none, it waits in
+//! the pool's queue like any other request, and goes on with the first 20 KiB that come back in one piece. So it needs
+//! no long range where others have cut the pool up; but it does need memory that comes back, in whole pages of 4 KiB:
+//! free segments between those that somebody holds, in a run of one size, are none. Beside a cache that never gives up
+//! any of the pool, a transfer waits for ever, unless it has a deadline ([`Copier::with_timeout`]): give such a cache
+//! and the loads a pool each.
 
-// The files, in the order to read them; the head of each says what it is for. The calls: `memory`, `bulk`, `in_order`, and
-// what a program gives: `source`, `file`. A transfer: `job`, its handle `transfer`. What moves it: `workers`, `worker` and
-// its `stages`, `scheduler`, `engine`, `segments`; on the device `ring` and `spreader`. What a chunk is: `chunk`; the plans
-// that cut transfers into chunks: `pieces`, `pages`, `ranges`.
+// The files, in the order to read them; the head of each says what it is for. The calls: `memory`, `bulk`, `in_order`,
+// and what a program gives: `source`, `file`. A transfer: `job`, its handle `transfer`. What moves it: `workers`,
+// `worker` and its `stages`, `scheduler`, `engine`, `segments`; on the device `ring` and `spreader`. What a chunk is:
+// `chunk`; the plans that cut transfers into chunks: `pieces`, `pages`, `ranges`.
 //
 // Invariants:
 // - A worker owns a chunk from the moment in which it takes the chunk to the chunk's end. It waits only while it owns
@@ -184,9 +184,9 @@ pub fn may_wait() -> Result<()> {
 ///
 /// # What it uses
 /// Segments of the pool, at most [`CopierBuilder::share`] bytes, and device memory, at most [`CopierBuilder::ring`].
-/// An idle copier uses no processor time and holds no segment, and after two seconds no device memory. Beside the share,
-/// an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use two segments each at
-/// most, and one while the pool or the share has no further one.
+/// An idle copier uses no processor time and holds no segment, and after two seconds no device memory. Beside the
+/// share, an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use two
+/// segments each at most, and one while the pool or the share has no further one.
 ///
 /// # The end
 /// Dropping the last handle waits for nothing: transfers that were started go on, and then the threads end.
@@ -233,15 +233,16 @@ impl Copier {
         Self { priority, ..self.clone() }
     }
 
-    /// A handle to the same copier whose transfers end `timeout` after their call at the latest, whatever they wait for:
-    /// memory of the pool, the rate, a source. The first handle's have no deadline.
+    /// A handle to the same copier whose transfers end `timeout` after their call at the latest, whatever they wait
+    /// for: memory of the pool, the rate, a source. The first handle's have no deadline.
     ///
     /// At the deadline no further chunk is begun, and the transfer ends with [`Error::Timeout`](crate::Error::Timeout),
-    /// whose text says how far it had come and what it waited for. Chunks that are under way come first, since a copy that
-    /// a device has begun cannot be called back: so what was lent is safe when the call, or the wait for the handle, is
-    /// over, and all memory is back. A source or sink that does not return, or a device that hangs, keeps the transfer
-    /// until it does; [`Transfer::wait_timeout`] gives up the wait alone. A transfer whose last chunks arrive late ends
-    /// well. What is on the device after the error is undefined, but for the bytes before [`Progress::landed_to`].
+    /// whose text says how far it had come and what it waited for. Chunks that are under way come first, since a copy
+    /// that a device has begun cannot be called back: so what was lent is safe when the call, or the wait for the
+    /// handle, is over, and all memory is back. A source or sink that does not return, or a device that hangs, keeps
+    /// the transfer until it does; [`Transfer::wait_timeout`] gives up the wait alone. A transfer whose last chunks
+    /// arrive late ends well. What is on the device after the error is undefined, but for the bytes before
+    /// [`Progress::landed_to`].
     ///
     /// Slices of up to 256 KiB that go by a single call of the driver have no deadline.
     #[must_use]

@@ -1,12 +1,12 @@
-//! Pages: pinned blocks, each contiguous on the host, whose bytes belong to many places on the device, as the plan of one
-//! job.
+//! Pages: pinned blocks, each contiguous on the host, whose bytes belong to many places on the device, as the plan of
+//! one job.
 //!
-//! No CPU moves the bytes. The device copies whole chunks of blocks to the ring, and a kernel spreads the pages there; or
-//! the other way round. A call may have a hundred thousand pages, so it keeps none of the caller's lists: places at even
-//! distances are one [`Series`], and pages are counted out when their chunk is cut off.
+//! No CPU moves the bytes. The device copies whole chunks of blocks to the ring, and a kernel spreads the pages there;
+//! or the other way round. A call may have a hundred thousand pages, so it keeps none of the caller's lists: places at
+//! even distances are one [`Series`], and pages are counted out when their chunk is cut off.
 //!
-//! The copies of a chunk have a share of each block that they use, and the job has one of all. A block goes back when its
-//! last share is dropped.
+//! The copies of a chunk have a share of each block that they use, and the job has one of all. A block goes back when
+//! its last share is dropped.
 
 use std::sync::Arc;
 
@@ -217,8 +217,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each byte of each block is in one chunk and goes where its page is. A chunk with its rows keeps to its length,
-        /// and ends where the next page does not fit.
+        /// Each byte of each block is in one chunk and goes where its page is. A chunk with its rows keeps to its
+        /// length, and ends where the next page does not fit.
         #[test]
         fn chunks_have_all_pages(blocks in prop::collection::vec(block(), 1..6), most in 4_096_usize..300_000) {
             let mut pages = Pages::default();

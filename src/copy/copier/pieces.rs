@@ -30,8 +30,8 @@ pub(super) struct Survey {
     pub(super) memories: Vec<Arc<Allocation>>,
     /// The place among them of each, by its number.
     known: HashMap<u64, usize>,
-    /// Which of the memories the last piece was in. The pieces of a block of a cache are each in another one, and those of
-    /// the next block in the same ones again.
+    /// Which of the memories the last piece was in. The pieces of a block of a cache are each in another one, and those
+    /// of the next block in the same ones again.
     at: usize,
 }
 
@@ -139,10 +139,11 @@ pub(super) fn cut(count: usize, piece: impl Fn(usize) -> Piece, full: usize, cur
     Chunk { parts, ..cursor.cut_off(at, bytes, stretches) }
 }
 
-/// Bytes that a chunk of `full` bytes has room for from this place in its segment on, behind stretches with so many rows.
+/// Bytes that a chunk of `full` bytes has room for from this place in its segment on, behind stretches with so many
+/// rows.
 fn room_behind(full: usize, offset: usize, rows: usize) -> usize {
-    // Two rows more than there are: that of the bytes, and one for the end of the table's alignment. Many bytes need a row
-    // for each `LONGEST_ROW` of them.
+    // Two rows more than there are: that of the bytes, and one for the end of the table's alignment. Many bytes need a
+    // row for each `LONGEST_ROW` of them.
     let table = (rows + 3) * ROW;
     let room = (full + BESIDE).saturating_sub(offset + table);
     room - room / (LONGEST_ROW / ROW)
@@ -249,8 +250,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Each byte of each piece is in one part, and in one stretch that leads to its place. Parts do not overlap. Only
-        /// neighbours on the device are one stretch, and the table fits behind all of them.
+        /// Each byte of each piece is in one part, and in one stretch that leads to its place. Parts do not overlap.
+        /// Only neighbours on the device are one stretch, and the table fits behind all of them.
         #[test]
         fn chunks_have_all_bytes_of_all_pieces(
             places in prop::collection::vec((0_u64..3, 0_u64..100_000, 0_usize..40_000), 1..60),

@@ -70,8 +70,8 @@ impl CopyRange {
     }
 }
 
-/// Which bytes of a source or sink go where: a `Vec<CopyRange>`, or a [`DeviceRange`] for all of a source, from its first
-/// byte on, or for as many bytes of a sink as the range has. Sealed.
+/// Which bytes of a source or sink go where: a `Vec<CopyRange>`, or a [`DeviceRange`] for all of a source, from its
+/// first byte on, or for as many bytes of a sink as the range has. Sealed.
 pub trait CopyRanges {
     /// The ranges. `source`: what the source has.
     #[doc(hidden)]
@@ -369,8 +369,8 @@ impl<S: Sink> Plan for Writes<S> {
                 return guarded(|| sink.put(offset, bytes))
                     .map_err(|error| write_error(&ranges.name, sink.lies_at(offset, KEY), &error));
             };
-            // SAFETY: the sink has memory up to the end of its ranges, which nobody else uses before the job is over. No two
-            // ranges overlap, and each byte is in one chunk.
+            // SAFETY: the sink has memory up to the end of its ranges, which nobody else uses before the job is over.
+            // No two ranges overlap, and each byte is in one chunk.
             let to =
                 unsafe { std::slice::from_raw_parts_mut(first.add(offset as usize).cast(), bytes.len()) };
             // Past the caches: the memory is read later, if at all.

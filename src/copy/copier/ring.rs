@@ -69,8 +69,8 @@ impl Ring {
         Self { slot, most: bytes / slot, state: Mutex::default() }
     }
 
-    /// A slot, if one is free. The worker whose call allocates the ring frees it: it looks by [`rest`](Self::rest) before it
-    /// parks, and when that is due.
+    /// A slot, if one is free. The worker whose call allocates the ring frees it: it looks by [`rest`](Self::rest)
+    /// before it parks, and when that is due.
     pub(super) fn take(&self, device: &Device) -> Take {
         if self.most < FEWEST {
             return Take::None;

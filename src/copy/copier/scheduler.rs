@@ -1,15 +1,15 @@
 //! Which job the workers turn to, and how they sleep.
 //!
-//! Jobs wait by priority, direction and [`Kind`], and there in the order in which they were started. A worker that looks
-//! for work gets the first job of the kinds that it takes of which a chunk can be taken. Of jobs of one priority it gets
-//! one in the direction that it asks for, if there is one. Workers alternate between the directions, since the link
-//! carries both at once. Where there is no job, a worker that owns no chunk parks. Starting a job wakes as many workers
-//! as it is worth.
+//! Jobs wait by priority, direction and [`Kind`], and there in the order in which they were started. A worker that
+//! looks for work gets the first job of the kinds that it takes of which a chunk can be taken. Of jobs of one priority
+//! it gets one in the direction that it asks for, if there is one. Workers alternate between the directions, since the
+//! link carries both at once. Where there is no job, a worker that owns no chunk parks. Starting a job wakes as many
+//! workers as it is worth.
 //!
 //! All of it is under one lock, under which those of jobs are taken. A worker joins the list of sleepers under the lock
-//! under which it has seen that there is nothing to do; so a job that starts later finds the worker in the list, and wakes
-//! it. A poke, by which a worker looks after the device ring, or for what another one cannot take, is remembered where no
-//! worker is in the list. `loom_models` has the models of both.
+//! under which it has seen that there is nothing to do; so a job that starts later finds the worker in the list, and
+//! wakes it. A poke, by which a worker looks after the device ring, or for what another one cannot take, is remembered
+//! where no worker is in the list. `loom_models` has the models of both.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -50,8 +50,8 @@ struct Sleeper {
 struct Queues([VecDeque<(u64, Arc<Job>)>; 3]);
 
 impl Queues {
-    /// The first job of which a chunk can be taken, of this kind or a lesser one. Of a job of which none can be taken, none
-    /// ever can.
+    /// The first job of which a chunk can be taken, of this kind or a lesser one. Of a job of which none can be taken,
+    /// none ever can.
     fn first(&mut self, most: Kind) -> Option<Arc<Job>> {
         let kinds = &mut self.0[..=most as usize];
         for jobs in &mut *kinds {
@@ -77,8 +77,8 @@ impl Scheduler {
         sleepers.iter().for_each(|sleeper| sleeper.thread.unpark());
     }
 
-    /// The first job of which a chunk can be taken, of this kind or a lesser one. Of one priority, one in this direction
-    /// first.
+    /// The first job of which a chunk can be taken, of this kind or a lesser one. Of one priority, one in this
+    /// direction first.
     pub(super) fn first(&self, direction: Direction, most: Kind) -> Option<Arc<Job>> {
         self.state.lock().first(direction, most)
     }
@@ -88,8 +88,8 @@ impl Scheduler {
         self.state.lock().has_work(most)
     }
 
-    /// Has one worker look around once more before it parks, though no job has started: a worker that sleeps, or else the
-    /// next that would.
+    /// Has one worker look around once more before it parks, though no job has started: a worker that sleeps, or else
+    /// the next that would.
     pub(super) fn poke(&self) {
         let mut state = self.state.lock();
         let kind = if state.has_work(Kind::Staged) { Kind::Staged } else { Kind::Blocking };

@@ -1,14 +1,14 @@
 //! The segments of a copier: how many are in use, which are free, and how it waits for the pool.
 //!
-//! A segment whose chunk has ended is free for the next chunk, of whichever worker. When there is no work left, the free
-//! ones return to the pool. An eighth of the share is kept for the foreground, at least a segment if there are four:
-//! bulk chunks may keep theirs for as long as the rate wants. The segments of a reader or a writer (`in_order`) do not
-//! count, since it may wait for another transfer meanwhile.
+//! A segment whose chunk has ended is free for the next chunk, of whichever worker. When there is no work left, the
+//! free ones return to the pool. An eighth of the share is kept for the foreground, at least a segment if there are
+//! four: bulk chunks may keep theirs for as long as the rate wants. The segments of a reader or a writer (`in_order`)
+//! do not count, since it may wait for another transfer meanwhile.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
-//! Otherwise it asks again from time to time. The copier's page ("A pool that others hold") says what it takes where the
-//! pool is cut up. One with segments takes a short one at each such time, too: what has them may be blocked. A short
-//! segment returns to the pool behind its chunk: the next one is to be longer, if it can.
+//! Otherwise it asks again from time to time. The copier's page ("A pool that others hold") says what it takes where
+//! the pool is cut up. One with segments takes a short one at each such time, too: what has them may be blocked. A
+//! short segment returns to the pool behind its chunk: the next one is to be longer, if it can.
 
 use std::future::Future as _;
 use std::pin::Pin;
@@ -126,7 +126,8 @@ impl Segments {
         }
     }
 
-    /// A segment of full length; where the pool has none, the longest one that it has, if that is no shorter than `least`.
+    /// A segment of full length; where the pool has none, the longest one that it has, if that is no shorter than
+    /// `least`.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
         let mut len = self.len;
         loop {
@@ -149,8 +150,9 @@ impl Segments {
         Ok(self.longest(short.capacity() + PAGE)?.unwrap_or(short))
     }
 
-    /// A second segment for a call whose reader or writer may wait for another transfer of the copier while the first one
-    /// is not seen complete: only one of full length, with a segment left in the share and in the pool for the other.
+    /// A second segment for a call whose reader or writer may wait for another transfer of the copier while the first
+    /// one is not seen complete: only one of full length, with a segment left in the share and in the pool for the
+    /// other.
     pub(super) fn second(&self) -> Result<Option<PinnedBuf>> {
         if self.state.lock().used >= usable(self.most, Priority::Bulk, Kind::Blocking) {
             return Ok(None);

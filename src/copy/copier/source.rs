@@ -20,8 +20,9 @@ use crate::sealed::Key;
 /// A source of an upload that can be read anywhere, by several threads at once.
 ///
 /// Implemented for owned bytes (`Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`) and for
-/// [`FileSource`](super::FileSource). Implement it for object stores, decompressors, generators. Do not implement it by reading a mapped file: should the
-/// file become shorter, the process dies; a [`FileSource`](super::FileSource) reports an error.
+/// [`FileSource`](super::FileSource). Implement it for object stores, decompressors, generators. Do not implement it by
+/// reading a mapped file: should the file become shorter, the process dies; a [`FileSource`](super::FileSource) reports
+/// an error.
 ///
 /// ```
 /// use pinpool::copier::{Fill, Source};
@@ -97,10 +98,10 @@ pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'stati
 
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
 ///
-/// Implemented for [`FileSink`](super::FileSink), and for `Vec<u8>`, which becomes as long as the last range's end if it
-/// is shorter: what no range covers is zero, and memory that it already has is used. (Of a new one most of the time goes
-/// into touching the memory for the first time.) A vector with ranges that overlap is refused, and after an error it has
-/// its old length.
+/// Implemented for [`FileSink`](super::FileSink), and for `Vec<u8>`, which becomes as long as the last range's end if
+/// it is shorter: what no range covers is zero, and memory that it already has is used. (Of a new one most of the time
+/// goes into touching the memory for the first time.) A vector with ranges that overlap is refused, and after an error
+/// it has its old length.
 ///
 /// ```
 /// use std::sync::Mutex;
@@ -149,8 +150,8 @@ pub trait Sink: Send + Sync + 'static {
         offset
     }
 
-    /// The first byte of a sink in memory, with room up to `end`, which is written without [`put`](Self::put). `overlap`:
-    /// some byte would be written twice. Ours alone to say.
+    /// The first byte of a sink in memory, with room up to `end`, which is written without [`put`](Self::put).
+    /// `overlap`: some byte would be written twice. Ours alone to say.
     #[doc(hidden)]
     fn memory(&mut self, _end: u64, _overlap: bool, _: Key) -> Result<Option<*mut u8>> {
         Ok(None)

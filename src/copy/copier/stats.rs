@@ -2,8 +2,8 @@
 
 use crate::locks::Mutex;
 
-/// Counts of a copier since it was built, and its settings: [`Copier::stats`](super::Copier::stats). Together the counts
-/// are of one moment only while nothing is copied.
+/// Counts of a copier since it was built, and its settings: [`Copier::stats`](super::Copier::stats). Together the
+/// counts are of one moment only while nothing is copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopierStats {
@@ -19,15 +19,15 @@ pub struct CopierStats {
     pub ring_bytes: u64,
     /// Bytes that went between a segment and their places by copies, and those of short slices, which need no segment.
     pub batch_bytes: u64,
-    /// Bytes of pinned blocks that were copied between where they are and their places, without the ring. The segments of
-    /// readers and writers count as such blocks.
+    /// Bytes of pinned blocks that were copied between where they are and their places, without the ring. The segments
+    /// of readers and writers count as such blocks.
     pub in_place_bytes: u64,
     /// Bytes of files that were read from the page cache.
     pub cached_bytes: u64,
     /// Bytes of files that were read past the page cache.
     pub direct_bytes: u64,
-    /// Bytes of files that were read in the ordinary way: that was asked for, or the system does not tell what is cached,
-    /// or refuses reads past the cache.
+    /// Bytes of files that were read in the ordinary way: that was asked for, or the system does not tell what is
+    /// cached, or refuses reads past the cache.
     pub buffered_bytes: u64,
     /// Files that could not be opened for reading past the cache, or failed to be read so.
     pub direct_refused: u64,

@@ -1,4 +1,5 @@
-//! Copying between memory and segments: by the library's `memcpy`, or by stores that go past the caches. Fetching ahead.
+//! Copying between memory and segments: by the library's `memcpy`, or by stores that go past the caches. Fetching
+//! ahead.
 //!
 //! *Into segments*, which the device reads next: through the caches, from which the device is served. Stores past them
 //! ("non-temporal") send every byte to memory, and the device fetches it from there. On an H200 machine eight threads
@@ -64,8 +65,8 @@ unsafe fn lines(from: &[u8], to: &mut [MaybeUninit<u8>]) {
 
     let (src, dst) = (from.as_ptr(), to.as_mut_ptr().cast::<u8>());
     for at in (0..from.len()).step_by(LINE) {
-        // SAFETY: within the two, which do not overlap, since one is borrowed exclusively; the target's halves of a line
-        // start on multiples of 32.
+        // SAFETY: within the two, which do not overlap, since one is borrowed exclusively; the target's halves of a
+        // line start on multiples of 32.
         unsafe {
             let halves: [__m256i; 2] =
                 std::array::from_fn(|i| _mm256_loadu_si256(src.add(at + 32 * i).cast()));

@@ -73,11 +73,11 @@ impl<T> Transfer<T> {
     /// of the call.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Write`]; what the pool or the device said, inside of [`Error::Transfer`] where a source,
-    /// sink or slice is copied; [`Error::Timeout`] after the transfer's deadline ([`Copier::with_timeout`]);
-    /// [`Error::Cancelled`] after a [`cancel`](Self::cancel) that came in time; [`Error::Unsupported`] on a thread of the
-    /// crate (in a waker, a source or a sink), where the wait could never end: a transfer that was started goes on then;
-    /// [`Error::Forked`].
+    /// [`Error::Read`], [`Error::Write`]; what the pool or the device said, inside of [`Error::Transfer`] where a
+    /// source, sink or slice is copied; [`Error::Timeout`] after the transfer's deadline ([`Copier::with_timeout`]);
+    /// [`Error::Cancelled`] after a [`cancel`](Self::cancel) that came in time; [`Error::Unsupported`] on a thread of
+    /// the crate (in a waker, a source or a sink), where the wait could never end: a transfer that was started goes on
+    /// then; [`Error::Forked`].
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
         match self.finish() {
             Ok(()) => self.take(),
@@ -114,8 +114,8 @@ impl<T> Transfer<T> {
     /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or until the transfer is over.
     /// Whether they have arrived. On a thread of the crate it only looks.
     ///
-    /// What has arrived can be used while the rest is under way: by all that is submitted to any stream from then on, and
-    /// by all transfers that are started from then on.
+    /// What has arrived can be used while the rest is under way: by all that is submitted to any stream from then on,
+    /// and by all transfers that are started from then on.
     ///
     /// Where a source blocks, a chunk's arrival is told when the thread that moves the chunk has returned from the
     /// source.
@@ -130,8 +130,8 @@ impl<T> Transfer<T> {
         self.progress().landed_to >= offset
     }
 
-    /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived. Any number of tasks and threads
-    /// may wait so for one transfer.
+    /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived. Any number of tasks and
+    /// threads may wait so for one transfer.
     pub fn poll_landed(&self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
         let there = |progress: Progress| progress.landed_to >= offset || progress.over;
         if !there(self.progress()) {
@@ -155,12 +155,12 @@ impl<T> Transfer<T> {
     ///
     /// # Errors
     /// The error of the transfer; [`Error::Mismatch`] for a stream of another device; as for [`wait`](Self::wait).
-    // Why the host waits, and not the device. An event would have to be recorded behind the part's last kernel, which is
-    // launched when its chunk has arrived: the host would wait until then all the same, and save the rest of a moment. A
-    // stream that waits for a value in memory (cuStreamWaitValue) could be told earlier, and may never end: the driver
-    // waits for streams in calls of its own choice (an allocation that is freed, a kernel that is loaded, the legacy
-    // stream), also in those of the thread that is to bring the bytes, and a transfer that fails would have to write the
-    // value, too, into a stream whose kernels then compute with bytes that never came.
+    // Why the host waits, and not the device. An event would have to be recorded behind the part's last kernel, which
+    // is launched when its chunk has arrived: the host would wait until then all the same, and save the rest of a
+    // moment. A stream that waits for a value in memory (cuStreamWaitValue) could be told earlier, and may never end:
+    // the driver waits for streams in calls of its own choice (an allocation that is freed, a kernel that is loaded,
+    // the legacy stream), also in those of the thread that is to bring the bytes, and a transfer that fails would have
+    // to write the value, too, into a stream whose kernels then compute with bytes that never came.
     pub fn order(&self, stream: &Stream) -> Result<()> {
         if stream.device().context().id() != self.engine().device.context().id() {
             return Err(Error::wrong_stream(stream.device().name(), self.engine().device.name()));

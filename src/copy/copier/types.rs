@@ -12,8 +12,8 @@ pub(super) const BESIDE: usize = 3 * PAGE;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
     /// Loads of much data: in the order in which they were started, both directions at once, with at most
-    /// [`depth`](super::CopierBuilder::depth) chunks in flight in each direction, and one while a foreground copy is. An
-    /// eighth of the segments, at least one of four, is never theirs.
+    /// [`depth`](super::CopierBuilder::depth) chunks in flight in each direction, and one while a foreground copy is.
+    /// An eighth of the segments, at least one of four, is never theirs.
     #[default]
     Bulk,
     /// Requests whose latency counts: before all bulk transfers, on streams of their own, with segments kept for them.

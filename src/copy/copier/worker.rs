@@ -9,8 +9,8 @@
 //! ```
 //!
 //! The stages in brackets are those of chunks that go through the device ring. A worker has at most [`MOST`] segments.
-//! Pinned blocks of the program's go the same way, without a segment: the device reads or writes them where they are, and
-//! no CPU moves their bytes. Their chunks have no `Landed`.
+//! Pinned blocks of the program's go the same way, without a segment: the device reads or writes them where they are,
+//! and no CPU moves their bytes. Their chunks have no `Landed`.
 //!
 //! Nothing waits in the loop: each round looks at each chunk, lets the spreaders go on, takes another chunk if there is
 //! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one take as long as several
@@ -32,7 +32,8 @@ use super::types::{Direction, Kind, Priority};
 use crate::error::{Error, Result};
 use crate::foreign;
 
-/// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit, or for a stream that waits.
+/// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit, or for a stream that
+/// waits.
 const MOST: usize = 3;
 const MOST_URGENT: usize = 5;
 /// Chunks of a worker at most, those included that have no segment any more.
@@ -58,8 +59,8 @@ impl Worker {
         Self { engine, owned: Vec::new(), most, next: Direction::Up }
     }
 
-    /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a chunk are
-    /// the long steps, so the chunks are looked at between the two.
+    /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a
+    /// chunk are the long steps, so the chunks are looked at between the two.
     pub(super) fn round(&mut self) -> bool {
         let mut changed = self.turn();
         if self.take_any() {
@@ -152,8 +153,8 @@ impl Worker {
     // --- taking ------------------------------------------------------------------------------------------------------
 
     /// Takes the next chunk, alternating between uploads and downloads so that both directions of the link stay busy. A
-    /// job that has to wait until the worker owns less keeps its turn: otherwise jobs of the other direction might never
-    /// let it have one.
+    /// job that has to wait until the worker owns less keeps its turn: otherwise jobs of the other direction might
+    /// never let it have one.
     fn take_any(&mut self) -> bool {
         let engine = self.engine.clone();
         let Some(first) = engine.scheduler.first(self.next, self.most) else { return false };
@@ -205,8 +206,8 @@ impl Worker {
         true
     }
 
-    /// Whether a job's chunk is not to be taken before others have ended. A call that blocks holds up the worker's other
-    /// chunks: they are of the same job, or there is none. An upload's chunk that is owned has been filled.
+    /// Whether a job's chunk is not to be taken before others have ended. A call that blocks holds up the worker's
+    /// other chunks: they are of the same job, or there is none. An upload's chunk that is owned has been filled.
     fn has_to_wait(&self, job: &Arc<Job>) -> bool {
         let blocks = |job: &Job| job.kind == Kind::Blocking;
         self.owned.iter().any(|Owned { job: other, .. }| {

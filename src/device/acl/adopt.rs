@@ -107,8 +107,8 @@ impl Acl {
     }
 }
 
-/// The facts about a device and its library, from [`about`](crate::acl::about): for logs, and for reports about hardware
-/// that the crate was never tried on.
+/// The facts about a device and its library, from [`about`](crate::acl::about): for logs, and for reports about
+/// hardware that the crate was never tried on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct About {

@@ -9,8 +9,8 @@
 //!
 //! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` sets its search path), else in the toolkit
 //! that `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path
-//! in the environment variable `PINPOOL_LIBASCENDCL` comes before all that, and then nothing else is tried. The choice is
-//! made once in a process. A library that was loaded is never unloaded.
+//! in the environment variable `PINPOOL_LIBASCENDCL` comes before all that, and then nothing else is tried. The choice
+//! is made once in a process. A library that was loaded is never unloaded.
 //!
 //! # Beginning and ending
 //!
@@ -121,8 +121,8 @@ fn usual() -> Vec<OsString> {
 }
 
 impl AclApi {
-    /// The library of the device with this number, initialised: the one of this machine, which is loaded once, or one that
-    /// the program has installed. `None`: the number is not known yet.
+    /// The library of the device with this number, initialised: the one of this machine, which is loaded once, or one
+    /// that the program has installed. `None`: the number is not known yet.
     ///
     /// # Errors
     /// [`Error::Unavailable`] naming `device`, the cause and the remedy.

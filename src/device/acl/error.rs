@@ -79,8 +79,8 @@ impl AclCode {
     }
 }
 
-/// As `acl_base_rt.h` and `error_codes/rt_error_codes.h` have them (CANN 8.5 to 9.2). The library has no call that names
-/// a code, and its own message may be missing.
+/// As `acl_base_rt.h` and `error_codes/rt_error_codes.h` have them (CANN 8.5 to 9.2). The library has no call that
+/// names a code, and its own message may be missing.
 #[rustfmt::skip]
 const NAMES: &[(c_int, &str)] = &[
     (100_001, "ACL_ERROR_UNINITIALIZE"),

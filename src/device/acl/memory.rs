@@ -29,8 +29,8 @@ const LOCATION_DEVICE: c_int = 1;
 const MANAGED: c_int = 3;
 const HOST_NUMA: c_int = 4;
 
-/// All allocations of all devices, by device and first byte, with their lengths and the addresses that the library gave.
-/// (The devices share one range of addresses, of which each has its own part.)
+/// All allocations of all devices, by device and first byte, with their lengths and the addresses that the library
+/// gave. (The devices share one range of addresses, of which each has its own part.)
 static ALLOCATIONS: Mutex<BTreeMap<(i32, u64), (usize, u64)>> = Mutex::new(BTreeMap::new());
 
 impl Acl {

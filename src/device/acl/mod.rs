@@ -215,8 +215,8 @@ impl<'a> AclCurrent<'a> {
 impl Drop for AclCurrent<'_> {
     fn drop(&mut self) {
         let Some(theirs) = self.theirs else { return };
-        // It can only fail for a context that was destroyed meanwhile. SAFETY: the context that was current when this was
-        // made.
+        // It can only fail for a context that was destroyed meanwhile. SAFETY: the context that was current when this
+        // was made.
         if unsafe { self.api.context_set.call(theirs) } != AclCode::SUCCESS {
             self.api.expected();
         }

@@ -170,8 +170,8 @@ entry_points! {
 }
 
 impl CudaApi {
-    /// The driver of the device with this number, initialised: the one of this machine, which is loaded once, or one that the
-    /// program has installed. `None`: the number is not known yet.
+    /// The driver of the device with this number, initialised: the one of this machine, which is loaded once, or one
+    /// that the program has installed. `None`: the number is not known yet.
     ///
     /// # Errors
     /// [`Error::Unavailable`] naming `device`, the cause and the remedy.

@@ -9,14 +9,14 @@
 //! that runs twice writes the same bytes twice, since its source is not written meanwhile; and each error then belongs
 //! to one copy.
 //!
-//! Short uploads come first in a call. Where the stream has nothing to do, the driver writes an upload of less than 32 KiB
-//! itself, inside of the call, when the copies before it are complete: two copies of 2 MiB and one of 2 KiB are a call of
-//! 93 us, and 9 us with the short one first (H200, driver 580).
+//! Short uploads come first in a call. Where the stream has nothing to do, the driver writes an upload of less than 32
+//! KiB itself, inside of the call, when the copies before it are complete: two copies of 2 MiB and one of 2 KiB are a
+//! call of 93 us, and 9 us with the short one first (H200, driver 580).
 //!
-//! The call takes addresses and no kinds of memory. Where registered memory has another address on the device than on the
-//! host (`CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` is 0: WSL2), the host's address is an illegal one there, and the device
-//! is lost (sglang issue 40232). The calls for one copy say which side is host memory, and the driver translates. So there
-//! each copy from or to the host is a call of its own.
+//! The call takes addresses and no kinds of memory. Where registered memory has another address on the device than on
+//! the host (`CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` is 0: WSL2), the host's address is an illegal one there, and the
+//! device is lost (sglang issue 40232). The calls for one copy say which side is host memory, and the driver
+//! translates. So there each copy from or to the host is a call of its own.
 //!
 //! Calls from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by a later call, and
 //! "invalid or corrupted push buffer stream" (Xid 32) in the kernel's log. Seen on driver 580.159 with H200 and H100.

@@ -22,9 +22,9 @@
 //! is retained when the device is opened, and released after the last reference to the driver is dropped. A context
 //! that the program made can be [adopted](adopt()) instead; the crate never destroys that. On the crate's own threads
 //! the context is always current. On other threads each call pushes it, unless it is current already, and pops it
-//! again, so the caller's context is as it was. The two calls that are made most often do without, since sixteen threads
-//! that push and pop take 1.7 us each (H100, driver 580): `cuEventQuery` and `cuStreamIsCapturing` take the context of
-//! their handle, and name no error of a context in the driver API manual.
+//! again, so the caller's context is as it was. The two calls that are made most often do without, since sixteen
+//! threads that push and pop take 1.7 us each (H100, driver 580): `cuEventQuery` and `cuStreamIsCapturing` take the
+//! context of their handle, and name no error of a context in the driver API manual.
 //!
 //! # Captures
 //!

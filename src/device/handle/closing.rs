@@ -281,8 +281,8 @@ impl Device {
     /// meanwhile. The error says what is left when the time is over; it can be [waited on](CloseError::wait) further.
     ///
     /// The call does not wait for what never comes back: when nothing is left but quarantined buffers, and memory that
-    /// a stream was lost with, it returns at once. Such memory keeps the device open, and its region thread asleep, until
-    /// the process ends: other memory of the same pool may still come back, and is given back there.
+    /// a stream was lost with, it returns at once. Such memory keeps the device open, and its region thread asleep,
+    /// until the process ends: other memory of the same pool may still come back, and is given back there.
     ///
     /// Several threads may close one device, each by a handle of its own. Each call drops its handle first and waits
     /// for the others'. [`Device::open`] may open the device again at any time. Where the device is still open, that

@@ -146,7 +146,8 @@ pub(super) struct Book {
 }
 
 impl FaultBook {
-    /// Whether no fault is armed, no trace is kept and no hook is set, so that [`on_call`](Self::on_call) would do nothing.
+    /// Whether no fault is armed, no trace is kept and no hook is set, so that [`on_call`](Self::on_call) would do
+    /// nothing.
     pub(super) fn is_idle(&self) -> bool {
         #[cfg(all(test, not(loom)))]
         if self.hook.get().is_some() {

@@ -95,8 +95,8 @@ pub struct HostUsage {
 
 /// A machine with host devices. Clones are the same machine.
 ///
-/// The [module's page](crate::host) says what its devices do. All methods may be called from any thread. In the child of
-/// a fork they do nothing, and report nothing.
+/// The [module's page](crate::host) says what its devices do. All methods may be called from any thread. In the child
+/// of a fork they do nothing, and report nothing.
 ///
 /// ```
 /// # use pinpool::{Device, Pool, Unpinned};
@@ -142,8 +142,8 @@ impl HostNode {
         SYSTEM.get_or_init(new).clone()
     }
 
-    /// Looks at the faults and the trace or changes them. In the child of a fork it does nothing: locks may be held there
-    /// by threads that do not exist.
+    /// Looks at the faults and the trace or changes them. In the child of a fork it does nothing: locks may be held
+    /// there by threads that do not exist.
     fn book<R: Default>(&self, change: impl FnOnce(&mut Book) -> R) -> R {
         if crate::os::forked() { R::default() } else { self.0.faults.change(change) }
     }

@@ -1,11 +1,11 @@
 //! One device: its streams with their threads, its events, and how it dies.
 //!
 //! All that a device has is in its [`State`], under one lock. A stream is a queue of operations and a count of those
-//! that have ended, so each operation has a *position* ([`Point`]). The stream's thread runs the operation at the front,
-//! which stays in the queue meanwhile, and then counts it. Recording an event queues an operation that does nothing,
-//! and notes its position. The event is complete when the stream's count has reached that position. A stream that waits
-//! for an event waits for another stream's count in the same way. No circle can form, since an operation waits only for
-//! one that was submitted before it.
+//! that have ended, so each operation has a *position* ([`Point`]). The stream's thread runs the operation at the
+//! front, which stays in the queue meanwhile, and then counts it. Recording an event queues an operation that does
+//! nothing, and notes its position. The event is complete when the stream's count has reached that position. A stream
+//! that waits for an event waits for another stream's count in the same way. No circle can form, since an operation
+//! waits only for one that was submitted before it.
 //!
 //! Bytes are moved without the lock, in parts of 1 MiB at most. [`State::copying`] counts the parts under way, and
 //! before each part its thread looks, under the lock, whether the device is alive. So [`Unit::kill`] notes the cause of
@@ -82,8 +82,8 @@ impl Point {
 /// Bits of an event's handle that are its place in the table. The others are a number that no event has or had.
 const EVENT_BITS: u32 = 24;
 
-/// A device's events, each with its handle and the position of its last recording. They have a lock of their own, which is
-/// taken last: events are asked about often, and no stream's thread waits for that.
+/// A device's events, each with its handle and the position of its last recording. They have a lock of their own, which
+/// is taken last: events are asked about often, and no stream's thread waits for that.
 #[derive(Default)]
 pub(super) struct Events(Mutex<Slab<(u64, Option<Point>)>>);
 

@@ -69,8 +69,8 @@ impl Timeline {
         self.asking.load(Ordering::Acquire) || self.state.lock().under_way > 0
     }
 
-    /// Bytes of a central pool that are in flight here, and how many of these are claimed; and a count of all changes so
-    /// far.
+    /// Bytes of a central pool that are in flight here, and how many of these are claimed; and a count of all changes
+    /// so far.
     pub(crate) fn flight(&self, central: u64) -> (Flight, u64) {
         let state = self.state.lock();
         (state.flight(Some(central)), state.moves)
@@ -95,8 +95,8 @@ impl Timeline {
         }
     }
 
-    /// Visits each retained segment: its sequence number, the state of the event that it waits for, and since when it is
-    /// known to be in flight.
+    /// Visits each retained segment: its sequence number, the state of the event that it waits for, and since when it
+    /// is known to be in flight.
     pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(&Segment, u64, EventState, Option<Instant>)) {
         let state = self.state.lock();
         // Computed once, not for each of thousands of entries: an event covers all sequence numbers up to its own.

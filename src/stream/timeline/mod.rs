@@ -47,10 +47,10 @@
 //! begins. Its event is then a captured one. The driver says so when it is asked about the event, and a new event is
 //! recorded after the capture.) A stream that is not shared is never asked about.
 //!
-//! A shared stream may be confined to one thread ([`crate::device::confined`]). All driver calls that get its handle are made on
-//! that thread. Another thread leaves closing to it, unless that has failed there: then it records an event on the stream
-//! that covers the confined one. (That stream waits for those of other threads, too, and using it would spoil a capture of
-//! one: so it is used for nothing else, and asked about before.)
+//! A shared stream may be confined to one thread ([`crate::device::confined`]). All driver calls that get its handle
+//! are made on that thread. Another thread leaves closing to it, unless that has failed there: then it records an event
+//! on the stream that covers the confined one. (That stream waits for those of other threads, too, and using it would
+//! spoil a capture of one: so it is used for nothing else, and asked about before.)
 //!
 //! # Invariants
 //!
@@ -61,14 +61,14 @@
 //! - `completed` only grows. The driver is asked only about marks whose event was recorded.
 //! - `marks` is in the order of sequence numbers. Each closed number that is not complete has a mark of its number or a
 //!   higher one. If the last mark that is not being recorded has failed, another event is due.
-//! - A lost timeline (`lost`) has no marks and no entries but pending ones, and it gets no event any more. An entry that
-//!   joins it is quarantined by the thread that submitted it.
+//! - A lost timeline (`lost`) has no marks and no entries but pending ones, and it gets no event any more. An entry
+//!   that joins it is quarantined by the thread that submitted it.
 //!
 //! # Files, in the order to read them
 //!
 //! This file: sequence numbers and entries, what is submitted and claimed. [`events`]: closing, recording, asking,
-//! completing. [`waits`]: how threads and tasks wait. [`reaper`]: the thread that looks when nobody waits. [`look`]: what
-//! statistics and reports see.
+//! completing. [`waits`]: how threads and tasks wait. [`reaper`]: the thread that looks when nobody waits. [`look`]:
+//! what statistics and reports see.
 
 #![allow(unsafe_code)]
 
@@ -142,8 +142,8 @@ struct TimelineState {
     open_bytes: usize,
     /// Threads that name the stream to the driver: they found a number due, or record the event of a closed one.
     under_way: u32,
-    /// Failures of recording after which no event was recorded, and of asking, none of them passing. After both, nothing
-    /// was seen complete.
+    /// Failures of recording after which no event was recorded, and of asking, none of them passing. After both,
+    /// nothing was seen complete.
     record_failures: u32,
     ask_failures: u32,
     /// What is being submitted: its driver call has not returned.
@@ -155,7 +155,8 @@ struct TimelineState {
     /// Threads and tasks that wait, by their sequence numbers, and by numbers of which none is used twice.
     waiting: BTreeMap<(u64, u64), Wake>,
     next_wait: u64,
-    /// Counts changes of what is in flight, so that a reader that looks twice knows whether anything changed in between.
+    /// Counts changes of what is in flight, so that a reader that looks twice knows whether anything changed in
+    /// between.
     moves: u64,
     /// Number of entries so far, and of those that are complete. (The timeline's own `completed` is a sequence number.)
     submitted: u64,
@@ -170,9 +171,9 @@ struct TimelineState {
 #[derive(Debug)]
 struct Mark {
     seq: u64,
-    /// `Due` while the event is being recorded. A `Failing` mark has an event that may be recorded all the same, or that
-    /// a capture had, or none; the event is free again when one that was recorded later is complete. So the mark moves
-    /// to the highest closed number when it fails.
+    /// `Due` while the event is being recorded. A `Failing` mark has an event that may be recorded all the same, or
+    /// that a capture had, or none; the event is free again when one that was recorded later is complete. So the mark
+    /// moves to the highest closed number when it fails.
     state: EventState,
     event: Option<EventHandle>,
     /// When a look of the reaper's first found the mark.
@@ -366,8 +367,8 @@ impl Timeline {
         Ok(Submission { timeline: self, number: Some(number), patient: false, _deferral: deferral })
     }
 
-    /// The driver was called: the entry joins the sequence number that is open now. `patient`: on a shared stream, too, the
-    /// number may stay open for a while.
+    /// The driver was called: the entry joins the sequence number that is open now. `patient`: on a shared stream, too,
+    /// the number may stay open for a while.
     fn commit(self: &Arc<Self>, number: u64, patient: bool) -> u64 {
         let mut state = self.state.lock();
         // Read under the lock: a thread that shares the stream after this closes the sequence number itself.
@@ -398,11 +399,12 @@ impl Timeline {
 
     // A segment in flight is claimed for later work on the same stream, which comes after the earlier work by the
     // stream's order. A segment that a waiting request may have a right to is not claimed ([`CentralPool::may_claim`]).
-    // The completing thread and the claimer decide by one compare-and-swap on the segment's state word, from DETACHED. A
-    // claim ends when its segment is submitted again, becomes host-ready or is given up.
+    // The completing thread and the claimer decide by one compare-and-swap on the segment's state word, from DETACHED.
+    // A claim ends when its segment is submitted again, becomes host-ready or is given up.
 
     /// Claims a segment of this class and central pool that is in flight on this stream alone and whose handle was
-    /// dropped: the youngest, since the oldest will be free first anyway. The segment has the length `len` from then on.
+    /// dropped: the youngest, since the oldest will be free first anyway. The segment has the length `len` from then
+    /// on.
     pub(crate) fn claim(&self, central: &CentralPool, class: Class, len: usize) -> Option<Segment> {
         // During a capture, newly submitted work does not come after what is in flight.
         if !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
@@ -482,8 +484,8 @@ impl Drop for Timeline {
         let (driver, holds) = (self.context.driver().clone(), self.context.holds().clone());
         let destroyed = self.destroy.then_some(self.stream);
         self.context.worker().send(move || {
-            // Its drop may destroy the stream, or do anything else. The adopted context, which the stream is in, is kept
-            // until then.
+            // Its drop may destroy the stream, or do anything else. The adopted context, which the stream is in, is
+            // kept until then.
             drop(keep_alive);
             if let Some(Err(error)) = destroyed.map(|stream| driver.destroy_stream(stream)) {
                 holds.leaked(1);

@@ -2,14 +2,14 @@
 //! entries and wakes waiters.
 //!
 //! The reaper makes no call that can block. While nothing is in flight, it sleeps. A timeline that becomes busy puts
-//! itself on the reaper's list, and wakes the reaper only if it sleeps. A timeline stays listed for [`IDLE_LOOKS`] looks
-//! after its last work, so that a timeline with short pauses does not wake the thread each time.
+//! itself on the reaper's list, and wakes the reaper only if it sleeps. A timeline stays listed for [`IDLE_LOOKS`]
+//! looks after its last work, so that a timeline with short pauses does not wake the thread each time.
 //!
 //! # When a timeline is looked at
 //!
-//! Each listed timeline has a time of its next look. There is *news* of a timeline when it is listed, makes progress, is
-//! idle, or gets a waiter; further work alone is none. The pause before the next look is an eighth of the time since the
-//! last news, so the reaper sees a completion at most an eighth later than it could.
+//! Each listed timeline has a time of its next look. There is *news* of a timeline when it is listed, makes progress,
+//! is idle, or gets a waiter; further work alone is none. The pause before the next look is an eighth of the time since
+//! the last news, so the reaper sees a completion at most an eighth later than it could.
 //!
 //! The pause is 50 us at least. It is 1 ms at most where up to [`BATCH`] timelines are listed, and longer in proportion
 //! where more are: so a thousand streams that hang cost a hundredth of a core.
@@ -30,8 +30,8 @@
 //!
 //! # Devices by hand
 //!
-//! A device that a test moves by hand ([`Device::by_hand`](crate::Device::by_hand)) has no reaper thread: the thread that
-//! moves the device calls [`Listing::advance`].
+//! A device that a test moves by hand ([`Device::by_hand`](crate::Device::by_hand)) has no reaper thread: the thread
+//! that moves the device calls [`Listing::advance`].
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};

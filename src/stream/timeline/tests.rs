@@ -165,7 +165,8 @@ fn a_panic_of_the_reaper_costs_one_stream() {
     rig.pool.check().unwrap();
 }
 
-/// The submission of a chunk panics before any copy is made. Its transfer does not read as done, and the copier goes on.
+/// The submission of a chunk panics before any copy is made. Its transfer does not read as done, and the copier goes
+/// on.
 #[test]
 fn a_panic_in_a_submission_fails_its_transfer() {
     const LEN: usize = 256;
@@ -212,8 +213,8 @@ fn an_event_that_is_being_recorded_keeps_the_timeline_listed() {
     assert_eq!(made, destroyed, "an event is neither in use nor destroyed");
 }
 
-/// The stream is lost, though not its device, while a thread asks about its event. The event counts as leaked, and so it
-/// is not recorded again, although the answer says that it is complete.
+/// The stream is lost, though not its device, while a thread asks about its event. The event counts as leaked, and so
+/// it is not recorded again, although the answer says that it is complete.
 #[test]
 fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
     let rig = Rig::by_hand();
@@ -328,8 +329,8 @@ fn a_claim_changes_the_length_and_leaves_the_copy_to_be_completed() {
     rig.pool.check().unwrap();
 }
 
-/// While the one thread that can name a stream is about to record its event, no other thread records one that covers the
-/// stream. When that thread could not, another one does.
+/// While the one thread that can name a stream is about to record its event, no other thread records one that covers
+/// the stream. When that thread could not, another one does.
 #[test]
 fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
     let rig = Rig::by_hand();

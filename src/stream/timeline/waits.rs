@@ -104,8 +104,8 @@ impl Timeline {
         self.flush(seq)?;
         if self.context.is_by_hand() {
             // Another thread may move the same device: then there may be nothing to move because it is completing
-            // entries, or has not submitted yet. So nothing is left only if that is so three times in a row, with no thread
-            // busy with the timeline before the look and after it.
+            // entries, or has not submitted yet. So nothing is left only if that is so three times in a row, with no
+            // thread busy with the timeline before the look and after it.
             let mut still = 0;
             while still < 3 {
                 let mut busy = self.is_busy();
@@ -177,7 +177,8 @@ impl Timeline {
         if key.is_some() { Ok(false) } else { self.is_complete(seq) }
     }
 
-    /// Enters a thread or a task that is to be woken, unless the number is complete or the stream lost. Returns its key.
+    /// Enters a thread or a task that is to be woken, unless the number is complete or the stream lost. Returns its
+    /// key.
     fn enter_waiter(&self, seq: u64, wake: impl FnOnce() -> Wake) -> Option<u64> {
         let mut state = self.state.lock();
         if self.lost.get().is_some() || self.completed.load(Ordering::Relaxed) >= seq {

@@ -29,15 +29,15 @@ pub enum Command {
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
     /// memory that holds all of it. A .safetensors file, an index of several (a .json file), or a folder with an index
     /// or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and GiB, speeds in
-    /// GB/s of 10^9 bytes. The upload speed includes reading the file, and for tensors allocating their device memory; the
-    /// download speed includes computing the checksums of the downloaded bytes.
+    /// GB/s of 10^9 bytes. The upload speed includes reading the file, and for tensors allocating their device memory;
+    /// the download speed includes computing the checksums of the downloaded bytes.
     #[command(after_help = EXIT_STATUS)]
     Load(LoadArgs),
     /// Find what stands in the way of pinning and copying on this machine, and how to correct it
     ///
-    /// Checks the memlock limit, memory, control groups, huge pages and NUMA; then opens the device, pins a little memory,
-    /// copies it both ways, compares every byte, and prints the measured speed and that of the device's link. No setting
-    /// is changed.
+    /// Checks the memlock limit, memory, control groups, huge pages and NUMA; then opens the device, pins a little
+    /// memory, copies it both ways, compares every byte, and prints the measured speed and that of the device's link.
+    /// No setting is changed.
     #[command(after_help = EXIT_STATUS)]
     Doctor(DoctorArgs),
     /// Measure the link to a device in both directions, and the copier's share of its speed
@@ -52,8 +52,8 @@ pub enum Command {
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
     ///
     /// Reads the address every interval and shows the metrics that a Prometheus server would read there: rates over 5
-    /// s, waits and alarms over the last minute. Ctrl-C ends it. The process needs a Sampler that feeds a recorder, as in
-    /// the crate's examples/dashboard.rs.
+    /// s, waits and alarms over the last minute. Ctrl-C ends it. The process needs a Sampler that feeds a recorder, as
+    /// in the crate's examples/dashboard.rs.
     #[command(after_help = EXIT_STATUS)]
     Top(TopArgs),
 }
@@ -141,8 +141,8 @@ pub struct LoadArgs {
 pub struct BenchArgs {
     #[command(flatten)]
     pub device: DeviceArgs,
-    /// Bytes of each copy, rounded down to whole 128 KiB; the command uses five times as much memory [default: 256MiB, or
-    /// a tenth of what is left if less]
+    /// Bytes of each copy, rounded down to whole 128 KiB; the command uses five times as much memory [default: 256MiB,
+    /// or a tenth of what is left if less]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub size: Option<usize>,
     /// Threads of the copier, and of copies in memory [default: one per core, at most 8]

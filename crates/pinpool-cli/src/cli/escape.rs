@@ -1,5 +1,5 @@
-//! Texts of files, drivers and servers, made fit to be shown: what steers a terminal or takes no room is escaped, and the
-//! text has an end.
+//! Texts of files, drivers and servers, made fit to be shown: what steers a terminal or takes no room is escaped, and
+//! the text has an end.
 
 use std::borrow::Cow;
 

@@ -7,7 +7,8 @@ use super::calls::forget;
 use super::world::{CURRENT, World, overlaps};
 
 impl World {
-    /// Answers a command of a test: words with spaces between them. Those that any vendor's world has are in `common.rs`.
+    /// Answers a command of a test: words with spaces between them. Those that any vendor's world has are in
+    /// `common.rs`.
     ///
     /// # Panics
     /// There is no such command.
@@ -63,8 +64,8 @@ impl World {
     }
 
     /// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they were
-    /// destroyed), `note what count`, `call name count`, `last name`, which call came last; and `over` when every device
-    /// that was set was reset and every context that was made was destroyed, or was to be.
+    /// destroyed), `note what count`, `call name count`, `last name`, which call came last; and `over` when every
+    /// device that was set was reset and every context that was made was destroyed, or was to be.
     pub fn report(&self) -> String {
         let leaks = [
             ("devices", self.devices.iter().map(|d| d.sets).sum()),

@@ -62,8 +62,8 @@ fn made(
     code
 }
 
-/// Declares entry points: the arguments of cuda.h, with handles as numbers; the world in which the call is made; and what
-/// it does there.
+/// Declares entry points: the arguments of cuda.h, with handles as numbers; the world in which the call is made; and
+/// what it does there.
 macro_rules! entries {
     ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) in $number:expr, |$w:ident, $text:ident| $body:block)*) => {$(
         $(#[$doc])*

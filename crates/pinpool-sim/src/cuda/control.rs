@@ -6,7 +6,8 @@ use std::time::Duration;
 use super::world::World;
 
 impl World {
-    /// Answers a command of a test: words with spaces between them. Those that any vendor's world has are in `common.rs`.
+    /// Answers a command of a test: words with spaces between them. Those that any vendor's world has are in
+    /// `common.rs`.
     ///
     /// # Panics
     /// There is no such command.

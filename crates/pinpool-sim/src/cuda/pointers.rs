@@ -131,8 +131,8 @@ entries! {
 }
 
 impl World {
-    /// What a kernel's `malloc` returns, with the module that has it loaded in the device's primary context. 0: there is
-    /// none.
+    /// What a kernel's `malloc` returns, with the module that has it loaded in the device's primary context. 0: there
+    /// is none.
     pub fn device_malloc(&mut self, device: usize, len: usize) -> u64 {
         let Some((context, _)) = self.devices.get(device).and_then(|d| d.primary) else { return 0 };
         let at = self.address(len, 0);
@@ -141,8 +141,8 @@ impl World {
         at
     }
 
-    /// Memory of a device that did not come from `cuMemAlloc` in its primary context: of another context (0), managed (1),
-    /// or mapped by `cuMemMap` (2). Freed by `cuMemFree`. 0: there is none.
+    /// Memory of a device that did not come from `cuMemAlloc` in its primary context: of another context (0), managed
+    /// (1), or mapped by `cuMemMap` (2). Freed by `cuMemFree`. 0: there is none.
     pub fn other_memory(&mut self, device: usize, kind: u32, len: usize) -> u64 {
         let Some((primary, _)) = self.devices.get(device).and_then(|d| d.primary) else { return 0 };
         let (context, kind) = match kind {

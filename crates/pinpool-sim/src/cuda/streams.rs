@@ -39,9 +39,9 @@ impl World {
         destroyed.next_back().filter(|_| self.reuse).map(|(handle, _)| *handle)
     }
 
-    /// What is submitted to the legacy stream comes after everything on per-thread default streams, and what is submitted
-    /// to these after everything on the legacy stream. (So it is with all blocking streams, but no program should rely
-    /// on that.)
+    /// What is submitted to the legacy stream comes after everything on per-thread default streams, and what is
+    /// submitted to these after everything on the legacy stream. (So it is with all blocking streams, but no program
+    /// should rely on that.)
     pub fn order_implicitly(&mut self, call: &str, handle: usize) -> Outcome {
         let handle = self.resolved(handle);
         let stream = self.stream(call, handle)?;

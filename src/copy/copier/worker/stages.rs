@@ -69,8 +69,8 @@ impl Owned {
     /// Chooses the way, and fills the segment of an upload.
     pub(super) fn prepare(&mut self, engine: &Engine) -> Result<()> {
         let (job, chunk, direction) = (&self.job, &self.chunk, self.job.direction);
-        // While a call of the program writes bytes from the ring, it may wait for transfers that need the ring, and this
-        // worker would have a part of it.
+        // While a call of the program writes bytes from the ring, it may wait for transfers that need the ring, and
+        // this worker would have a part of it.
         let may_hold_up = direction == Direction::Down && job.kind == Kind::Blocking;
         let may_use_ring = !may_hold_up && !engine.is_slow(direction);
         self.by_ring = may_use_ring && chunk.is_for_ring(engine.settings.segment);

@@ -64,8 +64,8 @@ impl Kernels {
             return;
         }
         let _current = CudaCurrent::relaxed(api, true);
-        // After an error the module goes with its context. SAFETY: loaded once in this context, unloaded once; no launch
-        // is under way, since every stream has been destroyed.
+        // After an error the module goes with its context. SAFETY: loaded once in this context, unloaded once; no
+        // launch is under way, since every stream has been destroyed.
         unsafe { api.module_unload.call(self.module) };
     }
 }

@@ -1,5 +1,5 @@
-//! The environment of this process: a machine or a container. A remedy depends on it: checks list their remedies for all
-//! environments, and [`Environment::remedies`] selects those that apply here.
+//! The environment of this process: a machine or a container. A remedy depends on it: checks list their remedies for
+//! all environments, and [`Environment::remedies`] selects those that apply here.
 
 use super::system::System;
 

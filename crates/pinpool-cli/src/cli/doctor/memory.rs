@@ -49,7 +49,8 @@ pub fn cgroup(case: &Case) -> Result<Verdict, Unseen> {
         let limit = |file, limit: Option<u64>| Some((group.left(limit)?, limit?, file, group));
         [limit(all.limit_file(), group.max), limit("memory.high", group.high)]
     });
-    // One that the pool exceeds before one that it does not, and one at which the kernel ends processes before the other.
+    // One that the pool exceeds before one that it does not, and one at which the kernel ends processes before the
+    // other.
     let order = |(left, _, file, _): &(u64, u64, &str, &ControlGroup)| {
         (*left >= case.capacity, *file == "memory.high", *left)
     };

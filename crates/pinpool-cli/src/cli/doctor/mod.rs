@@ -135,8 +135,8 @@ struct Report<'a> {
 }
 
 impl Report<'_> {
-    /// Adds the verdict with the remedies that can be applied in this environment. Texts of the system's files and of the
-    /// driver become one line, and are escaped and cut to a bounded length.
+    /// Adds the verdict with the remedies that can be applied in this environment. Texts of the system's files and of
+    /// the driver become one line, and are escaped and cut to a bounded length.
     fn add(&mut self, name: &str, verdict: Result<Verdict, Unseen>) {
         let Verdict { status, found, fix } = verdict.unwrap_or_else(|Unseen(file)| {
             let fix = fixes![Here: "mount /proc and /sys, and let this user read {file}"];

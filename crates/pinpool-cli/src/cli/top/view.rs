@@ -1,7 +1,7 @@
 //! What `top` shows: rates, quantiles and alarms, computed from a server's answers of the last minutes.
 //!
-//! A [`History`] keeps the answers, and [`History::page`] makes text of them. The page of `examples/dashboard` shows the
-//! same, from the same metrics.
+//! A [`History`] keeps the answers, and [`History::page`] makes text of them. The page of `examples/dashboard` shows
+//! the same, from the same metrics.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
