@@ -1,392 +1,470 @@
-//! The simulated libcuda keeps its rules: each is broken on purpose, and its id is seen.
+//! The simulated libcuda keeps its rules: each is broken on purpose, without pinpool in between, and the call must give
+//! its code and write down that rule and no other.
 //!
-//! A double shares its author's misreadings, so what it does is written down here call by call, without pinpool in
-//! between, and the same calls are made on a real driver where there is one; see `probe/mod.rs`. What calls do that no
-//! code shows is in `hardware/effects.rs`.
+//! A double shares its author's misreadings, so the same scripts run on a real driver where there is one, and the codes
+//! are compared. What calls do that no code shows is in `hardware/effects.rs`.
+//!
+//! A *script* has a line for each call, or several with `; ` between them:
+//!
+//! | line | what it does |
+//! | --- | --- |
+//! | `1 MemFree m+8 ! MEM-7` | the call, named without `cu` and `_v2`, gives that code and breaks that rule |
+//! | `... ? 0 WHY`, `... ? - WHY` | a driver gives that code instead; the driver is not asked (behind the name of a script: all of it) |
+//! | `0 CtxGetCurrent & -> own` | it writes that number to the place that `&` stands for (`_`: any) |
+//! | `0 StreamGetId 2 & => mine` | `mine` is what it wrote |
+//! | `s = StreamCreate 1` | a call that writes to its first argument succeeds; `s` is what it wrote |
+//! | `0 up m page 64 s`, `0 down page m 64 s`, `0 register page 64` | copies to device memory `m`, and back; registers memory |
+//! | `0 batch 0:1 s m page 1024 4` | a batch of 4 copies of 1024 bytes next to each other (and more of them), with attributes from copy 0 on |
+//! | `rows = rows m,0,16`, `0 launch f 16 s m table 1` | rows of a table (place, offset, length) in host memory; a kernel in 16 blocks |
+//! | `heap = malloc 64` | memory of the device's heap |
+//! | `fill page 7`, `page is 7x100 1x5` | writes to 4096 bytes of host memory; which bytes are there |
+//! | `e completes`, `finish s` | asks until the event is complete; waits for the stream on a real driver |
+//! | `elsewhere`, `beside`, `each`, `race` | on a thread without a context; with it; here and beside; here and beside at once |
+//! | `here` | on the simulation alone |
+//! | `two devices` | the rest needs two |
+//! | `left streams 1, events 1`, `noted PAGEABLE 1` | the report has exactly this under "leak", and under "note" |
+//! | `sim hang true` | a command to the simulation |
+//!
+//! The context of device `d0` is current, and there are a stream `s`, an event `e`, 4096 bytes of device memory `m` and
+//! four pages of host memory `page`, unless the script begins with `bare`.
 
 #![allow(unsafe_code, reason = "calling a driver")]
 
-#[macro_use]
-mod probe;
-/// Blocks of rules by topic.
-mod rules {
-    pub mod batches;
-    pub mod host;
-    pub mod kernels;
-    pub mod pointers;
-    pub mod streams;
-}
+mod rules;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::c_void;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
-use probe::listed::{LISTED, Listed};
-use probe::{PAGE, Rule};
+use pinpool_sim::cuda::Driver;
 
-use crate::support::{doubles, skip};
+use crate::support::doubles::gpu::Raw;
+use crate::support::doubles::{self, HANG, StandIn, gpu_name};
+use crate::support::{kernels, skip};
+use rules::{BEHAVIOUR, RULES};
 
-rules! {
-    PLAIN:
+/// Which script the child tries, on which library.
+const RULE: &str = "PINPOOL_PROBE_RULE";
+const LIBRARY: &str = "PINPOOL_PROBE_LIBRARY";
+/// What a script says that lacks a device.
+const SHORT: &str = "there is one GPU, and the rule needs two";
+/// Longer than a script takes, the driver's start included.
+const LIMIT: Duration = Duration::from_secs(120);
+const PAGE: usize = 4096;
+/// pinpool's own kernels.
+const KERNELS: &str = concat!(include_str!("../../../src/device/cuda/spread/kernels.ptx"), "\0");
+const NO_KERNELS: &std::ffi::CStr = c".version 6.0\n.target sm_70\n.address_size 64\nno kernels\n";
 
-    init_1_nothing_before_init (bare) |d| {
-        let mut count = 0;
-        says!(d, 3, "cuDeviceGetCount", &raw mut count);
-        d.broken(&["INIT-1"]);
-        says!(d, 0, "cuInit", 0);
-        // It writes an int.
-        let devices = made!(d, "cuDeviceGetCount") & 0xFFFF_FFFF;
-        says!(d, 101, "cuDeviceGet", &raw mut count, devices);
-        says!(d, 101, "cuDeviceGet", &raw mut count, -1_i32);
-        let version = made!(d, "cuDriverGetVersion");
-        assert!(!d.is_stand_in() || (devices, version) == (d.ordinal(2), 12_080));
-    }
+/// Memory that begins and ends with a page, so that a driver that counts in pages sees what the script means.
+#[repr(C, align(4096))]
+struct Pages([u8; 4 * PAGE]);
 
-    ctx_1_a_context_must_be_current (ready) |d| {
-        says!(d, 0, "cuCtxSetCurrent", 0);
-        let mut at = 0_usize;
-        says!(d, 201, "cuMemAlloc_v2", &raw mut at, 1);
-        // And on the thread that calls, not on another one.
-        d.current(0);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                d.enter();
-                says!(d, 201, "cuMemAlloc_v2", &raw mut at, 1)
-            });
-        });
-        d.broken(&["CTX-1", "CTX-1"]);
-        d.memory(1);
-        // What a handle says of itself needs none.
-        let (stream, event, mut capturing) = (d.stream(), d.event(), 7_u32);
-        says!(d, 0, "cuEventRecord", event, stream);
-        says!(d, 0, "cuStreamSynchronize", stream);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                says!(d, 0, "cuStreamIsCapturing", stream, &raw mut capturing);
-                says!(d, 0, "cuEventQuery", event);
-            });
-        });
-        assert_eq!(capturing, 0);
-    }
+/// `cuDeviceGetCount`, and what it says to a destructor.
+static ASKED: AtomicUsize = AtomicUsize::new(0);
+static ANSWER: AtomicU32 = AtomicU32::new(0);
 
-    ctx_2_a_context_that_is_gone (ready) |d| {
-        let context = made!(d, "cuCtxGetCurrent");
-        says!(d, 0, "cuDevicePrimaryCtxRelease_v2", 0);
-        let mut at = 0_usize;
-        // Still current, and known to be destroyed.
-        says!(d, 709, "cuMemAlloc_v2", &raw mut at, 1);
-        says!(d, 709, "cuCtxPushCurrent_v2", context);
-        d.broken(&["CTX-2", "CTX-2"]);
-        let again = d.current(0);
-        assert!(!d.is_stand_in() || again != context, "a number is never used twice");
-        d.memory(1);
-    }
+/// A destructor that calls the driver.
+unsafe extern "C" fn asks(_: *mut c_void) {
+    let mut count = 0;
+    // SAFETY: the address of that very function, and a place for a number.
+    let answer = unsafe {
+        let ask = std::mem::transmute::<usize, unsafe extern "C" fn(*mut i32) -> u32>;
+        ask(ASKED.load(Ordering::SeqCst))(&raw mut count)
+    };
+    ANSWER.store(answer, Ordering::SeqCst);
+}
 
-    ctx_3_pops_and_pushes_match (ready) |d| {
-        let context = made!(d, "cuCtxGetCurrent");
-        says!(d, 0, "cuCtxPushCurrent_v2", context);
-        assert_eq!(made!(d, "cuCtxPopCurrent_v2"), context);
-        assert_eq!(made!(d, "cuCtxPopCurrent_v2"), context);
-        let mut popped = 0_usize;
-        says!(d, 201, "cuCtxPopCurrent_v2", &raw mut popped);
-        d.broken(&["CTX-3"]);
-    }
+unsafe extern "C" fn idle(_: *mut c_void) {}
 
-    ctx_4_a_release_for_each_retain (ready) |d| {
-        says!(d, 0, "cuDevicePrimaryCtxRelease_v2", 0);
-        says!(d, 201, "cuDevicePrimaryCtxRelease_v2", 0);
-        d.broken(&["CTX-4"]);
-    }
+/// What the words of a script stand for, on a machine of its own or on a real driver.
+struct Script {
+    raw: Raw,
+    real: bool,
+    words: BTreeMap<String, usize>,
+    /// What differs on a real driver from what the script says.
+    wrong: Vec<String>,
+    /// There is no second device for the rest.
+    short: bool,
+}
 
-    ctx_5_contexts_are_not_mixed (ready) |d| {
-        if !d.has_devices(2) {
-            return;
+impl Script {
+    /// Nothing is initialised.
+    fn bare(driver: StandIn, real: bool) -> Self {
+        if !real {
+            driver.command("bare");
         }
-        let (stream, event, memory) = (d.stream(), d.event(), d.memory(64));
-        d.current(1);
-        let (other, bytes, mut capturing) = (d.stream(), [0; 64], 0_u32);
-        says!(d, 400, "cuEventRecord", event, other);
-        says!(d, 400, "cuEventRecord", d.event(), stream);
-        d.uploads(1, memory, &bytes, other);
-        says!(d, 400, "cuStreamSynchronize", stream);
-        says!(d, 0, "cuEventQuery", event);
-        says!(d, 0, "cuStreamIsCapturing", stream, &raw mut capturing);
-        d.broken(&["CTX-5", "CTX-5", "CTX-5", "CTX-5", "EVT-2"]);
-        d.finish(other);
+        // SAFETY: cuda.h has the signature.
+        let ask = unsafe { driver.get::<unsafe extern "C" fn(*mut i32) -> u32>("cuDeviceGetCount") };
+        ASKED.store(ask as usize, Ordering::SeqCst);
+        let device = |at: usize| if real { at } else { gpu_name(at)[5..].parse().unwrap() };
+        let page = Box::leak(Box::new(Pages([1; 4 * PAGE]))).0.as_mut_ptr() as usize;
+        let map = memmap2::MmapMut::map_anon(PAGE).unwrap().make_read_only().unwrap();
+        let readonly = Box::leak(Box::new(map)).as_ptr() as usize;
+        let scratch = Box::leak(Box::new([0_u64; 8])).as_mut_ptr() as usize;
+        let words = [
+            ("d0", device(0)),
+            ("d1", device(1)),
+            ("d2", device(2)),
+            ("page", page),
+            ("readonly", readonly),
+            ("_", scratch),
+            ("relaxed", Box::leak(Box::new(2_u32)) as *mut u32 as usize),
+            ("names", Box::leak(Box::new([99_i32])).as_ptr() as usize),
+            ("places", Box::leak(Box::new([scratch])).as_ptr() as usize),
+            ("asks", asks as *const () as usize),
+            ("idle", idle as *const () as usize),
+            ("kernels", KERNELS.as_ptr() as usize),
+            ("nokernels", NO_KERNELS.as_ptr() as usize),
+            ("spread", c"pinpool_spread".as_ptr() as usize),
+            ("collect", c"pinpool_collect".as_ptr() as usize),
+            ("nofunction", c"pinpool_other".as_ptr() as usize),
+        ];
+        let words = words.map(|(name, value)| (name.to_owned(), value)).into();
+        Self { raw: Raw(driver), real, words, wrong: Vec::new(), short: false }
     }
 
-    str_1_a_stream_that_is_gone (ready) |d| {
-        let stream = d.stream();
-        says!(d, 0, "cuStreamDestroy_v2", stream);
-        says!(d, 400, "cuStreamDestroy_v2", stream);
-        says!(d, 400, "cuStreamSynchronize", stream);
-        d.broken(&["STR-1", "STR-1"]);
-    }
-
-    str_2_a_stream_with_work (ready) |d| {
-        let (stream, memory, bytes) = (d.stream(), d.memory(64), [7; 64]);
-        d.uploads(0, memory, &bytes, stream);
-        says!(d, 0, "cuStreamDestroy_v2", stream);
-        d.broken(&["STR-2"]);
-    }
-
-    evt_1_an_event_that_is_gone (ready) |d| {
-        let event = d.event();
-        says!(d, 0, "cuEventDestroy_v2", event);
-        says!(d, 400, "cuEventQuery", event);
-        says!(d, 400, "cuEventDestroy_v2", event);
-        d.broken(&["EVT-1", "EVT-1"]);
-    }
-
-    evt_2_an_event_never_recorded_asks_as_complete (ready) |d| {
-        says!(d, 0, "cuEventQuery", d.event());
-        d.broken(&["EVT-2"]);
-    }
-
-    evt_3_an_event_recorded_again_too_early (ready) |d| {
-        let (stream, event) = (d.stream(), d.event());
-        says!(d, 0, "cuEventRecord", event, stream);
-        d.wait(event);
-        // Seen complete: only then is it recorded again.
-        says!(d, 0, "cuEventRecord", event, stream);
-        d.broken(&[]);
-        says!(d, 0, "cuEventRecord", event, stream);
-        d.broken(&["EVT-3"]);
-    }
-
-    evt_4_an_event_destroyed_too_early (ready) |d| {
-        let (stream, event) = (d.stream(), d.event());
-        says!(d, 0, "cuEventRecord", event, stream);
-        says!(d, 0, "cuEventDestroy_v2", event);
-        d.broken(&["EVT-4"]);
-    }
-
-    mem_1_registrations_do_not_overlap (ready) |d| {
-        let mut bytes = d.pages(4, 0);
-        d.registers(0, &mut bytes[PAGE..3 * PAGE]);
-        d.registers(0, &mut bytes[..PAGE]);
-        d.registers(712, &mut bytes[2 * PAGE..]);
-        d.registers(712, &mut bytes);
-        d.broken(&["MEM-1", "MEM-1"]);
-    }
-
-    mem_2_only_what_is_registered_is_unregistered (ready) |d| {
-        let mut bytes = d.pages(2, 0);
-        d.registers(0, &mut bytes);
-        says!(d, 1, "cuMemHostUnregister", bytes[PAGE..].as_ptr());
-        says!(d, 0, "cuMemHostUnregister", bytes.as_ptr());
-        says!(d, 713, "cuMemHostUnregister", bytes.as_ptr());
-        d.broken(&["MEM-2", "MEM-2"]);
-    }
-
-    mem_3_nothing_is_not_registered (ready) |d| {
-        says!(d, 1, "cuMemHostRegister_v2", 0, 4096, 1);
-        says!(d, 1, "cuMemHostRegister_v2", 4096, 0, 1);
-        says!(d, 1, "cuMemHostRegister_v2", 4096, usize::MAX, 1);
-        d.broken(&["MEM-3", "MEM-3", "MEM-3"]);
-    }
-
-    mem_4_memory_unregistered_too_early (ready) |d| {
-        let (stream, memory, mut bytes) = (d.stream(), d.memory(PAGE), d.pages(1, 1));
-        d.registers(0, &mut bytes);
-        d.uploads(0, memory, &bytes, stream);
-        says!(d, 0, "cuMemHostUnregister", bytes.as_ptr());
-        d.broken(&["MEM-4"]);
-        d.finish(stream);
-    }
-
-    mem_5_memory_registered_in_part (ready) |d| {
-        let (stream, memory, mut bytes) = (d.stream(), d.memory(2 * PAGE), d.pages(2, 1));
-        d.registers(0, &mut bytes[..PAGE]);
-        d.uploads(1, memory, &bytes, stream);
-        d.broken(&["MEM-5"]);
-        // Memory that is not registered at all is another matter: slow, allowed and counted.
-        d.uploads(0, memory, &bytes[PAGE..], stream);
-        assert!(!d.is_stand_in() || d.stand_in.report().notes == ["PAGEABLE 1"]);
-        d.finish(stream);
-    }
-
-    mem_6_device_memory_has_an_end (ready) |d| {
-        let (stream, memory, mut bytes) = (d.stream(), d.memory(PAGE), d.pages(1, 1));
-        d.uploads(1, memory + 1, &bytes, stream);
-        d.downloads(1, &mut bytes, memory + 1, stream);
-        d.uploads(1, memory - 1, &bytes, stream);
-        d.uploads(1, 0, &bytes, stream);
-        says!(d, 1, "cuMemcpyHtoDAsync_v2", memory, 0, 8, stream);
-        says!(d, 1, "cuMemcpyDtoDAsync_v2", memory, memory + 8, PAGE, stream);
-        d.broken(&["MEM-6"; 6]);
-        d.finish(stream);
-    }
-
-    mem_7_only_allocations_are_freed (ready) |d| {
-        let memory = d.memory(PAGE);
-        says!(d, 1, "cuMemFree_v2", memory + 8);
-        says!(d, 0, "cuMemFree_v2", memory);
-        says!(d, 1, "cuMemFree_v2", memory);
-        d.broken(&["MEM-7", "MEM-7"]);
-    }
-
-    mem_8_memory_freed_too_early (ready) |d| {
-        let (stream, memory, bytes) = (d.stream(), d.memory(PAGE), d.pages(1, 1));
-        d.uploads(0, memory, &bytes, stream);
-        says!(d, 0, "cuMemFree_v2", memory);
-        d.broken(&["MEM-8"]);
-        d.finish(stream);
-    }
-
-    cap_1_captures_forbid_unsafe_calls (ready) |d| {
-        let (stream, other, event) = (d.stream(), d.stream(), d.event());
-        says!(d, 0, "cuEventRecord", event, other);
-        // Global mode: every thread is bound.
-        says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
-        let context = made!(d, "cuCtxGetCurrent");
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                says!(d, 0, "cuCtxSetCurrent", context);
-                says!(d, 900, "cuEventQuery", event);
-            });
-        });
-        let mut graph = 0_usize;
-        // It is spoiled.
-        says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
-        d.broken(&["CAP-1"]);
-        // Except calls that say that they have nothing to do with it.
-        says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
-        let mut mode = 2_u32;
-        says!(d, 0, "cuThreadExchangeStreamCaptureMode", &raw mut mode);
-        d.wait(event);
-        says!(d, 0, "cuThreadExchangeStreamCaptureMode", &raw mut mode);
-        assert_eq!(mode, 2);
-        says!(d, 0, "cuStreamEndCapture", stream, &raw mut graph);
-        d.broken(&["CAP-1"]);
-    }
-
-    /// Each forbidden call by itself, on the thread that captures.
-    cap_1_each_unsafe_call_spoils (ready) |d| {
-        let (stream, other, memory) = (d.stream(), d.stream(), d.memory(PAGE));
-        let (mut bytes, mut fresh) = (d.pages(1, 0), d.pages(1, 0));
-        d.registers(0, &mut bytes);
-        let (mut graph, mut at) = (0_usize, 0_usize);
-        for call in 0..5 {
-            says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
-            match call {
-                0 => says!(d, 900, "cuMemAlloc_v2", &raw mut at, PAGE),
-                1 => says!(d, 900, "cuMemFree_v2", memory),
-                2 => d.registers(900, &mut fresh),
-                3 => says!(d, 900, "cuMemHostUnregister", bytes.as_ptr()),
-                _ => says!(d, 900, "cuStreamSynchronize", other),
+    fn run(driver: StandIn, real: bool, script: &str) -> Self {
+        let mut on = Self::bare(driver, real);
+        if !script.starts_with("bare\n") {
+            let start = "0 Init 0\ncontext = DevicePrimaryCtxRetain d0\n0 CtxSetCurrent context\ns = stream\ne = event";
+            start.lines().chain(["m = memory 4096"]).for_each(|line| on.line(line));
+        }
+        for line in script.lines() {
+            if !on.short {
+                on.line(line);
             }
-            says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
         }
-        d.broken(&["CAP-1"; 5]);
+        on
     }
 
-    /// What may be called during a capture, on the thread that captures and on others.
-    cap_1_other_calls_leave_a_capture_alone (ready) |d| {
-        let (stream, other, third) = (d.stream(), d.stream(), d.stream());
-        let (event, memory, mut bytes) = (d.event(), d.memory(PAGE), d.pages(1, 0));
-        d.registers(0, &mut bytes);
-        let context = made!(d, "cuCtxGetCurrent");
-        let calls = || {
-            let (mut made, mut popped) = (0_usize, 0_usize);
-            says!(d, 0, "cuCtxGetCurrent", &raw mut made);
-            says!(d, 0, "cuCtxPushCurrent_v2", context);
-            says!(d, 0, "cuEventCreate", &raw mut made, 2);
-            says!(d, 0, "cuEventDestroy_v2", made);
-            says!(d, 0, "cuStreamCreate", &raw mut made, 1);
-            says!(d, 0, "cuStreamDestroy_v2", made);
-            d.uploads(0, memory, &bytes, other);
-            says!(d, 0, "cuMemcpyDtoHAsync_v2", bytes.as_ptr(), memory, PAGE, other);
-            says!(d, 0, "cuEventRecord", event, other);
-            says!(d, 0, "cuStreamWaitEvent", third, event, 0);
-            says!(d, 0, "cuCtxPopCurrent_v2", &raw mut popped);
-        };
-        says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
-        calls();
+    fn line(&mut self, line: &str) {
+        let seen = self.broken().len();
+        let (text, on_driver) = line.split_once(" ? ").map_or((line, None), |(text, why)| (text, Some(why)));
+        let (what, rules) = text.split_once(" ! ").unwrap_or((text, ""));
+        let known = on_driver.and_then(|why| why.split(' ').next());
+        if self.real && known == Some("-") {
+            return tell(&format!("{line}: the driver is not asked"));
+        }
+        match what.split_once(' ') {
+            Some(("here", _)) if self.real => return,
+            Some(("here", rest)) => self.steps(rest, None),
+            Some(("elsewhere", rest)) => self.on_a_thread(false, rest, known),
+            Some(("beside", rest)) => self.on_a_thread(true, rest, known),
+            Some(("each", rest)) => {
+                self.steps(rest, known);
+                self.on_a_thread(true, rest, known);
+            }
+            Some(("race", rest)) => self.race(&rest.split(' ').collect::<Vec<_>>()[1..]),
+            _ => self.steps(what, known),
+        }
+        let mut broken = self.broken().split_off(seen);
+        if what.starts_with("race ") {
+            broken.dedup();
+        }
+        assert!(self.real || broken.join(" ") == rules, "{line}: {broken:?}");
+    }
+
+    /// The ids of the rules that were broken so far.
+    fn broken(&self) -> Vec<String> {
+        if self.real { Vec::new() } else { crate::rig::broken(&self.raw.0) }
+    }
+
+    fn steps(&mut self, text: &str, known: Option<&str>) {
+        text.split("; ").for_each(|step| self.step(step, known));
+    }
+
+    fn on_a_thread(&mut self, has_context: bool, text: &str, known: Option<&str>) {
         std::thread::scope(|scope| {
-            scope.spawn(calls);
+            let thread = scope.spawn(|| {
+                self.raw.0.enter();
+                if has_context {
+                    self.steps("0 CtxPushCurrent context", None);
+                }
+                self.steps(text, known);
+            });
+            thread.join().expect("the other thread");
         });
-        let mut graph = 0_usize;
-        says!(d, 0, "cuStreamEndCapture", stream, &raw mut graph);
-        d.finish(third);
     }
 
-    cap_2_nothing_waits_for_a_capture (ready) |d| {
-        let (stream, mut graph) = (d.stream(), 0_usize);
-        says!(d, 0, "cuStreamBeginCapture_v2", stream, 2);
-        says!(d, 900, "cuStreamSynchronize", stream);
-        d.broken(&["CAP-2"]);
-        says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
-        let mut id = 0_u64;
-        says!(d, 0, "cuStreamBeginCapture_v2", stream, 2);
-        says!(d, 900, "cuStreamGetId", stream, &raw mut id);
-        d.broken(&["CAP-2", "CAP-2"]);
-        says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
-    }
-
-    cap_3_an_event_of_a_capture_is_not_asked (ready) |d| {
-        let (stream, event) = (d.stream(), d.event());
-        says!(d, 0, "cuStreamBeginCapture_v2", stream, 2);
-        says!(d, 0, "cuEventRecord", event, stream);
-        says!(d, 907, "cuEventQuery", event);
-        d.broken(&["CAP-3"]);
-    }
-
-    cap_4_a_capture_ends_where_it_began (ready) |d| {
-        let (stream, context) = (d.stream(), made!(d, "cuCtxGetCurrent"));
-        says!(d, 0, "cuStreamBeginCapture_v2", stream, 1);
+    /// Makes a call on two threads until a rule is broken.
+    fn race(&self, words: &[&str]) {
+        let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let mut graph = 0_usize;
-                says!(d, 0, "cuCtxSetCurrent", context);
-                says!(d, 908, "cuStreamEndCapture", stream, &raw mut graph);
+                self.raw.0.enter();
+                self.call(&["CtxPushCurrent", "context"], &mut 0);
+                while !is_over.load(Ordering::Relaxed) {
+                    assert_eq!(self.call(words, &mut 0), 0);
+                }
             });
+            while self.broken().is_empty() {
+                assert_eq!(self.call(words, &mut 0), 0);
+            }
+            is_over.store(true, Ordering::Relaxed);
         });
-        d.broken(&["CAP-4"]);
     }
 
-    arg_1_results_need_a_place (ready) |d| {
-        says!(d, 1, "cuMemAlloc_v2", 0, 64);
-        says!(d, 1, "cuDeviceGetCount", 0);
-        d.broken(&["ARG-1", "ARG-1"]);
+    fn step(&mut self, step: &str, known: Option<&str>) {
+        let words: Vec<&str> = step.split(' ').collect();
+        match words[..] {
+            ["bare"] => {}
+            ["two", "devices"] => {
+                let mut count = 0;
+                self.call(&["DeviceGetCount", "&"], &mut count);
+                self.short = count < 2;
+                if self.short {
+                    tell(SHORT);
+                }
+            }
+            ["sim", ..] => drop(self.raw.0.command(&step["sim ".len()..])),
+            ["left", ..] => assert_eq!(self.raw.0.report().leaks.join(", "), step["left ".len()..]),
+            ["noted", ..] => assert_eq!(self.raw.0.report().notes.join(", "), step["noted ".len()..]),
+            ["answered", code] => {
+                while ANSWER.load(Ordering::SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                assert_eq!(ANSWER.load(Ordering::SeqCst) as usize, self.word(code));
+            }
+            ["fill", name, byte] => {
+                // SAFETY: scripts fill host memory that has so many bytes.
+                unsafe { (self.word(name) as *mut u8).write_bytes(self.word(byte) as u8, PAGE) };
+            }
+            ["finish", stream] => {
+                // Its code does not matter: the stream may be the one that was misused.
+                if self.real {
+                    self.call(&["StreamSynchronize", stream], &mut 0);
+                }
+            }
+            [one, "differs", other] => assert_ne!(self.word(one), self.word(other), "{step}"),
+            [one, "equals", other] => assert_eq!(self.word(one), self.word(other), "{step}"),
+            // SAFETY: the place of a number.
+            [name, "holds", number] => {
+                assert_eq!(unsafe { *(self.word(name) as *const u32) }, number.parse().unwrap())
+            }
+            [name, "is", ref runs @ ..] => {
+                let run = |run: &&str| {
+                    let (byte, count) = run.split_once('x').unwrap_or((run, "64"));
+                    vec![self.word(byte) as u8; self.word(count)]
+                };
+                let expected: Vec<u8> = runs.iter().flat_map(run).collect();
+                // SAFETY: scripts look at host memory that has so many bytes.
+                let found =
+                    unsafe { std::slice::from_raw_parts(self.word(name) as *const u8, expected.len()) };
+                assert!(found == expected, "{step}: {found:?}");
+            }
+            [name, "completes"] => {
+                let since = Instant::now();
+                while self.call(&["EventQuery", name], &mut 0) != 0 {
+                    assert!(since.elapsed() < HANG, "{step}");
+                }
+            }
+            [name, "=", "malloc", len] => self.set(name, self.device_malloc(self.word(len))),
+            [name, "=", "rows", ref rows @ ..] => {
+                let row = |row: &&str| {
+                    let parts: Vec<u64> = row.split(',').map(|word| self.word(word) as u64).collect();
+                    [parts[0], parts[2] << 32 | parts[1]]
+                };
+                let text: Vec<u64> = rows.iter().flat_map(row).collect();
+                self.set(name, text.leak().as_ptr() as usize);
+            }
+            [name, "=", call, ref rest @ ..] => {
+                let (call, more) = match call {
+                    "stream" => ("StreamCreate", &["1"][..]),
+                    "event" => ("EventCreate", &["2"][..]),
+                    "memory" => ("MemAlloc", rest),
+                    call => (call, rest),
+                };
+                let mut made = 0;
+                assert_eq!(self.call(&[&[call, "&"], more].concat(), &mut made), 0, "{step}");
+                self.set(name, made);
+            }
+            [code, ref call @ .., arrow @ ("->" | "=>"), result] => {
+                let wrote = self.says(step, code, call, known);
+                match arrow {
+                    "->" => assert_eq!(wrote, self.word(result), "{step}"),
+                    _ => self.set(result, wrote),
+                }
+            }
+            [code, ref call @ ..] => drop(self.says(step, code, call, known)),
+            [] => {}
+        }
+    }
+
+    /// Makes a call and sees what it says. On the simulation another code fails at once; on a real driver the script
+    /// goes on, so that one run tells everything. Returns what it wrote.
+    fn says(&mut self, step: &str, code: &str, call: &[&str], known: Option<&str>) -> usize {
+        let (expected, mut wrote) = (self.word(code) as u32, 0);
+        if !self.real {
+            assert_eq!(self.call(call, &mut wrote), expected, "{step}");
+            return wrote;
+        }
+        tell(step);
+        let code = self.call(call, &mut wrote);
+        let wrong = match known.map(|code| code.parse::<u32>().expect("a code")) {
+            None if code != expected => "a difference that is not listed",
+            Some(_) if code == expected => "it is listed, and the driver does not differ",
+            Some(known) if code != known => "it differs, and not as the list says",
+            _ => return wrote,
+        };
+        let text = format!("{step}: the driver says {code}: {wrong}");
+        tell(&text);
+        self.wrong.push(text);
+        wrote
+    }
+
+    fn set(&mut self, name: &str, value: usize) {
+        self.words.insert(name.to_owned(), value);
+    }
+
+    /// A number, or what a name stands for, or more or less than that: `m+64`.
+    fn word(&self, word: &str) -> usize {
+        let at = word[1..].find(['+', '-']).map_or(word.len(), |at| at + 1);
+        let number = |text: &str| text.parse::<i64>().map(|number| number as usize);
+        let known = self.words.get(&word[..at]).copied();
+        let base = known
+            .unwrap_or_else(|| number(&word[..at]).unwrap_or_else(|_| panic!("no number or name: {word}")));
+        if at == word.len() { base } else { base.wrapping_add(number(&word[at..]).expect("a number")) }
+    }
+
+    /// Makes a call; `&` among its arguments stands for `place`.
+    fn call(&self, words: &[&str], place: &mut usize) -> u32 {
+        let (call, rest) = words.split_first().expect("a call");
+        if *call == "batch" {
+            return self.batch(rest, place);
+        }
+        let at = std::ptr::from_mut(place) as usize;
+        let given: Vec<usize> =
+            rest.iter().map(|word| if *word == "&" { at } else { self.word(word) }).collect();
+        match (*call, &given[..]) {
+            ("up", _) => self.entry("MemcpyHtoDAsync", &given),
+            ("down", _) => self.entry("MemcpyDtoHAsync", &given),
+            ("register", [start, len]) => self.entry("MemHostRegister", &[*start, *len, 1]),
+            ("launch", [function, blocks, stream, packed, table, rows]) => {
+                // The kernels' parameter: runs of packed bytes, table and number of rows, and the number of runs.
+                let mut runs = [0_usize; 97];
+                (runs[0], runs[1], runs[2], runs[96]) = (*packed, *table, *rows, 1);
+                let given = [runs.as_ptr()];
+                let shape = [*function, *blocks, 1, 1, 512, 1, 1, 0, *stream, given.as_ptr() as usize, 0];
+                self.entry("LaunchKernel", &shape)
+            }
+            _ => self.entry(call, &given),
+        }
+    }
+
+    /// A batch of copies, and at which one it failed.
+    fn batch(&self, words: &[&str], fault: &mut usize) -> u32 {
+        let (sets, stream) = (words[0], self.word(words[1]));
+        let (mut targets, mut sources, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
+        for part in words[2..].chunks(4) {
+            let [to, from, len, count] = [0, 1, 2, 3].map(|at| self.word(part[at]));
+            targets.extend((0..count).map(|n| to + n * len));
+            sources.extend((0..count).map(|n| from + n * len));
+            lengths.extend((0..count).map(|_| len));
+        }
+        // cuda.h's `CUmemcpyAttributes`: the order in which sources are read, and nothing about locations.
+        let set = |text: &str| {
+            let (first, order) = text.split_once(':').expect("where the attributes begin, and the order");
+            (self.word(first), [self.word(order) as u32, 0, 0, 0, 0, 0])
+        };
+        let (firsts, attributes): (Vec<usize>, Vec<[u32; 6]>) = sets.split(',').map(set).unzip();
+        let lists = [targets.as_ptr() as usize, sources.as_ptr() as usize, lengths.as_ptr() as usize];
+        let with = [attributes.as_ptr() as usize, firsts.as_ptr() as usize, firsts.len()];
+        let last = [std::ptr::from_mut(fault) as usize, stream];
+        self.entry("MemcpyBatchAsync", &[&lists[..], &[targets.len()], &with, &last].concat())
+    }
+
+    fn entry(&self, name: &str, given: &[usize]) -> u32 {
+        let newer = format!("cu{name}_v2");
+        let has_newer = Driver::Cuda12_8.symbol(&newer).is_some();
+        self.raw.call(&if has_newer { newer } else { format!("cu{name}") }, given)
+    }
+
+    /// Memory of the device's heap, on a real driver by a kernel's malloc.
+    fn device_malloc(&self, len: usize) -> usize {
+        if !self.real {
+            return self.raw.0.command(&format!("malloc 0 {len}")).parse().unwrap();
+        }
+        let raw = kernels::Raw::of(self.raw.0.clone());
+        let kernel = raw.kernel(raw.module(kernels::HEAP), c"heap_alloc");
+        let (stream, out, mut word) = (raw.stream(), raw.alloc(8), [0; 8]);
+        raw.launch(kernel, 1, 1, stream, &[len as u64, out]);
+        raw.synchronize(stream);
+        raw.read(out, &mut word);
+        assert_ne!(word, [0; 8], "the kernel's malloc gave nothing");
+        usize::from_le_bytes(word)
     }
 }
 
-behaviour! {
-    what_is_left_is_reported (ready) |d| {
-        let (stream, _event, memory) = (d.stream(), d.event(), d.memory(64));
-        let mut bytes = vec![0; PAGE];
-        assert_eq!(d.register(&mut bytes), 0);
-        let host = made!(d, "cuMemHostAlloc", PAGE, 0);
-        let all = ["contexts 1", "streams 1", "events 1", "allocations 1", "hosts 1", "registrations 1"];
-        assert_eq!(d.stand_in.report().leaks, all);
-        call!(d, "cuMemFreeHost", host);
-        call!(d, "cuStreamDestroy_v2", stream);
-        call!(d, "cuMemFree_v2", memory);
-        call!(d, "cuMemHostUnregister", bytes.as_ptr());
-        assert_eq!(d.stand_in.report().leaks, ["contexts 1", "events 1"]);
+/// A line for the reader, whatever the test harness captures.
+fn tell(text: &str) {
+    use std::io::Write;
+    // Where no process reads it nothing is lost.
+    let _ = writeln!(std::io::stdout().lock(), "\n{text}");
+}
+
+/// The scripts of a text by their names, whose lines are not indented.
+fn scripts(text: &str) -> Vec<(&str, String)> {
+    let mut all: Vec<(&str, String)> = Vec::new();
+    for line in text.lines().filter(|line| !line.is_empty()) {
+        match (line.strip_prefix("    "), all.last_mut()) {
+            (Some(line), Some((_, script))) => script.push_str(&format!("{line}\n")),
+            _ => all.push((line, String::new())),
+        }
+    }
+    all
+}
+
+/// The page of the simulation lists the rules that its sources write down, and each is broken here.
+#[test]
+fn each_rule_is_broken_by_a_script() {
+    if doubles::simulated_elsewhere() {
+        return;
+    }
+    let rules = scripts(RULES);
+    for (name, script) in rules.iter().chain(&scripts(BEHAVIOUR)) {
+        println!("{name}");
+        Script::run(StandIn::loaded().unwrap_or_else(|| StandIn::gpus(Driver::Cuda12_8)), false, script);
+    }
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/pinpool-sim/src/cuda");
+    let Ok(files) = std::fs::read_dir(&folder) else {
+        return skip!("{} is not here", folder.display());
+    };
+    let mut broken: BTreeSet<&str> = rules.iter().filter_map(|(id, _)| id.split(' ').next()).collect();
+    let (mut listed, mut written) = (BTreeSet::new(), BTreeSet::new());
+    for file in files {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+        let rows = text.lines().filter_map(|line| line.strip_prefix("//! | ")?.split(' ').next());
+        listed.extend(rows.filter(|id| is_id(id)).map(str::to_owned));
+        written.extend(text.split('"').filter(|word| is_id(word)).map(str::to_owned));
+    }
+    assert!(listed.iter().eq(&broken), "{listed:?}, {broken:?}");
+    // A rule about what a call does, which no program breaks.
+    broken.remove("STR-3");
+    assert!(written.iter().eq(&broken), "{written:?}, {broken:?}");
+    for id in broken {
+        assert!(RULES.contains(&format!(" ! {id}")), "{id} is not broken");
     }
 }
 
-/// Every rule there is: each block's list.
-const ALL: &[&[Rule]] = &[
-    PLAIN,
-    rules::batches::BATCHES,
-    rules::host::HOST,
-    rules::kernels::KERNELS,
-    rules::pointers::POINTERS,
-    rules::streams::STREAMS,
-];
-
-fn rules() -> Vec<&'static Rule> {
-    ALL.iter().copied().flatten().collect()
+/// `CPY-1`, in words.
+fn is_id(word: &str) -> bool {
+    let Some((family, number)) = word.split_once('-') else { return false };
+    let is_family = (3..=4).contains(&family.len()) && family.bytes().all(|b| b.is_ascii_uppercase());
+    is_family && number.parse::<u32>().is_ok()
 }
 
-/// Every rule on the machine's own driver.
+/// Every script on the machine's own driver, each in a process of its own, which tells each step before it is made.
 #[test]
 fn the_rules_on_the_real_driver() {
     const TEST: &str = "the_rules_on_the_real_driver";
-    let rules = rules();
-    if probe::tried_as_child(&rules) {
+    let rules = scripts(RULES);
+    if let (Ok(name), Some(library)) = (std::env::var(RULE), std::env::var_os(LIBRARY)) {
+        let (_, script) = rules.iter().find(|rule| rule.0 == name).expect("the parent has the same rules");
+        let library = StandIn::any(Path::new(&library), "sim_cuda").expect("it was loaded before");
+        let ran = Script::run(library, true, script);
+        assert!(ran.wrong.is_empty(), "{}", ran.wrong.join("\n"));
         return;
     }
     let (library, text) = match doubles::real_driver() {
@@ -397,68 +475,41 @@ fn the_rules_on_the_real_driver() {
             return;
         }
     };
-    let (mut wrong, short) = probe::try_all(&rules, TEST, &library, &[]);
-    if short > 0 && doubles::required_device("cuda:1") {
-        wrong.push(format!("{short} rules lack a GPU, and PINPOOL_REQUIRE names cuda:1"));
-    }
-    for Listed { rule, step, call, on_driver, why } in LISTED {
-        println!("listed: {rule} step {step}, {call}: {on_driver:?}: {why}");
+    let (mut wrong, mut short) = (Vec::new(), 0);
+    for (name, _) in rules.iter().filter(|(name, _)| !name.contains(" ? - ")) {
+        let environment = [(RULE, *name), (LIBRARY, library.to_str().expect("a path in UTF-8"))];
+        let child = doubles::child(TEST, &environment, LIMIT);
+        println!("{name}: {}", child.stdout);
+        short += usize::from(child.stdout.contains(SHORT));
+        if !child.status.is_some_and(|status| status.success()) || !child.stdout.contains("1 passed") {
+            wrong.push(format!("{name}: the child {}: {}", child.how(), child.last_words()));
+        }
     }
     println!("{TEST}: {} rules, {short} without enough GPUs; {text}", rules.len());
+    assert!(short == 0 || !doubles::required_device("cuda:1"), "PINPOOL_REQUIRE names cuda:1");
     assert!(wrong.is_empty(), "{} rules are wrong:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// The same with the simulation in the driver's place, for one rule: what is made to differ is told, and so is what is
-/// listed and does not differ.
+/// The comparison with the simulation in the driver's place: what is made to differ is told, and so is what is listed
+/// and does not differ.
 #[test]
 fn the_comparison_sees_what_differs() {
-    const TEST: &str = "the_comparison_sees_what_differs";
-    let mut rules = rules();
-    rules.retain(|rule| rule.name.starts_with("mem_4"));
-    if probe::tried_as_child(&rules) {
+    if doubles::simulated_elsewhere() {
         return;
     }
-    let Some(library) = doubles::named_or_built() else {
-        skip!("the simulated libcuda is not beside the executable");
-        return;
-    };
-    let said =
-        |environment: &[(&str, &str)]| probe::try_all(&rules, TEST, &library, environment).0.join("\n");
-    // As it is nothing differs.
-    assert_eq!(said(&[]), "");
-    let unlisted = said(&[(probe::KNOWN, "99:none:0")]);
-    assert!(unlisted.contains("no such step") && unlisted.contains("mem_4"), "{unlisted}");
-    // With a code of its own, or without.
-    let fault = (doubles::SETUP, "fail cuMemHostUnregister 1 713 false");
-    for (known, faults, expected) in [
-        (None, true, "713 (CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED): a difference that is not listed"),
-        (Some("3:cuMemHostUnregister:713"), true, ""),
-        (Some("3:cuMemHostUnregister:not tried"), true, ""),
-        (Some("3:cuMemHostUnregister:712"), true, "not as the list says"),
-        (Some("3:cuMemFree_v2:713"), true, "the list has cuMemFree_v2 there"),
-        (Some("3:cuMemHostUnregister:713"), false, "it is listed, and the driver does not differ"),
+    for (line, expected) in [
+        ("0 register page 4096", ""),
+        ("712 register page 4096", "a difference that is not listed"),
+        ("712 register page 4096 ? 0 why", ""),
+        ("712 register page 4096 ? 1 why", "not as the list says"),
+        ("0 register page 4096 ? 712 why", "the driver does not differ"),
+        ("712 register page 4096 ? - why", ""),
     ] {
-        let known = known.map(|known| (probe::KNOWN, known));
-        let environment: Vec<_> = known.into_iter().chain(faults.then_some(fault)).collect();
-        let said = said(&environment);
-        assert!(said.contains(expected) && said.is_empty() == expected.is_empty(), "{expected}: {said}");
+        let on = StandIn::gpus(Driver::Cuda12_8);
+        let mut script = Script::run(on, false, "");
+        script.real = true;
+        script.line(line);
+        let said = script.wrong.join("\n");
+        assert!(said.contains(expected) && said.is_empty() == expected.is_empty(), "{line}: {said}");
     }
-    // A death at a step is told.
-    let died = said(&[(probe::DIES, "2")]);
-    assert!(died.contains("signal: 6") && died.contains("step 2, cuMemcpyHtoDAsync_v2"), "{died}");
-}
-
-/// The page of the simulation has these rules.
-#[test]
-fn the_page_of_the_simulation_has_these_rules() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/pinpool-sim/src/cuda/mod.rs");
-    let Ok(page) = std::fs::read_to_string(&page) else {
-        skip!("{} is not here", page.display());
-        return;
-    };
-    let rows = page.lines().filter_map(|line| line.strip_prefix("//! | "));
-    let of_page: BTreeSet<&str> =
-        rows.filter_map(|row| row.split(' ').next()).filter(|id| id.contains('-') && *id != "---").collect();
-    let tested: BTreeSet<String> = rules().iter().map(|rule| probe::id(rule.name)).collect();
-    assert_eq!(of_page, tested.iter().map(String::as_str).collect(), "rules of the page, and tests");
 }
