@@ -16,7 +16,8 @@
 //! | `0 up m page 64 s`, `0 down page m 64 s`, `0 register page 64` | copies to device memory `m`, and back; registers memory |
 //! | `0 batch 0:1 s m page 1024 4` | a batch of 4 copies of 1024 bytes next to each other (and more of them), with attributes from copy 0 on |
 //! | `rows = rows m,0,16`, `0 launch f 16 s m table 1` | rows of a table (place, offset, length) in host memory; a kernel in 16 blocks |
-//! | `heap = malloc 64` | memory of the device's heap |
+//! | `heap = malloc 64`, `f = kernel spread` | memory of the device's heap; one of pinpool's kernels, of a new `module` |
+//! | `? - it is gone` | a handle of something destroyed: undefined on a driver |
 //! | `fill page 7`, `page is 7x100 1x5` | writes to 4096 bytes of host memory; which bytes are there |
 //! | `e completes`, `finish s` | asks until the event is complete; waits for the stream on a real driver |
 //! | `elsewhere`, `beside`, `each`, `race` | on a thread without a context; with it; here and beside; here and beside at once |
@@ -271,6 +272,10 @@ impl Script {
             }
             [name, "=", call, ref rest @ ..] => {
                 let (call, more) = match call {
+                    "kernel" => {
+                        self.step("module = ModuleLoadData kernels", None);
+                        ("ModuleGetFunction", &["module", rest[0]][..])
+                    }
                     "stream" => ("StreamCreate", &["1"][..]),
                     "event" => ("EventCreate", &["2"][..]),
                     "memory" => ("MemAlloc", rest),

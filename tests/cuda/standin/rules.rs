@@ -23,7 +23,7 @@ CTX-1
 CTX-2
     0 DevicePrimaryCtxRelease d0
     709 MemAlloc & 1 ! CTX-2
-    709 CtxPushCurrent context ! CTX-2 ? - a handle of something destroyed
+    709 CtxPushCurrent context ! CTX-2 ? - it is gone
     again = DevicePrimaryCtxRetain d0
     here again differs context
     0 CtxSetCurrent again
@@ -38,8 +38,7 @@ CTX-4
     201 DevicePrimaryCtxRelease d0 ! CTX-4
 CTX-5
     two devices
-    far = DevicePrimaryCtxRetain d1
-    0 CtxSetCurrent far
+    far = DevicePrimaryCtxRetain d1; 0 CtxSetCurrent far
     other = stream
     new = event
     400 EventRecord e other ! CTX-5
@@ -61,11 +60,11 @@ CTX-6
     0 StreamGetCtx other & -> own
     0 CtxDestroy own
     0 CtxGetCurrent & -> context
-    201 CtxDestroy own ! CTX-6 ? - a handle of something destroyed
+    201 CtxDestroy own ! CTX-6 ? - it is gone
 STR-1
     0 StreamDestroy s
-    400 StreamDestroy s ! STR-1 ? - a handle of something destroyed
-    400 StreamSynchronize s ! STR-1 ? - a handle of something destroyed
+    400 StreamDestroy s ! STR-1 ? - it is gone
+    400 StreamSynchronize s ! STR-1 ? - it is gone
 STR-2
     0 up m page 64 s
     0 StreamDestroy s ! STR-2
@@ -84,8 +83,8 @@ STR-3
     0 StreamEndCapture 2 &
 EVT-1
     0 EventDestroy e
-    400 EventQuery e ! EVT-1 ? - a handle of something destroyed
-    400 EventDestroy e ! EVT-1 ? - a handle of something destroyed
+    400 EventQuery e ! EVT-1 ? - it is gone
+    400 EventDestroy e ! EVT-1 ? - it is gone
 EVT-2
     0 EventQuery e ! EVT-2
 EVT-3
@@ -151,21 +150,11 @@ CAP-1
     here relaxed holds 2
     0 StreamEndCapture s &
     0 register page 4096
-    0 StreamBeginCapture s 0
-    900 MemAlloc & 4096 ! CAP-1
-    901 StreamEndCapture s &
-    0 StreamBeginCapture s 0
-    900 MemFree m ! CAP-1
-    901 StreamEndCapture s &
-    0 StreamBeginCapture s 0
-    900 register page+4096 4096 ! CAP-1
-    901 StreamEndCapture s &
-    0 StreamBeginCapture s 0
-    900 MemHostUnregister page ! CAP-1
-    901 StreamEndCapture s &
-    0 StreamBeginCapture s 0
-    900 StreamSynchronize other ! CAP-1
-    901 StreamEndCapture s &
+    0 StreamBeginCapture s 0; 900 MemAlloc & 4096; 901 StreamEndCapture s & ! CAP-1
+    0 StreamBeginCapture s 0; 900 MemFree m; 901 StreamEndCapture s & ! CAP-1
+    0 StreamBeginCapture s 0; 900 register page+4096 4096; 901 StreamEndCapture s & ! CAP-1
+    0 StreamBeginCapture s 0; 900 MemHostUnregister page; 901 StreamEndCapture s & ! CAP-1
+    0 StreamBeginCapture s 0; 900 StreamSynchronize other; 901 StreamEndCapture s & ! CAP-1
     third = stream
     0 StreamBeginCapture s 0
     each 0 CtxPushCurrent context; 0 CtxGetCurrent & -> context; 0 CtxPopCurrent &
@@ -175,12 +164,8 @@ CAP-1
     0 StreamEndCapture s &
     finish third
 CAP-2
-    0 StreamBeginCapture s 2
-    900 StreamSynchronize s ! CAP-2
-    901 StreamEndCapture s &
-    0 StreamBeginCapture s 2
-    900 StreamGetId s & ! CAP-2
-    901 StreamEndCapture s &
+    0 StreamBeginCapture s 2; 900 StreamSynchronize s; 901 StreamEndCapture s & ! CAP-2
+    0 StreamBeginCapture s 2; 900 StreamGetId s &; 901 StreamEndCapture s & ! CAP-2
 CAP-3
     0 StreamBeginCapture s 2
     0 EventRecord e s
@@ -216,18 +201,17 @@ GRA-2
     1 UserObjectCreate & 0 idle 0 1 ! GRA-2
     1 UserObjectCreate & 0 idle 1 0 ! GRA-2
 GRA-3
-    0 StreamBeginCapture s 2
-    0 StreamEndCapture s & => graph
+    0 StreamBeginCapture s 2; 0 StreamEndCapture s & => graph
     object = UserObjectCreate 0 idle 1 1
     run = GraphInstantiateWithFlags graph 0
     0 GraphDestroy graph
-    1 GraphDestroy graph ! GRA-3 ? - a handle of something destroyed
-    1 GraphRetainUserObject graph object 1 0 ! GRA-3 ? - a handle of something destroyed
+    1 GraphDestroy graph ! GRA-3 ? - it is gone
+    1 GraphRetainUserObject graph object 1 0 ! GRA-3 ? - it is gone
     0 GraphExecDestroy run
-    1 GraphExecDestroy run ! GRA-3 ? - a handle of something destroyed
-    1 GraphLaunch run s ! GRA-3 ? - a handle of something destroyed
+    1 GraphExecDestroy run ! GRA-3 ? - it is gone
+    1 GraphLaunch run s ! GRA-3 ? - it is gone
     0 UserObjectRelease object 1
-    1 UserObjectRelease object 1 ! GRA-3 ? - a handle of something destroyed
+    1 UserObjectRelease object 1 ! GRA-3 ? - it is gone
 GRA-4
     object = UserObjectCreate 0 idle 2 1
     1 UserObjectRelease object 3 ! GRA-4 ? 0 the driver does not count (580.159.04)
@@ -236,8 +220,7 @@ GRA-4
     0 StreamGetCaptureInfo_v3 s _ 0 & 0 0 0 => graph
     1 GraphDestroy graph ! GRA-4 ? - a graph that is still being captured belongs to the capture: undefined there
 HST-1
-    locked = MemHostAlloc 4096 0
-    managed = MemAllocManaged 4096 1
+    locked = MemHostAlloc 4096 0; managed = MemAllocManaged 4096 1
     1 MemFreeHost locked+64 ! HST-1
     1 MemFreeHost managed ! HST-1
     1 MemFreeHost locked+4096 ! HST-1
@@ -254,18 +237,15 @@ HST-2
     managed = MemAllocManaged 4096 1
     0 up m managed 4096 s
     0 MemFree managed ! HST-2
-    0 down page m 4096 s
-    0 StreamSynchronize s
+    0 down page m 4096 s; 0 StreamSynchronize s
     here page is 165
 HST-3
-    locked = MemHostAlloc 4096 7
-    managed = MemAllocManaged 4096 1
+    locked = MemHostAlloc 4096 7; managed = MemAllocManaged 4096 1
     1 register locked 4096 ! HST-3
     1 register managed+100 10 ! HST-3
     1 MemHostUnregister locked ! MEM-2
 HST-4
-    locked = MemHostAlloc 4096 0
-    managed = MemAllocManaged 4096 1
+    locked = MemHostAlloc 4096 0; managed = MemAllocManaged 4096 1
     0 register page+100 100
     0 MemHostGetDevicePointer & page+100 0 -> page+100
     0 MemHostGetDevicePointer & page+199 0 -> page+199
@@ -291,8 +271,7 @@ HST-6
     0 StreamSynchronize s
     0 MemHostUnregister page
     0 register page 4096
-    0 down page m 4096 s
-    0 StreamSynchronize s
+    0 down page m 4096 s; 0 StreamSynchronize s
 HST-7
     1 MemHostRegister page 64 64 ! HST-7
     1 MemHostAlloc & 4096 8 ! HST-7
@@ -325,8 +304,7 @@ HEAP-1
     1 CtxSetLimit 2 16777216 ! HEAP-1
     0 CtxGetLimit & 2 -> 67108864
     two devices
-    far = DevicePrimaryCtxRetain d1
-    0 CtxSetCurrent far
+    far = DevicePrimaryCtxRetain d1; 0 CtxSetCurrent far
     0 CtxSetLimit 2 16777216
 POOL-1
     other = stream
@@ -346,8 +324,7 @@ POOL-1
     p = MemAllocAsync 64 s
     0 up p page 64 other
     0 StreamSynchronize other ! POOL-1
-    0 down page p 64 s
-    0 StreamSynchronize s
+    0 down page p 64 s; 0 StreamSynchronize s
     here page is 7
 POOL-2
     p = MemAllocAsync 64 s
@@ -381,8 +358,7 @@ BAT-1
     fill page 5
     1 batch 0:1 0 m page 1024 4 ! BAT-1
     0 batch 0:1 s m page 1024 4
-    0 down page+4096 m 4096 s
-    0 StreamSynchronize s
+    0 down page+4096 m 4096 s; 0 StreamSynchronize s
     page+4096 is 5x4096
 BAT-2
     0 register page 16384
@@ -393,8 +369,7 @@ BAT-3
     0 register page 16384
     0 StreamBeginCapture s 2
     900 batch 0:1 s m page 1024 4 ! BAT-3
-    0 StreamEndCapture s & => graph
-    0 GraphDestroy graph
+    0 StreamEndCapture s & => graph; 0 GraphDestroy graph
 BAT-4
     0 register page 16384
     0 batch 0:1 s m page 1024 2 m+100 page+2048 1024 1 ! BAT-4 ? - copies in each other's way: undefined there
@@ -416,8 +391,7 @@ BAT-7
     0 MemHostGetDevicePointer & page 0 => there
     here there differs page
     0 batch 0:1 s m there 64 2
-    0 down page m 64 s
-    0 StreamSynchronize s
+    0 down page m 64 s; 0 StreamSynchronize s
     here 0 batch 0:1 s m page 64 2 ! BAT-7
     here 700 StreamSynchronize s
 KER-1
@@ -426,72 +400,57 @@ KER-1
     0 ModuleUnload module
     here left contexts 1, streams 1, events 1, allocations 1
 KER-2
-    module = ModuleLoadData kernels
-    f = ModuleGetFunction module collect
+    f = kernel collect
     0 FuncLoad f
     0 ModuleUnload module
-    400 ModuleUnload module ! KER-2 ? - a handle of something destroyed
-    400 ModuleGetFunction & module spread ! KER-2 ? - a handle of something destroyed
-    400 launch f 16 s 0 0 0 ! KER-2 ? - a handle of something destroyed
+    400 ModuleUnload module ! KER-2 ? - it is gone
+    400 ModuleGetFunction & module spread ! KER-2 ? - it is gone
+    400 launch f 16 s 0 0 0 ! KER-2 ? - it is gone
 KER-3
     module = ModuleLoadData kernels
     500 ModuleGetFunction & module nofunction ! KER-3
     0 ModuleUnload module
 KER-4
-    module = ModuleLoadData kernels
-    f = ModuleGetFunction module spread
+    f = kernel spread
     1 launch f 0 s 0 0 0 ! KER-4
-    fill page 7
-    0 up m page 512 s
-    fill page 1
-    0 up m page 110 s
-    table = memory 32
+    fill page 7; 0 up m page 512 s
+    fill page 1; 0 up m page 110 s
     rows = rows m+257,3,100 m+400,3,5
-    0 up table rows 32 s
+    table = memory 32; 0 up table rows 32 s
     0 launch f 16 s m table 2
     0 StreamSynchronize s
-    0 down page m 512 s
-    0 StreamSynchronize s
+    0 down page m 512 s; 0 StreamSynchronize s
     page is 1x110 7x147 1x100 7x43 1x5 7x107
     0 ModuleUnload module
 KER-5
-    module = ModuleLoadData kernels
-    f = ModuleGetFunction module spread
+    f = kernel spread
     rows = rows 64,0,16
-    table = memory 16
-    0 up table rows 16 s
+    table = memory 16; 0 up table rows 16 s
     0 launch f 16 s m table 1
     700 StreamSynchronize s ! KER-5
     700 StreamSynchronize s
 KER-6 ? - threads that write the same bytes without order: undefined there
-    module = ModuleLoadData kernels
-    f = ModuleGetFunction module spread
-    table = memory 64
+    f = kernel spread
     rows = rows m+128,0,16 m+143,16,16 m+128,0,16 m+15,64,1
-    0 up table rows 64 s
+    table = memory 64; 0 up table rows 64 s
     0 launch f 16 s m table 2
     0 launch f 16 s m table+32 2
     0 StreamSynchronize s ! KER-6 KER-6
     0 ModuleUnload module
 KER-7
-    module = ModuleLoadData kernels
-    f = ModuleGetFunction module spread
+    f = kernel spread
     0 StreamBeginCapture s 2
     0 launch f 16 s 0 0 0 ! KER-7
-    0 StreamEndCapture s & => graph
-    0 GraphDestroy graph
+    0 StreamEndCapture s & => graph; 0 GraphDestroy graph
     0 ModuleUnload module
 KER-8 ? - a module is unloaded while its kernel may run: undefined there
-    module = ModuleLoadData kernels
-    f = ModuleGetFunction module spread
-    table = memory 16
+    f = kernel spread
     rows = rows m+128,0,16
-    0 up table rows 16 s
+    table = memory 16; 0 up table rows 16 s
     0 StreamSynchronize s
     0 launch f 16 s m table 1
     0 ModuleUnload module ! KER-8
-    module = ModuleLoadData kernels
-    f = ModuleGetFunction module spread
+    f = kernel spread
     0 launch f 16 s m table 1
     0 MemFree m ! MEM-8
     0 ModuleUnload module
