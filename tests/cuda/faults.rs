@@ -1,7 +1,7 @@
 //! Every call that a scenario makes of the driver, made to fail once.
 //!
-//! There are three scenarios: a server with a pool, a user of every kind of host memory, and a server that shares its
-//! context, streams and captures with the pool. A run without a fault says which calls there are and how often each is
+//! There are two scenarios: a user of every kind of host memory, and a server that shares its context, streams and
+//! captures with the pool. (What a pool alone calls is in `faults`, on GPUs that are moved by hand.) A run without a fault says which calls there are and how often each is
 //! made; then there is one run for each call, each turn of it that is asked for, and each code. Threads make the calls,
 //! so how many there are varies with the load of the machine, and a fault that is set for one of the last may find
 //! none: that is no failure of the crate's. But each call must have been met at least by the fault for its first turn,
@@ -25,7 +25,7 @@ use pinpool::{
 use pinpool_sim::cuda::Driver;
 
 use crate::rig::flag;
-use crate::support::doubles::gpu::{Raw, bytes, until};
+use crate::support::doubles::gpu::{Raw, bytes};
 use crate::support::doubles::{self, HANG, StandIn, gpu_name, on_stand_in};
 
 const LEN: usize = 4000;
@@ -148,34 +148,6 @@ impl User {
                 (!self.dead).then_some(None)
             }
         }
-    }
-
-    /// Into a stream-ready buffer, or else into another one.
-    fn download(&mut self, pool: &Pool, stream: &Stream, from: &DeviceSlice, seed: usize) -> Option<()> {
-        for ready in [true, false] {
-            let flight = if ready {
-                let landing = self.again("checkout_on", || pool.checkout_on(stream, LEN))?;
-                stream.download(from, landing).map_err(Error::from)
-            } else {
-                let landing = self.again("checkout", || pool.checkout_timeout(LEN, HANG))?;
-                stream.download(from, landing).map_err(Error::from)
-            };
-            match flight {
-                Ok(flight) => {
-                    if *self.finish(flight)? != *bytes(seed, LEN) {
-                        self.wrong("wrong bytes, reported as done");
-                    }
-                    return Some(());
-                }
-                Err(error) if error.is_device_lost() => {
-                    self.dead = true;
-                    return None;
-                }
-                Err(_) => {}
-            }
-        }
-        self.wrong("a download failed twice");
-        None
     }
 
     /// A buffer without waiting for other buffers, since this test has them all: it is only there to make the pool grow.
@@ -376,15 +348,10 @@ impl Sweep {
 }
 
 #[test]
-fn every_call_of_a_server_fails_once() {
-    const OWN: [&str; 4] =
-        ["cuMemcpyDtoDAsync_v2", "cuPointerGetAttributes", "cuStreamWaitEvent", "cuCtxSetLimit"];
-    Sweep { scenario: serve, own: &OWN, each_turn: false }.all();
-}
-
-#[test]
 fn every_call_of_host_memory_fails_once() {
-    const OWN: [&str; 8] = [
+    const OWN: [&str; 10] = [
+        "cuCtxGetLimit",
+        "cuCtxSetLimit",
         "cuDeviceGetAttribute",
         "cuMemAllocManaged",
         "cuMemFreeHost",
@@ -413,94 +380,8 @@ fn every_call_of_sharing_fails_once() {
     Sweep { scenario: share, own: &OWN, each_turn: false }.all();
 }
 
-// --- a server --------------------------------------------------------------------------------------------------------
-
 fn small(device: &Device) -> PoolBuilder {
     Pool::builder(device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE).extent(2 * PAGE)
-}
-
-/// Everything that makes a driver call, most of them more than once. `None`: the device is lost.
-fn serve(u: &mut User, _: &Raw) -> Option<()> {
-    let device = u.again("open", || Device::open(&gpu_name(0)))?;
-    let pool = u.again("build", || small(&device).capacity(16 * PAGE).build())?;
-    let (one, two) = (u.again("stream", || device.stream())?, u.again("stream", || device.stream())?);
-    let (near, far) = (u.again("alloc", || device.alloc(LEN))?, u.again("alloc", || device.alloc(LEN))?);
-    // More than a sequence number has room for, and dropped.
-    for _ in 0..20 {
-        drop(u.submit(&pool, 1, |buf| one.upload(buf, &near))?);
-    }
-    drop(u.again("copy", || one.copy(&near, &far))?);
-    u.again("wait_for", || two.wait_for(&one))?;
-    u.download(&pool, &two, &far, 1)?;
-    let flight = u.submit(&pool, 2, |buf| two.upload(buf, &far))?;
-    if *u.finish(flight)? != *bytes(2, LEN) {
-        u.wrong("a buffer came back from an upload with other bytes");
-    }
-    memories(u, &device, &pool, [&one, &two])?;
-    u.again("upload_blocking", || one.upload_blocking(&bytes(3, LEN), &near))?;
-    let mut back = vec![0; LEN];
-    u.again("download_blocking", || one.download_blocking(&near, &mut back))?;
-    if back != bytes(3, LEN) {
-        u.wrong("wrong bytes after a blocking download");
-    }
-    let held = u.submit(&pool, 4, |buf| two.hold(buf))?;
-    drop(u.finish(held)?);
-    // The pool grows to its capacity and is trimmed.
-    let mut all = Vec::new();
-    for _ in 0..6 {
-        all.push(u.grown(&pool, 100 << 10)?);
-    }
-    drop(all);
-    pool.trim(0);
-    drop(u.submit(&pool, 6, |buf| one.upload(buf, &near))?);
-    u.again("synchronize", || one.synchronize())?;
-    u.again("synchronize", || two.synchronize())?;
-    u.download(&pool, &one, &near, 6)?;
-    until("nothing is in flight", || {
-        device.reap();
-        pool.stats().in_flight_bytes == 0 || device.lost().is_some()
-    });
-    if device.lost().is_some() {
-        u.dead = true;
-        return None;
-    }
-    let stats = pool.stats();
-    if (stats.checked_out_bytes, stats.quarantined_bytes) != (0, 0) {
-        u.wrong(format!("{stats:?}"));
-    }
-    if let Err(error) = pool.check() {
-        u.wrong(error);
-    }
-    Some(())
-}
-
-/// Memory by its address, copies between host memory, the heap's limit.
-fn memories(u: &mut User, device: &Device, pool: &Pool, [one, two]: [&Stream; 2]) -> Option<()> {
-    let memory = u.again("alloc", || device.alloc(LEN))?;
-    drop(u.submit(pool, 7, |buf| two.upload(buf, &memory))?);
-    let (address, owner) = (memory.address(), memory.clone());
-    let raw = u.again("raw memory", || {
-        // SAFETY: the owner keeps it, and one stream uses it.
-        Ok(unsafe { device.raw_memory(address, LEN, owner.clone()) }?)
-    })?;
-    drop((memory, owner));
-    let mut back = vec![0; LEN];
-    u.again("raw download", || two.download_blocking(&raw, &mut back))?;
-    drop(raw);
-    if back != bytes(7, LEN) {
-        u.wrong("wrong bytes by address");
-    }
-    let (from, to) = u.again("a copy on the host", || {
-        let (mut from, to) = (pool.checkout_timeout(LEN, HANG)?, pool.checkout_timeout(LEN, HANG)?);
-        from.extend_from_slice(&bytes(8, LEN));
-        Ok(one.copy_host(from, to)?)
-    })?;
-    drop(from);
-    if u.finish(to).is_some_and(|buf| *buf != *bytes(8, LEN)) {
-        u.wrong("wrong bytes on the host, reported as done");
-    }
-    let limit = u.again("heap limit", || cuda::device_heap_limit(device))?;
-    u.again("set heap limit", || cuda::set_device_heap_limit(device, limit))
 }
 
 // --- host memory -----------------------------------------------------------------------------------------------------
@@ -510,6 +391,8 @@ fn host_memory(u: &mut User, _: &Raw) -> Option<()> {
     let device = u.again("open", || Device::open(&gpu_name(0)))?;
     let stream = u.again("stream", || device.stream())?;
     let memory = u.again("alloc", || device.alloc(LEN))?;
+    let limit = u.again("heap limit", || cuda::device_heap_limit(&device))?;
+    u.again("set heap limit", || cuda::set_device_heap_limit(&device, limit))?;
     let flags = HostAllocFlags { portable: true, mapped: true, write_combined: true };
     for backing in [Backing::HostAlloc(flags), Backing::Managed, Backing::Registered] {
         let pool = u.again("build", || small(&device).backing(backing).build())?;

@@ -4,20 +4,18 @@
 
 #![allow(unsafe_code, reason = "values whose bytes stay where they are, and memory by its address")]
 
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use memmap2::MmapMut;
 use pinpool::{
-    Backing, Device, Error, ErrorClass, HostAllocFlags, Pool, PoolBuilder, Request, StableDeref, SubmitError,
-    Unpinned,
+    Backing, Device, Error, ErrorClass, HostAllocFlags, Pool, PoolBuilder, Request, SubmitError, Unpinned,
 };
 
 use crate::rig::{both, broken, flag, is_clean, open};
 use crate::support::doubles::gpu::{bytes, filled, until};
 use crate::support::doubles::{HANG, Report, gpu_name, on_stand_in};
+use crate::support::value::Value;
 
 const PAGE: usize = 64 << 10;
 
@@ -34,178 +32,51 @@ fn calls(report: &Report, name: &str) -> u64 {
     report.calls.iter().find(|c| c.0 == name).map_or(0, |c| c.1)
 }
 
-/// Bytes, and whether they were dropped.
-struct Watched(Vec<u8>, Arc<AtomicUsize>);
-
-impl Watched {
-    fn new(bytes: Vec<u8>) -> (Self, Arc<AtomicUsize>) {
-        let dropped = Arc::new(AtomicUsize::new(0));
-        (Self(bytes, dropped.clone()), dropped)
-    }
-}
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        self.1.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-impl Deref for Watched {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl DerefMut for Watched {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.0
-    }
-}
-
-// SAFETY: a vector that is not resized stays where it is.
-unsafe impl StableDeref for Watched {}
-
-#[test]
-fn the_driver_allocates_an_extent_a_call_and_frees_all_of_them() {
-    on_stand_in(|d| {
-        let device = open();
-        for bits in 0..8 {
-            let flags =
-                HostAllocFlags { portable: bits & 1 > 0, mapped: bits & 2 > 0, write_combined: bits & 4 > 0 };
-            let pool = small(&device).backing(allocating(flags)).build().unwrap();
-            pool.wait_pinned(Some(HANG)).unwrap();
-            let regions = pool.regions();
-            assert_eq!(regions.len(), 2);
-            // Whatever the driver's alignment is.
-            assert!(regions.iter().all(|r| r.base.as_ptr().addr() % 4096 == 0 && r.pinned == 2 * PAGE));
-            assert_eq!(pool.stats().pinned_bytes, 4 * PAGE);
-            assert_eq!(pool.trim(2 * PAGE), 2 * PAGE, "each goes by itself");
-            // Pinned as far as the device is concerned: no copy is staged.
-            let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
-            drop(stream.upload(filled(&pool, &bytes(1, PAGE)), &memory).unwrap().wait().unwrap());
-            assert!(pool.shutdown(HANG).drained);
-        }
-        drop(device);
-        let report = d.final_report();
-        assert_eq!((report.violations.clone(), report.leaks.clone()), (vec![], vec![]));
-        assert_eq!(calls(&report, "cuMemHostAlloc"), calls(&report, "cuMemFreeHost"));
-        // Some of them once more, since they did not start on a page.
-        assert!(calls(&report, "cuMemHostAlloc") > 8 * 2);
-        assert_eq!(calls(&report, "cuMemHostRegister_v2"), 0);
-        assert!(!report.notes.iter().any(|n| n.starts_with("PAGEABLE")), "{:?}", report.notes);
-    });
-}
-
-#[test]
-fn managed_memory_only_where_the_host_may_use_it() {
-    on_stand_in(|d| {
-        let device = open();
-        let pool = small(&device).backing(Backing::Managed).build().unwrap();
-        pool.wait_pinned(Some(HANG)).unwrap();
-        let stats = pool.stats();
-        assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (0, 4 * PAGE), "refusing plain memory or not");
-        let buf = filled(&pool, b"managed");
-        assert!(!buf.is_pinned());
-        // One address, for both sides.
-        assert_eq!(buf.device_address(&device).unwrap(), buf.as_ptr().addr() as u64);
-        assert_eq!(calls(&d.report(), "cuMemHostGetDevicePointer_v2"), 0);
-        drop((buf, pool));
-        d.attribute(89, 0);
-        let error = small(&device).backing(Backing::Managed).build().unwrap_err();
-        assert!(matches!(error, Error::Unsupported(_)), "{error}");
-        for part in [&*gpu_name(0), "CONCURRENT_MANAGED_ACCESS", "Backing::HostAlloc"] {
-            assert!(error.to_string().contains(part), "{error}");
-        }
-        drop(device);
-        is_clean(d);
-    });
-}
-
-#[test]
-fn what_cannot_be_mapped_has_no_address_on_the_device() {
-    on_stand_in(|d| {
-        let device = open();
-        let pool = small(&device).build().unwrap();
-        pool.wait_pinned(Some(HANG)).unwrap();
-        let buf = filled(&pool, b"mapped");
-        assert_eq!(buf.device_address(&device).unwrap(), buf.as_ptr().addr() as u64);
-        d.attribute(19, 0);
-        let error = buf.device_address(&device).unwrap_err();
-        assert!(matches!(error, Error::Unsupported(_)), "{error}");
-        assert!(error.to_string().contains("CAN_MAP_HOST_MEMORY"), "{error}");
-        d.attribute(19, 1);
-        assert_eq!(d.report().violations, Vec::<String>::new());
-        // Memory that is not pinned is not mapped.
-        d.fail("cuMemHostRegister_v2", 1, 2, false);
-        let plain = small(&device).initial(2 * PAGE).unpinned(Unpinned::Allow).build().unwrap();
-        let buf = filled(&plain, b"plain");
-        assert!(!buf.is_pinned());
-        let error = buf.device_address(&device).unwrap_err();
-        assert!(error.to_string().contains("not pinned"), "{error}");
-        assert_eq!(broken(d), ["HST-4"]);
-        assert_eq!(device.lost(), None);
-    });
+/// A value, and how often it was dropped.
+fn watched(bytes: Vec<u8>) -> (Value, Arc<AtomicUsize>) {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let count = dropped.clone();
+    (Value::new(bytes, move || _ = count.fetch_add(1, Ordering::SeqCst)), dropped)
 }
 
 #[test]
 fn no_pinned_memory_is_an_error_or_plain_memory_that_says_so() {
     on_stand_in(|d| {
         let device = open();
-        let builder = || small(&device).initial(2 * PAGE).backing(allocating(HostAllocFlags::default()));
-        d.fail("cuMemHostAlloc", 1, 2, false);
-        let error = builder().build().unwrap_err();
-        assert_eq!(error.class(), ErrorClass::Transient, "{error}");
-        d.fail("cuMemHostAlloc", 1, 2, false);
-        let pool = builder().unpinned(Unpinned::Allow).build().unwrap();
-        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (0, 2 * PAGE));
-        let buf = filled(&pool, b"plain");
-        assert!(!buf.is_pinned());
-        drop((buf, pool));
+        let builder = || small(&device).backing(allocating(HostAllocFlags::default()));
+        // What the driver allocates is pinned as far as the device is concerned: no copy is staged.
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
+        let pool = builder().build().unwrap();
+        drop(stream.upload(filled(&pool, &bytes(1, PAGE)), &memory).unwrap().wait().unwrap());
+        assert_eq!(d.report().notes, Vec::<String>::new());
+        drop((pool, stream, memory));
+        // Memory that is not pinned has no address on the device.
+        d.fail("cuMemHostRegister_v2", 1, 2, false);
+        let plain = small(&device).initial(2 * PAGE).unpinned(Unpinned::Allow).build().unwrap();
+        let buf = filled(&plain, b"plain");
+        let error = buf.device_address(&device).unwrap_err();
+        assert!(!buf.is_pinned() && error.to_string().contains("not pinned"), "{error}");
+        assert_eq!(broken(d), ["HST-4"]);
+        drop((buf, plain));
+        let struck = d.struck();
         // Every other allocation of the simulation's starts within a page, and is made again with a page more.
         d.fail("cuMemHostAlloc", 3, 2, false);
-        let pool = builder().initial(4 * PAGE).unpinned(Unpinned::Allow).build().unwrap();
+        let pool = builder().unpinned(Unpinned::Allow).build().unwrap();
         let pinning = pool.wait_pinned(Some(HANG)).unwrap();
-        assert_eq!((pinning.ready, pinning.error, d.struck()), (4 * PAGE, None, 3));
+        assert_eq!((pinning.ready, pinning.error, d.struck() - struck), (4 * PAGE, None, 1));
         assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
         drop(pool);
         // Managed memory was asked for by name: nothing takes its place.
         d.fail("cuMemAllocManaged", 1, 2, false);
         let managed = small(&device).backing(Backing::Managed).unpinned(Unpinned::Allow).build();
         assert_eq!(managed.unwrap_err().class(), ErrorClass::Transient);
+        d.attribute(89, 0);
+        let error = small(&device).backing(Backing::Managed).build().unwrap_err();
+        for part in [&*gpu_name(0), "CONCURRENT_MANAGED_ACCESS", "Backing::HostAlloc"] {
+            assert!(error.to_string().contains(part), "{error}");
+        }
         drop(device);
-        is_clean(d);
-    });
-}
-
-#[test]
-fn calls_that_adopt_and_allocate_count_as_calls_that_pin() {
-    on_stand_in(|_| {
-        let device = open();
-        let pool = small(&device).initial(0).build().unwrap();
-        pool.adopt(MmapMut::map_anon(8 * PAGE).unwrap()).unwrap();
-        let pinning = pool.pinning();
-        assert!(pinning.longest_call > Duration::ZERO && pinning.busy >= pinning.longest_call, "{pinning:?}");
-        let allocated = small(&device).backing(allocating(HostAllocFlags::default())).build().unwrap();
-        let pinning = allocated.wait_pinned(Some(HANG)).unwrap();
-        assert!(pinning.longest_call > Duration::ZERO && pinning.busy >= pinning.longest_call, "{pinning:?}");
-    });
-}
-
-#[test]
-fn the_driver_may_end_under_a_flight() {
-    on_stand_in(|d| {
-        let device = open();
-        let pool = small(&device).build().unwrap();
-        let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
-        d.hang(true);
-        let flight = stream.upload(filled(&pool, &bytes(1, PAGE)), &memory).unwrap();
-        d.fail("cuEventQuery", 1, 4, false);
-        let error = flight.wait_timeout(HANG).unwrap_err().error;
-        assert_eq!(error.class(), ErrorClass::DriverShutdown, "{error}");
-        assert!(device.lost().is_some());
-        // What was in flight is leaked; nothing waits for it, and nothing calls a driver that is not there.
-        drop((pool, stream, memory, device));
+        assert_eq!(d.final_report().leaks, Vec::<String>::new());
     });
 }
 
@@ -219,18 +90,24 @@ fn a_driver_that_has_ended_is_not_called_for_memory() {
         for pool in [&registered, &allocated, &managed] {
             pool.wait_pinned(Some(HANG)).unwrap();
         }
-        let (adopted, adopted_gone) = Watched::new(bytes(1, 4 * PAGE));
+        let (adopted, adopted_gone) = watched(bytes(1, 4 * PAGE));
         registered.adopt(adopted).unwrap();
-        let ((one, one_gone), (two, two_gone)) = (Watched::new(bytes(2, 100)), Watched::new(bytes(3, 100)));
+        let ((one, one_gone), (two, two_gone)) = (watched(bytes(2, 100)), watched(bytes(3, 100)));
         let (one, two) = (device.register(one).unwrap(), device.register(two).unwrap());
         let (plain, (owner, owner_gone)) = (device.alloc(64).unwrap(), flag());
         // SAFETY: `plain` outlives every use, of which there is none.
         let raw = unsafe { device.raw_memory(plain.address(), 64, owner) }.unwrap();
-        d.fail("cuMemAlloc_v2", 1, 4, false);
+        // It ends under a flight, which is told and waits for nothing.
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
+        d.hang(true);
+        let flight = stream.upload(filled(&managed, &bytes(1, PAGE)), &memory).unwrap();
+        d.fail("cuEventQuery", 1, 4, false);
+        let error = flight.wait_timeout(HANG).unwrap_err().error;
+        assert_eq!(error.class(), ErrorClass::DriverShutdown, "{error}");
         assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::DriverShutdown);
         assert!(device.lost().is_some());
         let before = d.report();
-        drop((one, registered, allocated, managed, plain, raw));
+        drop((one, registered, allocated, managed, plain, raw, stream, memory));
         // The worker comes to this last.
         assert!(two.into_inner().is_err_and(|e| e.class() == ErrorClass::DriverShutdown));
         let after = d.report();
@@ -318,12 +195,12 @@ fn a_value_that_is_registered_with_a_device_of_another_family_is_refused() {
 fn what_cannot_be_unregistered_is_leaked_and_not_dropped() {
     on_stand_in(|d| {
         let device = open();
-        let (watched, dropped) = Watched::new(bytes(1, PAGE));
-        let value = device.register(watched).unwrap();
+        let (kept, dropped) = watched(bytes(1, PAGE));
+        let value = device.register(kept).unwrap();
         d.fail("cuMemHostUnregister", 1, 999, false);
         drop(value);
-        let (watched, also) = Watched::new(bytes(2, PAGE));
-        let value = device.register(watched).unwrap();
+        let (kept, also) = watched(bytes(2, PAGE));
+        let value = device.register(kept).unwrap();
         until("the first was tried", || d.struck() == 1);
         d.fail("cuMemHostUnregister", 1, 999, false);
         let error = value.into_inner().err().unwrap();
@@ -342,7 +219,7 @@ fn a_value_in_flight_on_a_lost_device_is_never_dropped() {
     on_stand_in(|d| {
         let device = open();
         let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
-        let [(owned, a), (shared, b), (idle, c)] = [1, 2, 3].map(|i| Watched::new(bytes(i, PAGE)));
+        let [(owned, a), (shared, b), (idle, c)] = [1, 2, 3].map(|i| watched(bytes(i, PAGE)));
         let [owned, shared, idle] = [owned, shared, idle].map(|w| device.register(w).unwrap());
         d.hang(true);
         let waited = stream.upload(owned, &memory).unwrap();
@@ -393,10 +270,10 @@ fn adopting_is_rolled_back_when_a_part_fails() {
         let _kept = device.register(value.clone()).unwrap();
         assert_eq!(d.report().violations, Vec::<String>::new());
         // Not even the rollback works: then the memory is leaked, since the device may still reach it.
-        let (watched, dropped) = Watched::new(bytes(1, 6 * PAGE));
+        let (kept, dropped) = watched(bytes(1, 6 * PAGE));
         d.fail("cuMemHostRegister_v2", 3, 1, false);
         d.fail("cuMemHostUnregister", 2, 999, false);
-        let refused = pool.adopt(watched).unwrap_err();
+        let refused = pool.adopt(kept).unwrap_err();
         assert!(refused.buffer.is_none());
         assert_eq!(dropped.load(Ordering::SeqCst), 0);
         // The pool is as before.
@@ -413,8 +290,8 @@ fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
     on_stand_in(|d| {
         let device = open();
         let pool = small(&device).initial(0).build().unwrap();
-        let (watched, dropped) = Watched::new(bytes(1, 6 * PAGE));
-        let info = pool.adopt(watched).unwrap();
+        let (kept, dropped) = watched(bytes(1, 6 * PAGE));
+        let info = pool.adopt(kept).unwrap();
         d.fail("cuMemHostUnregister", 1, 999, false);
         assert_eq!(pool.trim(0), info.len);
         // The worker has done it when it has done a later call.

@@ -1,51 +1,30 @@
 //! Processes that end in the middle: nothing crashes and nothing hangs, whatever is under way.
-//!
-//! Each test starts itself again, twenty times, with `PINPOOL_HARDWARE_EXIT` saying how soon to end. The ways in which a
-//! program can end are those of `tests/support/exits.rs`, which says how often and under which command they are tried.
 
 use std::time::Duration;
 
 use pinpool::Pool;
 
 use super::{Gpu, doubles, open};
-use crate::support::exits::{self, Way};
+use crate::support::exits::{self, WAYS};
 
+/// How soon a child is to end that a test has started.
 const EXIT: &str = "PINPOOL_HARDWARE_EXIT";
 const TIMES: u64 = 20;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Starts this test again and again; in such a child, returns the number of the run.
-fn again(test: &str) -> Option<u64> {
-    if let Ok(number) = std::env::var(EXIT) {
-        return Some(number.parse().expect("a number"));
-    }
-    for number in 0..TIMES {
-        let text = number.to_string();
-        let child = doubles::child(test, &[(EXIT, &text)], LIMIT);
-        let meant = child.stdout.contains("ending now");
-        assert!(
-            child.status.is_some_and(|status| status.success()) && meant,
-            "{test}: run {number} {}, {}: {}",
-            child.how(),
-            if meant { "ending as it was meant to" } else { "before it was meant to" },
-            child.last_words()
-        );
-        assert!(!child.stderr.contains("panicked"), "{test}: run {number}: {}", child.last_words());
-    }
-    println!("{test}: {TIMES} processes ended, each with 0");
-    None
-}
-
-/// Ends the process as `main` would at its end, and not at the same place each time.
-fn end(number: u64) -> ! {
-    std::thread::sleep(Duration::from_micros(number * number * 25));
-    println!("ending now");
-    // The harness's own end would wait for the test.
-    std::process::exit(0)
-}
-
+/// A child ends as `main` would at its end, and not at the same place each time.
 pub fn growing(gpu: &Gpu) {
-    let Some(number) = again("a_process_may_end_while_the_pool_grows") else { return };
+    const TEST: &str = "a_process_may_end_while_the_pool_grows";
+    let Ok(number) = std::env::var(EXIT) else {
+        for number in 0..TIMES {
+            let child = doubles::child(TEST, &[(EXIT, &number.to_string())], LIMIT);
+            let ended = child.status.is_some_and(|status| status.success());
+            let meant = child.stdout.contains("ending now") && !child.stderr.contains("panicked");
+            assert!(ended && meant, "{TEST}: run {number} {}: {}", child.how(), child.last_words());
+        }
+        return;
+    };
+    let number: u64 = number.parse().expect("a number");
     let capacity = if gpu.real { 4 << 30 } else { 256 << 20 };
     let device = open(0);
     let built = Pool::builder(&device).capacity(capacity).initial(16 << 20).region(capacity / 4);
@@ -59,12 +38,13 @@ pub fn growing(gpu: &Gpu) {
         });
     }
     // What is pinned by then differs from run to run, which is the point.
-    std::thread::sleep(Duration::from_millis(number));
-    println!("{} bytes are pinned", pool.stats().pinned_bytes);
-    end(number)
+    std::thread::sleep(Duration::from_micros(number * 1000 + number * number * 25));
+    println!("ending now, {} bytes are pinned", pool.stats().pinned_bytes);
+    // The harness's own end would wait for the test.
+    std::process::exit(0)
 }
 
-/// The ways in which a program can end, each of which is tried by a test of its own.
-pub fn way(test: &str, way: Way) {
-    exits::all(test, "cuda:0", &[way], &[]);
+/// In each way in which a program can end: `tests/support/exits.rs` says how often and under which command.
+pub fn ways(_: &Gpu) {
+    exits::all("a_process_may_end_in_every_way", "cuda:0", &WAYS, &[]);
 }

@@ -28,7 +28,6 @@ use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Result, Stream, cuda};
 use crate::rig::passes_in_a_child;
 use crate::support::doubles::gpu::until;
 use crate::support::doubles::{self, HANG, StandIn};
-use crate::support::exits::Way;
 use crate::support::kernels::{self, Kernels, Raw};
 
 /// What the child is to run on: `real` or `stand-in`.
@@ -183,7 +182,6 @@ tests! {
     memory_is_unregistered_after_its_copies (Driver) effects::unregistered;
     every_byte_is_checked_while_the_host_refills (Kernels) churn::sixteen_threads;
     memory_of_the_devices_heap_is_refused (Kernels) pointers::heap;
-    addresses_are_looked_at_before_they_are_used (Driver) pointers::addresses;
     an_illegal_address_poisons_and_nothing_hangs (Driver) poison::illegal_address;
     a_wrong_argument_poisons_nothing (Driver) poison::wrong_argument;
     the_runtime_api_works_beside_the_pool (Kernels) runtime::beside;
@@ -191,23 +189,5 @@ tests! {
     a_dead_gpu_leaves_the_other_serving (Driver) two::one_dies;
     the_legacy_default_stream_is_in_order_with_its_caller (Driver) adopted::legacy;
     a_process_may_end_while_the_pool_grows (Driver) exit::growing;
-}
-
-macro_rules! ways {
-    ($($name:ident $way:ident;)*) => {
-        $(#[test] fn $name() {
-            on_gpu(stringify!($name), Needs::Driver, |_| exit::way(stringify!($name), Way::$way));
-        })*
-    };
-}
-
-ways! {
-    a_process_may_end_by_its_main_returning Return;
-    a_process_may_end_by_its_main_returning_from_work ReturnBusy;
-    a_process_may_end_by_exit Exit;
-    a_process_may_end_by_exit_on_another_thread ExitElsewhere;
-    a_process_may_end_by_a_panic Panic;
-    a_process_may_end_by_a_signal Signal;
-    a_process_may_end_after_a_library_was_unloaded Unload;
-    a_process_may_end_after_its_child_of_a_fork Fork;
+    a_process_may_end_in_every_way (Driver) exit::ways;
 }
