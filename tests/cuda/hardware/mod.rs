@@ -12,7 +12,6 @@
 
 mod adopted;
 mod churn;
-mod effects;
 mod exit;
 mod pointers;
 mod poison;
@@ -178,8 +177,6 @@ macro_rules! tests {
 }
 
 tests! {
-    rules_without_codes_have_the_effects_of_the_stand_in (Driver) effects::effects;
-    memory_is_unregistered_after_its_copies (Driver) effects::unregistered;
     every_byte_is_checked_while_the_host_refills (Kernels) churn::sixteen_threads;
     memory_of_the_devices_heap_is_refused (Kernels) pointers::heap;
     an_illegal_address_poisons_and_nothing_hangs (Driver) poison::illegal_address;

@@ -2,7 +2,7 @@
 //! its code and write down that rule and no other.
 //!
 //! A double shares its author's misreadings, so the same scripts run on a real driver where there is one, and the codes
-//! are compared. What calls do that no code shows is in `hardware/effects.rs`.
+//! are compared; and so are the effects of calls that no code shows.
 //!
 //! A *script* has a line for each call, or several with `; ` between them:
 //!
@@ -19,6 +19,9 @@
 //! | `heap = malloc 64`, `f = kernel spread` | memory of the device's heap; one of pinpool's kernels, of a new `module` |
 //! | `? - it is gone` | a handle of something destroyed: undefined on a driver |
 //! | `fill page 7`, `page is 7x100 1x5` | writes to 4096 bytes of host memory; which bytes are there |
+//! | `filled 3` | four pages are registered, and the device's memory is filled with that, and `page` with zeros |
+//! | `stall s`, `release` | nothing that is submitted to the stream runs for a while; the simulation goes on |
+//! | `page becomes 3x64` | waits until these bytes are there |
 //! | `e completes`, `finish s` | asks until the event is complete; waits for the stream on a real driver |
 //! | `elsewhere`, `beside`, `each`, `race` | on a thread without a context; with it; here and beside; here and beside at once |
 //! | `here` | on the simulation alone |
@@ -43,8 +46,9 @@ use pinpool_sim::cuda::Driver;
 
 use crate::support::doubles::gpu::Raw;
 use crate::support::doubles::{self, HANG, StandIn, gpu_name};
-use crate::support::{kernels, skip};
-use rules::{BEHAVIOUR, RULES};
+use crate::support::kernels::{self, Kernels};
+use crate::support::skip;
+use rules::{BEHAVIOUR, EFFECTS, RULES};
 
 /// Which script the child tries, on which library.
 const RULE: &str = "PINPOOL_PROBE_RULE";
@@ -88,6 +92,8 @@ struct Script {
     wrong: Vec<String>,
     /// There is no second device for the rest.
     short: bool,
+    /// What keeps a real GPU's stream busy.
+    kernels: Option<Kernels<'static>>,
 }
 
 impl Script {
@@ -123,7 +129,7 @@ impl Script {
             ("nofunction", c"pinpool_other".as_ptr() as usize),
         ];
         let words = words.map(|(name, value)| (name.to_owned(), value)).into();
-        Self { raw: Raw(driver), real, words, wrong: Vec::new(), short: false }
+        Self { raw: Raw(driver), real, words, wrong: Vec::new(), short: false, kernels: None }
     }
 
     fn run(driver: StandIn, real: bool, script: &str) -> Self {
@@ -131,6 +137,11 @@ impl Script {
         if !script.starts_with("bare\n") {
             let start = "0 Init 0\ncontext = DevicePrimaryCtxRetain d0\n0 CtxSetCurrent context\ns = stream\ne = event";
             start.lines().chain(["m = memory 4096"]).for_each(|line| on.line(line));
+        }
+        if real && script.contains("stall ") {
+            // Before anything is stalled: loading a module may wait for that.
+            let raw: &'static _ = Box::leak(Box::new(kernels::Raw::of(on.raw.0.clone())));
+            on.kernels = Some(Kernels::load(raw));
         }
         for line in script.lines() {
             if !on.short {
@@ -232,6 +243,21 @@ impl Script {
                 // SAFETY: scripts fill host memory that has so many bytes.
                 unsafe { (self.word(name) as *mut u8).write_bytes(self.word(byte) as u8, PAGE) };
             }
+            ["filled", byte] => {
+                let fills = format!("0 register page 16384; fill page {byte}; 0 up m page 4096 s");
+                self.steps(&fills, None);
+                self.steps("0 StreamSynchronize s; fill page 0", None);
+            }
+            ["stall", stream] => match &self.kernels {
+                // Far longer than the calls meanwhile take.
+                Some(kernels) => kernels.spin(300_000_000, self.word(stream)),
+                None => self.raw.0.hang(true),
+            },
+            ["release"] => {
+                if !self.real {
+                    self.raw.0.hang(false);
+                }
+            }
             ["finish", stream] => {
                 // Its code does not matter: the stream may be the one that was misused.
                 if self.real {
@@ -244,16 +270,19 @@ impl Script {
             [name, "holds", number] => {
                 assert_eq!(unsafe { *(self.word(name) as *const u32) }, number.parse().unwrap())
             }
-            [name, "is", ref runs @ ..] => {
+            [name, how @ ("is" | "becomes"), ref runs @ ..] => {
                 let run = |run: &&str| {
                     let (byte, count) = run.split_once('x').unwrap_or((run, "64"));
                     vec![self.word(byte) as u8; self.word(count)]
                 };
-                let expected: Vec<u8> = runs.iter().flat_map(run).collect();
-                // SAFETY: scripts look at host memory that has so many bytes.
-                let found =
-                    unsafe { std::slice::from_raw_parts(self.word(name) as *const u8, expected.len()) };
-                assert!(found == expected, "{step}: {found:?}");
+                let (expected, since): (Vec<u8>, _) = (runs.iter().flat_map(run).collect(), Instant::now());
+                // SAFETY: scripts look at host memory that has so many bytes; a device may be writing there.
+                let byte = |at: usize| unsafe { (self.word(name) as *const u8).add(at).read_volatile() };
+                let found = || (0..expected.len()).map(byte).collect::<Vec<_>>();
+                while how == "becomes" && found() != expected && since.elapsed() < HANG {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                assert!(found() == expected, "{step}: {:?}", found());
             }
             [name, "completes"] => {
                 let since = Instant::now();
@@ -428,9 +457,9 @@ fn each_rule_is_broken_by_a_script() {
         return;
     }
     let rules = scripts(RULES);
-    for (name, script) in rules.iter().chain(&scripts(BEHAVIOUR)) {
+    for (name, script) in [RULES, EFFECTS, BEHAVIOUR].into_iter().flat_map(scripts) {
         println!("{name}");
-        Script::run(StandIn::loaded().unwrap_or_else(|| StandIn::gpus(Driver::Cuda12_8)), false, script);
+        Script::run(StandIn::loaded().unwrap_or_else(|| StandIn::gpus(Driver::Cuda12_8)), false, &script);
     }
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/pinpool-sim/src/cuda");
     let Ok(files) = std::fs::read_dir(&folder) else {
@@ -464,7 +493,7 @@ fn is_id(word: &str) -> bool {
 #[test]
 fn the_rules_on_the_real_driver() {
     const TEST: &str = "the_rules_on_the_real_driver";
-    let rules = scripts(RULES);
+    let rules: Vec<_> = [RULES, EFFECTS].into_iter().flat_map(scripts).collect();
     if let (Ok(name), Some(library)) = (std::env::var(RULE), std::env::var_os(LIBRARY)) {
         let (_, script) = rules.iter().find(|rule| rule.0 == name).expect("the parent has the same rules");
         let library = StandIn::any(Path::new(&library), "sim_cuda").expect("it was loaded before");
@@ -482,7 +511,10 @@ fn the_rules_on_the_real_driver() {
     };
     let (mut wrong, mut short) = (Vec::new(), 0);
     for (name, _) in rules.iter().filter(|(name, _)| !name.contains(" ? - ")) {
-        let environment = [(RULE, *name), (LIBRARY, library.to_str().expect("a path in UTF-8"))];
+        let library = library.to_str().expect("a path in UTF-8");
+        // Kernels are loaded when their module is: the driver's other way is at their first launch, which may wait for
+        // whatever runs.
+        let environment = [(RULE, *name), (LIBRARY, library), ("CUDA_MODULE_LOADING", "EAGER")];
         let child = doubles::child(TEST, &environment, LIMIT);
         println!("{name}: {}", child.stdout);
         short += usize::from(child.stdout.contains(SHORT));

@@ -456,6 +456,65 @@ KER-8 ? - a module is unloaded while its kernel may run: undefined there
     0 ModuleUnload module
 ";
 
+/// What calls do that no code shows: the same on the simulation, where nothing runs before a call asks for it, and on a
+/// driver, whose streams a kernel keeps busy meanwhile.
+pub const EFFECTS: &str = "
+a copy from registered memory reads it when it runs
+    0 register page 16384
+    fill page 1; stall s; 0 up m page 4096 s; fill page 2
+    0 down page+4096 m 4096 s; release; 0 StreamSynchronize s
+    page+4096 is 2x4096
+a copy from plain memory has read it when the call returns
+    0 register page+8192 4096
+    fill page 1; stall s; 0 up m page 4096 s; fill page 2
+    0 down page+8192 m 4096 s; release; 0 StreamSynchronize s
+    page+8192 is 1x4096
+an event is complete behind what it covers and stays so
+    filled 3
+    stall s; 0 EventRecord e s
+    600 EventQuery e
+    release; e completes
+    stall s; 0 down page m 4096 s; release
+    0 EventQuery e
+    0 StreamSynchronize s
+    page is 3x4096
+a stream waits for an event of another
+    other = stream; late = event
+    filled 3
+    stall s; 0 EventRecord e s; 0 StreamWaitEvent other e 0; 0 down page m 4096 other; 0 EventRecord late other
+    600 EventQuery late
+    page is 0x4096
+    release; late completes
+    page is 3x4096
+    0 EventQuery e
+    0 StreamSynchronize s
+an event recorded again covers the new place only
+    other = stream
+    filled 3
+    stall s; 0 down page m 4096 s; 0 EventRecord e s; 0 EventRecord e other ! EVT-3
+    release; e completes
+    page is 0x4096
+    0 StreamSynchronize s
+    page is 3x4096
+what a destroyed event covered still runs
+    filled 3
+    stall s; 0 down page m 4096 s; 0 EventRecord e s; 0 EventDestroy e ! EVT-4
+    release; 0 StreamSynchronize s
+    page is 3x4096
+the copies of a destroyed stream still run
+    filled 3
+    stall s; 0 down page m 4096 s; 0 StreamDestroy s ! STR-2
+    release; page becomes 3x4096
+freeing comes back after the copies of the memory
+    filled 3
+    stall s; 0 down page m 4096 s; 0 MemFree m; page is 3x4096 ! MEM-8
+    release; 0 StreamSynchronize s
+unregistering comes back after the copies of the memory
+    filled 3
+    stall s; 0 down page m 4096 s; 0 MemHostUnregister page; page is 3x4096 ! MEM-4
+    release; 0 StreamSynchronize s
+";
+
 /// How the simulation behaves where no rule is broken and no driver is compared.
 pub const BEHAVIOUR: &str = "
 what is left is reported
