@@ -239,7 +239,6 @@ fn a_copy_between_host_memory_that_fails_gives_both_buffers_back() {
 fn the_heaps_limit_is_set_before_it_is_used() {
     on_stand_in(|d| {
         let (device, other) = both();
-        assert_eq!(device_heap_limit(&device), Ok(8 << 20));
         set_device_heap_limit(&device, 64 << 20).unwrap();
         assert_eq!((device_heap_limit(&device), device_heap_limit(&other)), (Ok(64 << 20), Ok(8 << 20)));
         device_malloc(d, 64);
@@ -258,10 +257,6 @@ fn the_heaps_limit_is_set_before_it_is_used() {
         assert!(device_heap_limit(&other).unwrap_err().is_device_lost());
         assert!(set_device_heap_limit(&other, 1).unwrap_err().is_device_lost() && other.lost().is_some());
         assert_eq!(device.lost(), None);
-        let host = Device::open("host").unwrap();
-        for error in [device_heap_limit(&host).unwrap_err(), set_device_heap_limit(&host, 1).unwrap_err()] {
-            assert!(matches!(&error, Error::Unsupported(text) if text.contains("host:0")), "{error}");
-        }
         let broken = d.report().violations;
         assert!(broken.len() == 1 && broken[0].starts_with("HEAP-1"), "{broken:?}");
     });

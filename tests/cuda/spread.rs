@@ -155,7 +155,7 @@ impl<'a> Spreader<'a> {
 }
 
 #[test]
-fn rows_of_all_alignments_and_short_lengths() {
+fn rows_of_all_alignments_and_many_lengths() {
     on_gpu(|gpu| {
         let spreader = Spreader::new(gpu);
         // In parts, so that the blocks of memory stay small.
@@ -164,42 +164,20 @@ fn rows_of_all_alignments_and_short_lengths() {
                 (0..32).flat_map(|offset| (0..=100).map(move |len| (len, place, offset))).collect();
             spreader.check(&Case::new(&rows, 1 + place % 3));
         }
-        spreader.end();
-    });
-}
-
-#[test]
-fn rows_of_all_alignments_and_long_lengths() {
-    on_gpu(|gpu| {
-        let spreader = Spreader::new(gpu);
         // Around what the lanes of a warp copy at once, in bytes, words of 4 and of 16 bytes.
-        let around = [127, 128, 256, 384, 512, 1536, 2047, 2048, 2080, 4096]
-            .map(|len| [len - 1, len, len + 1, len + 17]);
+        let around = [127, 128, 256, 384, 512, 1536, 2047, 2048, 2080, 4096, 1_000_000];
         let alignments = [0, 1, 2, 3, 4, 8, 12, 13, 15, 16, 17, 30];
-        let mut rows = Vec::new();
-        for len in around.into_iter().flatten().step_by(one_in(gpu)) {
-            rows.extend(alignments.iter().flat_map(|place| alignments.map(|offset| (len, *place, offset))));
+        for len in around.into_iter().flat_map(|len| [len - 1, len, len + 1, len + 17]).step_by(one_in(gpu)) {
+            let few = if len > 5000 { 1 } else { alignments.len() };
+            let places = alignments.iter().take(few);
+            let rows = places.flat_map(|place| alignments.map(|offset| (len, *place, offset)));
+            spreader.check(&Case::new(&rows.collect::<Vec<_>>(), 5));
         }
-        rows.extend(
-            [(0, 0), (5, 21), (5, 9), (7, 1), (3, 2)].map(|(place, offset)| (1_000_003, place, offset)),
-        );
-        spreader.check(&Case::new(&rows, 5));
-        spreader.end();
-    });
-}
-
-#[test]
-fn thousands_of_rows_in_several_runs() {
-    on_gpu(|gpu| {
-        let spreader = Spreader::new(gpu);
-        let rows = |count, len| (0..count).map(|i| (len + i % 7, i % 3 * 16, i % 5 * 4)).collect::<Vec<_>>();
-        // One run, as many runs as there may be, and numbers of rows around that of the warps and their lanes.
-        for (count, runs) in
-            [(20_000, 1), (20_000, 32), (5, 5), (255, 2), (256, 32), (257, 3), (8192, 7), (8193, 31)]
-        {
-            spreader.check(&Case::new(&rows(count.min(20_000 / one_in(gpu)), 200), runs));
+        // As many runs as there may be, and numbers of rows around that of the warps and their lanes.
+        for (count, runs) in [(20_000, 1), (20_000, 32), (255, 2), (256, 32), (257, 3), (8193, 31)] {
+            let rows = (0..count / one_in(gpu)).map(|i| (200 + i % 7, i % 3 * 16, i % 5 * 4));
+            spreader.check(&Case::new(&rows.collect::<Vec<_>>(), runs));
         }
-        spreader.check(&Case::new(&rows(1000, 4000), 4));
         spreader.end();
     });
 }
@@ -461,68 +439,5 @@ fn streams_with_a_priority_may_be_refused() {
             );
         }
         assert!(spread::urgent_stream(&device).is_ok());
-    });
-}
-
-/// A failed launch decides nothing: the kernel may run all the same.
-#[test]
-fn a_launch_fails_before_it_is_accepted_or_after() {
-    on_stand_in(|gpu, d| {
-        let spreader = Spreader::new(gpu);
-        for after in [false, true] {
-            let memory = spreader.memory(&bytes(1, 4096));
-            let table = spreader.memory(&spread::row(memory as u64 + 2048, 0, 1000));
-            let runs = [(memory as u64, table as u64, 1)];
-            d.fail("cuLaunchKernel", 1, 701, after);
-            let failed = spreader.launch(false, &runs).unwrap_err();
-            assert!(
-                failed.class() == ErrorClass::Argument && failed.to_string().contains("cuLaunchKernel"),
-                "{failed}"
-            );
-            let moved = |spreader: &Spreader<'_>| {
-                gpu.read(memory + 2048, 1000, spreader.stream) == bytes(1, 4096)[..1000]
-            };
-            assert_eq!(moved(&spreader), after);
-            assert!(spreader.device.lost().is_none());
-            spreader.launch(false, &runs).unwrap();
-            assert!(moved(&spreader));
-            spreader.free(&[memory, table]);
-        }
-        spreader.end();
-        assert_eq!(d.report().violations, Vec::<String>::new());
-    });
-}
-
-#[test]
-fn a_device_is_lost_by_a_launch_or_behind_it() {
-    on_stand_in(|gpu, d| {
-        // By the launch itself; by something else, between the launch and its end; by the kernel.
-        for how in 0..3 {
-            d.reset();
-            gpu.ok("cuInit", &[0]);
-            gpu.current(gpu.made("cuDevicePrimaryCtxRetain", &[0]));
-            let spreader = Spreader::new(gpu);
-            let memory = spreader.memory(&bytes(1, 4096));
-            let place = if how == 2 { 64 } else { memory as u64 + 2048 };
-            let table = spreader.memory(&spread::row(place, 0, 1000));
-            let runs = [(memory as u64, table as u64, 1)];
-            if how == 0 {
-                d.fail("cuLaunchKernel", 1, 719, true);
-                assert_eq!(spreader.launch(false, &runs).unwrap_err().class(), ErrorClass::DeviceLost);
-            } else {
-                spreader.launch(false, &runs).unwrap();
-            }
-            if how == 1 {
-                d.kill(0, 714);
-            }
-            let code = [719, 714, 700][how];
-            assert_eq!(gpu.call("cuStreamSynchronize", &[spreader.stream]), code);
-            assert_eq!(spreader.launch(false, &runs).unwrap_err().class(), ErrorClass::DeviceLost);
-            assert!(spreader.device.lost().is_some());
-            let broken = d.report().violations;
-            assert_eq!(broken.iter().filter(|rule| rule.starts_with("KER-5")).count(), usize::from(how == 2));
-            let closed = spreader.device.close(HANG).unwrap_err();
-            assert!(closed.is_closed(), "{closed}");
-        }
     });
 }

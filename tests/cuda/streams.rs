@@ -9,7 +9,9 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use pinpool::{Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, Stream, SubmitError, cuda};
+use pinpool::{
+    Copier, Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, Stream, SubmitError, cuda,
+};
 use pinpool_sim::cuda::Driver;
 
 use crate::rig::{adopt, first_wrong, flag, open, round_trip};
@@ -40,36 +42,6 @@ fn are_one(pool: &Pool, one: &Stream, two: &Stream, memory: &DeviceSlice) -> boo
 }
 
 // --- adopting --------------------------------------------------------------------------------------------------------
-
-#[test]
-fn copies_on_a_stream_of_the_servers() {
-    on_gpu(|gpu| {
-        let device = open();
-        let raw = gpu.stream();
-        {
-            let (pool, stream) = (pool(&device, 2 << 20), adopt(&device, raw).unwrap());
-            let memory = device.alloc(LEN).unwrap();
-            for seed in 0..20 {
-                round_trip(&pool, &stream, &memory, seed);
-            }
-            assert_eq!(cuda::raw_stream(&stream).unwrap() as usize, raw);
-            assert_eq!(cuda::raw_context(&device).unwrap() as usize, gpu.context);
-            // In both directions with streams of the crate.
-            let own = device.stream().unwrap();
-            drop(stream.upload(filled(&pool, &bytes(7, LEN)), &memory).unwrap());
-            own.wait_for(&stream).unwrap();
-            let landing = pool.checkout(LEN).unwrap();
-            assert!(*own.download(&memory, landing).unwrap().wait().unwrap() == *bytes(7, LEN));
-            stream.wait_for(&own).unwrap();
-            stream.upload_blocking(&bytes(8, LEN), &memory).unwrap();
-            stream.synchronize().unwrap();
-        }
-        drop(device);
-        // The crate does not destroy it.
-        gpu.ok("cuStreamSynchronize", &[raw]);
-        gpu.ok("cuStreamDestroy_v2", &[raw]);
-    });
-}
 
 /// The server's own copy reads the buffer, of which the pool is not told: a hold after it covers it.
 fn holds_cover(gpu: &Gpu, device: &Device, stream: &Stream, raw: usize) {
@@ -102,14 +74,10 @@ fn a_hold_covers_what_the_server_has_queued() {
         let device = open();
         let raw = gpu.stream();
         holds_cover(gpu, &device, &adopt(&device, raw).unwrap(), raw);
+        // The crate does not destroy it.
+        gpu.ok("cuStreamSynchronize", &[raw]);
         gpu.ok("cuStreamDestroy_v2", &[raw]);
-    });
-}
-
-#[test]
-fn a_hold_covers_what_the_server_has_queued_on_a_stream_of_ours() {
-    on_gpu(|gpu| {
-        let device = open();
+        // And on a stream of ours.
         let stream = device.stream().unwrap();
         let raw = cuda::raw_stream(&stream).unwrap() as usize;
         holds_cover(gpu, &device, &stream, raw);
@@ -217,7 +185,17 @@ fn a_context_of_the_servers() {
         let (keeper, dropped) = flag();
         // SAFETY: destroyed below, when the keeper is dropped.
         let device = unsafe { cuda::adopt_context(context as *mut c_void, keeper) }.unwrap();
-        assert!(device.name().contains(&*gpu_name(0)) && device.name() != &*gpu_name(0));
+        // A reader of a log or a gauge sees which context it is of.
+        let another = gpu.other_context();
+        let (other_keeper, gone) = flag();
+        // SAFETY: destroyed when the keeper is dropped.
+        let beside = unsafe { cuda::adopt_context(another as *mut c_void, other_keeper) }.unwrap();
+        let card = format!("{} ", gpu_name(0));
+        assert!(device.name().starts_with(&card) && beside.name().starts_with(&card));
+        assert_ne!(device.name(), beside.name());
+        drop(beside);
+        until("its keeper is dropped", gone);
+        gpu.ok("cuCtxDestroy_v2", &[another]);
         assert_eq!(cuda::raw_context(&device).unwrap() as usize, context);
         assert_eq!(gpu.made("cuCtxGetCurrent", &[]), gpu.context, "the caller's is as it was");
         let (primary, foreign) = (open(), gpu.stream());
@@ -241,7 +219,7 @@ fn a_context_of_the_servers() {
             let (second, gone) = flag();
             // SAFETY: as above.
             let again = unsafe { cuda::adopt_context(context as *mut c_void, second) }.unwrap();
-            assert!(gone() && !dropped());
+            assert!(gone() && !dropped() && again.name() == device.name());
             round_trip(&pool, &again.stream().unwrap(), &memory, 4);
             gpu.current(context);
             gpu.ok("cuStreamDestroy_v2", &[raw]);
@@ -472,31 +450,6 @@ fn a_stream_that_was_destroyed_too_early_harms_nobody_else() {
     });
 }
 
-/// A reader of a log or a gauge sees which context it is of.
-#[test]
-fn contexts_of_one_gpu_have_names_of_their_own() {
-    on_gpu(|gpu| {
-        let contexts = [gpu.other_context(), gpu.other_context()];
-        let (keeper, dropped) = flag();
-        let keeper = Arc::new(keeper);
-        let adopted = |context: usize| {
-            // SAFETY: destroyed below, when the keepers are dropped.
-            unsafe { cuda::adopt_context(context as *mut c_void, keeper.clone()) }.unwrap()
-        };
-        let (one, two) = (adopted(contexts[0]), adopted(contexts[1]));
-        assert_ne!(one.name(), two.name());
-        let card = format!("{} ", gpu_name(0));
-        assert!(one.name().starts_with(&card) && two.name().starts_with(&card), "{one:?} {two:?}");
-        assert_eq!(adopted(contexts[0]).name(), one.name(), "the same context");
-        drop((one, two));
-        drop(keeper);
-        until("the keepers are dropped", &dropped);
-        for context in contexts {
-            gpu.ok("cuCtxDestroy_v2", &[context]);
-        }
-    });
-}
-
 /// In the child of a fork everything may be dropped, and no driver is called: it is not there.
 #[test]
 fn a_child_drops_everything_without_a_driver() {
@@ -519,6 +472,9 @@ fn a_child_drops_everything_without_a_driver() {
         gpu.end_capture(raw);
         let landing = pool.checkout_on(&stream, 1000).unwrap();
         let buf = filled(&pool, &bytes(3, 1000));
+        let copier = Copier::builder(&pool, &device).build().unwrap();
+        let sent = copier.upload(bytes(4, 100), &memory).unwrap();
+        until("the transfer is over", || sent.is_over());
         until("the copy has landed", || flight.is_done().unwrap());
         // Until the threads have nothing to do and hold no lock, of the stand-in's above all.
         std::thread::sleep(Duration::from_millis(300));
@@ -533,8 +489,11 @@ fn a_child_drops_everything_without_a_driver() {
                 stream.synchronize() == Err(Error::Forked),
                 stream.wait_for(&shared) == Err(Error::Forked),
                 pool.checkout_on(&stream, 1000).err() == Some(Error::Forked),
+                copier.upload_slice(b"more", &memory) == Err(Error::Forked),
+                copier.upload(b"more".to_vec(), &memory).is_err_and(|e| e.error == Error::Forked),
+                sent.wait().is_err_and(|e| e.error == Error::Forked),
             ]);
-            drop((flight, landing, stream, shared, memory, pool, device, other));
+            drop((copier, flight, landing, stream, shared, memory, pool, device, other));
             // A call of the driver, or a keeper that was dropped.
             if made() != before || one_gone() || two_gone() { 50 } else { wrong }
         });

@@ -180,7 +180,6 @@ tests! {
     every_byte_is_checked_while_the_host_refills (Kernels) churn::sixteen_threads;
     memory_of_the_devices_heap_is_refused (Kernels) pointers::heap;
     an_illegal_address_poisons_and_nothing_hangs (Driver) poison::illegal_address;
-    a_wrong_argument_poisons_nothing (Driver) poison::wrong_argument;
     the_runtime_api_works_beside_the_pool (Kernels) runtime::beside;
     one_pool_for_two_gpus (Kernels) two::both;
     a_dead_gpu_leaves_the_other_serving (Driver) two::one_dies;

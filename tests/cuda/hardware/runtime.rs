@@ -7,7 +7,6 @@
 //! their own calls. So no call of the crate, failed ones among them, may leave an error there, nor take the program's
 //! away.
 
-use std::collections::VecDeque;
 use std::path::Path;
 
 use pinpool::{Device, Pool, Stream};
@@ -15,7 +14,7 @@ use pinpool::{Device, Pool, Stream};
 use super::{Gpu, HANG, filled, open, pool, raw_memory, raw_stream, round_trip, until};
 use crate::rig::adopt;
 use crate::support::doubles::gpu::Raw;
-use crate::support::kernels::{self, Kernels};
+use crate::support::kernels;
 use crate::support::skip;
 
 const NAMES: [&str; 4] =
@@ -38,12 +37,12 @@ struct Runtime(Raw);
 
 impl Runtime {
     /// The first one that works with this driver; else why there is none.
-    fn load() -> Result<(Self, &'static str), String> {
+    fn load() -> Result<Self, String> {
         let mut why = Vec::new();
         for name in NAMES {
             match Raw::load(Path::new(name)) {
                 Ok(raw) => match raw.call("cudaSetDevice", &[0]) {
-                    0 => return Ok((Self(raw), name)),
+                    0 => return Ok(Self(raw)),
                     code => why.push(format!("cudaSetDevice of {name} gave {code}")),
                 },
                 Err(error) => why.push(error),
@@ -54,16 +53,13 @@ impl Runtime {
 
     #[track_caller]
     fn ok(&self, name: &str, arguments: &[usize]) {
-        let code = self.0.call(name, arguments);
-        assert_eq!(code, 0, "{name}");
+        assert_eq!(self.0.call(name, arguments), 0, "{name}");
     }
 
     #[track_caller]
     fn made(&self, name: &str, more: &[usize]) -> usize {
         let mut made = 0_usize;
-        let mut arguments = vec![(&raw mut made) as usize];
-        arguments.extend(more);
-        self.ok(name, &arguments);
+        self.ok(name, &[&[(&raw mut made) as usize], more].concat());
         made
     }
 
@@ -72,98 +68,69 @@ impl Runtime {
         self.0.call("cudaGetLastError", &[])
     }
 
-    /// The kind of memory at an address, and its device.
-    fn attributes(&self, address: usize) -> (u32, u32) {
-        // cudaPointerAttributes begins with the two; the rest has grown from version to version.
+    /// The kind of memory at an address.
+    fn kind(&self, address: usize) -> u32 {
+        // cudaPointerAttributes begins with it; the rest has grown from version to version.
         let mut attributes = [0_u32; 64];
         self.ok("cudaPointerGetAttributes", &[attributes.as_mut_ptr() as usize, address]);
-        (attributes[0], attributes[1])
+        attributes[0]
     }
-}
-
-/// What the rounds use.
-struct Both<'a> {
-    runtime: &'a Runtime,
-    kernels: &'a Kernels<'a>,
-    pool: &'a Pool,
-    /// The runtime's memory, on the device and pinned on the host.
-    memory: usize,
-    landing: usize,
-}
-
-impl Both<'_> {
-    /// Copies of the crate and of the runtime by turns on one stream; returns how many bytes were wrong.
-    fn rounds(&self, stream: &Stream, raw: usize, slice: &pinpool::DeviceSlice) -> usize {
-        let (runtime, mut wrong, mut landing) = (self.runtime, 0, VecDeque::new());
-        for round in 0..ROUNDS {
-            // A copy of the crate, read by the runtime.
-            self.kernels.spin(SPIN_NANOSECONDS, raw);
-            drop(stream.upload(filled(self.pool, LEN, round), slice).expect("an upload"));
-            runtime.ok("cudaMemcpyAsync", &[self.landing, self.memory, LEN, TO_HOST, raw]);
-            runtime.ok("cudaStreamSynchronize", &[raw]);
-            // SAFETY: pinned memory of the runtime's of that length, and the copy there was waited for.
-            let landed = unsafe { std::slice::from_raw_parts(self.landing as *const u8, LEN) };
-            wrong += kernels::wrong(landed, round);
-            // A copy of the runtime, from a buffer of the pool that only a hold keeps, read by the crate.
-            let seed = round + 1_000_000;
-            let buf = filled(self.pool, LEN, seed);
-            self.kernels.spin(SPIN_NANOSECONDS, raw);
-            runtime.ok("cudaMemcpyAsync", &[self.memory, buf.as_ptr() as usize, LEN, TO_DEVICE, raw]);
-            drop(stream.hold(buf).expect("a hold"));
-            // Overwrites the buffer, if it returned too early.
-            drop(filled(self.pool, LEN, seed + 1));
-            let back = self.pool.checkout_timeout(LEN, HANG).expect("the pool has room");
-            landing.push_back((stream.download(slice, back).expect("a download"), seed));
-            if landing.len() > 4 {
-                wrong += landing.pop_front().map_or(0, wrong_in);
-            }
-        }
-        wrong + landing.into_iter().map(wrong_in).sum::<usize>()
-    }
-}
-
-fn wrong_in((flight, seed): (pinpool::InFlight<pinpool::PinnedBuf>, u64)) -> usize {
-    kernels::wrong(&flight.wait().expect("it lands"), seed)
 }
 
 pub fn beside(gpu: &Gpu) {
-    const TEST: &str = "the_runtime_api_works_beside_the_pool";
     let device = open(0);
     let pool = pool(&device);
-    let (runtime, name) = match Runtime::load() {
+    let runtime = match Runtime::load() {
         Ok(found) => found,
         // Not a part of the driver.
         Err(why) => return skip!("there is no libcudart for this driver: {why}"),
     };
-    let mut version = 0_u32;
-    runtime.ok("cudaRuntimeGetVersion", &[(&raw mut version) as usize]);
-    println!("{TEST}: {name}, CUDA {version}");
     // Makes the runtime initialise, if setting the device did not.
     runtime.ok("cudaFree", &[0]);
     let ours = pinpool::cuda::raw_context(&device).expect("a GPU") as usize;
     assert_eq!(gpu.raw.current(), ours, "the runtime works in another context");
     let kernels = gpu.kernels().expect("a real GPU");
-
+    // The runtime's memory, on the device and pinned on the host.
     let (memory, landing) = (runtime.made("cudaMalloc", &[LEN]), runtime.made("cudaMallocHost", &[LEN]));
     let theirs = runtime.made("cudaStreamCreateWithFlags", &[NON_BLOCKING]);
     let slice = raw_memory(&device, memory as u64, LEN).expect("the runtime's memory");
     let adopted = adopt(&device, theirs).expect("the runtime's stream");
     let own = device.stream().expect("a stream");
-    let given = raw_stream(&own);
-    let both = Both { runtime: &runtime, kernels: &kernels, pool: &pool, memory, landing };
-    let wrong = both.rounds(&adopted, theirs, &slice) + both.rounds(&own, given, &slice);
-    assert_eq!(wrong, 0, "wrong bytes");
+    // Copies of the crate and of the runtime in alternation, on a stream of each.
+    for (stream, raw) in [(&adopted, theirs), (&own, raw_stream(&own))] {
+        for round in 0..ROUNDS {
+            // A copy of the crate, read by the runtime.
+            kernels.spin(SPIN_NANOSECONDS, raw);
+            drop(stream.upload(filled(&pool, LEN, round), &slice).expect("an upload"));
+            runtime.ok("cudaMemcpyAsync", &[landing, memory, LEN, TO_HOST, raw]);
+            runtime.ok("cudaStreamSynchronize", &[raw]);
+            // SAFETY: pinned memory of the runtime's of that length, and the copy there was waited for.
+            let landed = unsafe { std::slice::from_raw_parts(landing as *const u8, LEN) };
+            assert_eq!(kernels::wrong(landed, round), 0, "round {round}");
+            // A copy of the runtime, from a buffer of the pool that only a hold keeps, read by the crate.
+            let seed = round + 1_000_000;
+            let buf = filled(&pool, LEN, seed);
+            kernels.spin(SPIN_NANOSECONDS, raw);
+            runtime.ok("cudaMemcpyAsync", &[memory, buf.as_ptr() as usize, LEN, TO_DEVICE, raw]);
+            drop(stream.hold(buf).expect("a hold"));
+            // Overwrites the buffer, if it returned too early.
+            drop(filled(&pool, LEN, seed + 1));
+            let back = pool.checkout_timeout(LEN, HANG).expect("the pool has room");
+            let back = stream.download(&slice, back).expect("a download").wait().expect("it lands");
+            assert_eq!(kernels::wrong(&back, seed), 0, "round {round}");
+        }
+    }
     assert_eq!(runtime.last_error(), 0);
-
     // Each side knows the other's memory.
-    let buf = pool.checkout(4096).expect("a buffer");
-    let at = device.alloc(4096).expect("device memory");
-    assert_eq!(runtime.attributes(buf.as_ptr() as usize).0, TYPE_HOST);
-    assert_eq!(runtime.attributes(at.address() as usize), (TYPE_DEVICE, 0));
+    let (buf, at) = (pool.checkout(4096).expect("a buffer"), device.alloc(4096).expect("device memory"));
+    assert_eq!(
+        (runtime.kind(buf.as_ptr() as usize), runtime.kind(at.address() as usize)),
+        (TYPE_HOST, TYPE_DEVICE)
+    );
     raw_memory(&device, landing as u64, LEN).expect_err("it is the host's");
     drop((buf, at));
 
-    let refusals = refused(gpu, &runtime, &device, &pool, &adopted);
+    refused(gpu, &runtime, &device, &pool, &adopted);
     let mut none = 0_usize;
     let refused = runtime.0.call("cudaMalloc", &[(&raw mut none) as usize, 1 << 60]);
     assert_eq!(refused, OUT_OF_MEMORY);
@@ -179,24 +146,17 @@ pub fn beside(gpu: &Gpu) {
     for (call, what) in [("cudaStreamDestroy", theirs), ("cudaFree", memory), ("cudaFreeHost", landing)] {
         runtime.ok(call, &[what]);
     }
-    pool.check().expect("the pool is whole");
     drop((pool, device));
     assert_eq!(runtime.last_error(), 0);
-    println!(
-        "{TEST}: {} copies of ours and of the runtime's by turns on a stream of each, 0 wrong bytes; {refusals} refusals \
-         left no error behind",
-        8 * ROUNDS
-    );
 }
 
 type Failing<'a> = Box<dyn FnOnce() -> pinpool::Error + 'a>;
 
 /// Calls of the crate that fail, each followed by what the runtime says of it, and by calls of the runtime that must
 /// work.
-fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &Stream) -> usize {
+fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &Stream) {
     let registered = vec![0_u8; 1 << 20];
-    let at = registered.as_ptr().cast_mut();
-    gpu.raw.register(at, registered.len());
+    gpu.raw.register(registered.as_ptr().cast_mut(), registered.len());
     let gone = runtime.made("cudaMalloc", &[64 << 20]);
     let slice = raw_memory(device, gone as u64, 64 << 20).expect("the runtime's memory");
     runtime.ok("cudaFree", &[gone]);
@@ -207,15 +167,12 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
         refused.error
     };
     let into_nothing = || stream.upload(filled(pool, LEN, 1), slice).expect_err("its memory is gone").error;
-    let too_much = || device.alloc(1 << 60).expect_err("no GPU has as much");
-    let nobodys = || raw_memory(device, 0x10, 8).expect_err("no memory");
     let calls: [(&str, Failing<'_>); 4] = [
         ("registering twice", Box::new(twice)),
         ("an upload to memory that is gone", Box::new(into_nothing)),
-        ("an allocation of 1 EiB", Box::new(too_much)),
-        ("memory at 0x10", Box::new(nobodys)),
+        ("an allocation of 1 EiB", Box::new(|| device.alloc(1 << 60).expect_err("no GPU has as much"))),
+        ("memory at 0x10", Box::new(|| raw_memory(device, 0x10, 8).expect_err("no memory"))),
     ];
-    let count = calls.len();
     for (what, call) in calls {
         let error = call();
         println!("{what}: {error}");
@@ -227,5 +184,4 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
         runtime.ok("cudaDeviceSynchronize", &[]);
         assert_eq!(runtime.last_error(), 0, "{what} left an error behind");
     }
-    count
 }
