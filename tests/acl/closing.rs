@@ -7,7 +7,7 @@ use super::*;
 /// Opened twice the device is set twice, if only for a short time; both are undone when it is closed.
 #[test]
 fn a_device_that_was_opened_again_is_let_go_of_as_often() {
-    on_each(&[TODAY, ON_DEVICE, EARLY_2022], |stand_in| {
+    on_each(&[TODAY, ON_DEVICE, OF_2024], |stand_in| {
         for round in 0..20 {
             let device = open(0);
             let pool = pool(&device, 1 << 20);
@@ -112,7 +112,7 @@ fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
 /// is returned at once, without a wait for the whole device.
 #[test]
 fn a_copy_that_was_not_submitted_is_not_waited_for() {
-    on_each(&[TODAY, EARLY_2022], |stand_in| {
+    on_each(&[TODAY, OF_2024], |stand_in| {
         let device = open(0);
         let (stream, memory) = (device.stream().unwrap(), device.alloc(1000).unwrap());
         stand_in.fail("aclrtSynchronizeStream", 1, 107_030, false);

@@ -15,7 +15,7 @@ fn span(len: usize) -> usize {
 
 #[test]
 fn segments_keep_to_the_rule_in_both_modes() {
-    on_each(&[TODAY, ON_DEVICE, LATE_2022], |_| {
+    on_each(&[TODAY, ON_DEVICE, OF_2024], |_| {
         let device = open(0);
         let stream = device.stream().unwrap();
         let memory = device.alloc(300_000).unwrap();
@@ -148,7 +148,7 @@ fn registering_works_in_whole_pages() {
 
 #[test]
 fn what_cannot_be_registered_says_so() {
-    on_each(&[TODAY, ON_DEVICE, LATE_2022], |stand_in| {
+    on_each(&[TODAY, ON_DEVICE, OF_2024], |stand_in| {
         stand_in.command("registers false");
         let device = open(0);
         let says = |error: Error| {

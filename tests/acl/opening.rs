@@ -127,7 +127,7 @@ fn a_call_that_fails_while_a_device_is_opened_is_named() {
 
 #[test]
 fn who_initialised_it_first_makes_no_difference() {
-    on_each(&[TODAY, LATE_2022, EARLY_2022], |stand_in| {
+    on_each(&[TODAY, OF_2024], |stand_in| {
         let server = contexts::Server { stand_in };
         says!(server, 0, "aclInit", 0);
         let device = open(0);

@@ -9,7 +9,7 @@
 //!
 //! GPUs: with one named by `PINPOOL_REQUIRE` the machine's own driver is used. Otherwise the suite runs on simulated GPUs,
 //! whose driver's rules must then not have been broken, and once more on one that a test moves by hand. Ascend devices
-//! likewise, with a library of today and of 2022, and in both run modes.
+//! likewise, with a library of today and of 2024, and in both run modes.
 
 #![allow(unsafe_code, reason = "memory by its address")]
 
@@ -336,9 +336,8 @@ macro_rules! on_ascend {
 on_ascend! {
     the_contract_holds_on_ascend: doubles::npu::TODAY;
     the_contract_holds_on_the_device_itself: doubles::npu::ON_DEVICE;
-    the_contract_holds_with_the_library_of_late_2022: doubles::npu::LATE_2022;
-    the_contract_holds_with_the_library_of_early_2022: doubles::npu::EARLY_2022;
-    the_contract_holds_on_the_device_in_2022: doubles::npu::ON_DEVICE_2022;
+    the_contract_holds_with_the_library_of_2024: doubles::npu::OF_2024;
+    the_contract_holds_on_the_device_in_2024: doubles::npu::ON_DEVICE_2024;
 }
 
 #[cfg(feature = "acl")]

@@ -75,7 +75,7 @@ extern "C" fn take_down() {
 extern "C" fn at_load() {
     for command in setup() {
         if let Some(name) = command.strip_prefix("library ") {
-            older::hide(&acl::Library::named(name).lacks());
+            older::hide(acl::Library::named(name).lacks());
         }
     }
     end_with_process();

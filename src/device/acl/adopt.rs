@@ -23,7 +23,7 @@ use super::api::{AclApi, AclContext};
 use super::error::AclCode;
 use super::{Acl, AclCurrent, check, current_context, host, on_other_thread, stream};
 use crate::device::gate;
-use crate::device::{AdoptedContext, StreamHandle};
+use crate::device::{AdoptedContext, Driver, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
 
@@ -75,11 +75,11 @@ impl Acl {
     /// `raw` is a stream that is alive, or null.
     pub(crate) unsafe fn recognise(&self, raw: *mut c_void) -> Result<StreamHandle> {
         let handle = StreamHandle(raw.expose_provenance() as u64);
-        let event = self.event_create()?;
-        let recorded = self.event_record(event, handle);
+        let event = self.create_event()?;
+        let recorded = self.record(event, handle);
         if let Err(error) = recorded {
             // Destroying an event waits for nothing.
-            let destroyed = self.event_destroy(event);
+            let destroyed = self.destroy_event(event);
             return match error {
                 Error::Device(error) if error.code == i64::from(AclCode::STREAM_CONTEXT.0) => {
                     destroyed.and(Err(Error::wrong_context(&self.name)))
@@ -88,7 +88,7 @@ impl Acl {
             };
         }
         // It may be a long time before it is complete.
-        self.events.set_aside(event);
+        self.aside.lock().push(event);
         Ok(handle)
     }
 
@@ -98,12 +98,7 @@ impl Acl {
 
     /// The facts about the library and the device.
     pub(crate) fn about(&self) -> About {
-        About {
-            soc: self.api.soc(),
-            on_device: self.on_device,
-            events: self.events.call(),
-            later: self.api.later(),
-        }
+        About { soc: self.api.soc(), on_device: self.on_device, later: self.api.later() }
     }
 }
 
@@ -116,8 +111,6 @@ pub struct About {
     pub soc: Option<String>,
     /// Whether the program runs on the device itself, in RC mode (`aclrtGetRunMode` says ACL_DEVICE).
     pub on_device: bool,
-    /// The call of the library by which the crate creates events.
-    pub events: &'static str,
-    /// The calls that came after January 2022, and whether this library has them.
+    /// The calls that came after 2023, and whether this library has them.
     pub later: Vec<(&'static str, bool)>,
 }

@@ -1,9 +1,9 @@
 //! The library's entry points that the crate calls, looked up one by one.
 //!
-//! The C interface has kept its signatures since 2022 (those of the calls below are the same in `acl_rt.h` of January
-//! 2022 and of CANN 9.2), so one table serves every version. The calls of January 2022 are required, and a missing one
-//! is an error with its name. Later calls are looked up and may be missing. A result is a number, never a Rust enum:
-//! newer libraries have codes and statuses that are not known here.
+//! The C interface keeps its signatures (those of the calls below are the same in `acl_rt.h` of January 2022, where it
+//! has them, and of CANN 9.2), so one table serves every version. The calls up to the end of 2023 are required, and a
+//! missing one is an error with its name. Later calls are looked up and may be missing. A result is a number, never a
+//! Rust enum: newer libraries have codes and statuses that are not known here.
 //!
 //! # Which library
 //!
@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use super::error::AclCode;
-use crate::device::gate::{Entry, watch_exit};
+use crate::device::gate::watch_exit;
 use crate::device::vendor::{Find, Installed, entry_points, load, named};
 use crate::error::{Error, Result};
 
@@ -30,8 +30,6 @@ use crate::error::{Error, Result};
 pub(super) type AclContext = *mut c_void;
 pub(super) type AclStream = *mut c_void;
 pub(super) type AclEvent = *mut c_void;
-/// A call that creates an event with flags.
-pub(super) type CreateEvent = Entry<unsafe extern "C" fn(*mut AclEvent, u32) -> AclCode>;
 
 /// acl_rt.h: aclrtPtrAttributes.
 #[derive(Debug, Default)]
@@ -81,11 +79,12 @@ entry_points! {
     stream_create = "aclrtCreateStream": fn(*mut AclStream);
     stream_destroy = "aclrtDestroyStream": fn(AclStream);
     stream_synchronize = "aclrtSynchronizeStream": fn(AclStream);
+    stream_synchronize_timeout = "aclrtSynchronizeStreamWithTimeout": fn(AclStream, i32);
     stream_wait_event = "aclrtStreamWaitEvent": fn(AclStream, AclEvent);
-    event_create = "aclrtCreateEvent": fn(*mut AclEvent);
+    event_create = "aclrtCreateEventExWithFlag": fn(*mut AclEvent, u32);
     event_destroy = "aclrtDestroyEvent": fn(AclEvent);
     event_record = "aclrtRecordEvent": fn(AclEvent, AclStream);
-    event_query = "aclrtQueryEvent": fn(AclEvent, *mut c_int);
+    event_query = "aclrtQueryEventStatus": fn(AclEvent, *mut c_int);
     host_malloc = "aclrtMallocHost": fn(*mut *mut c_void, usize);
     host_free = "aclrtFreeHost": fn(*mut c_void);
     malloc = "aclrtMalloc": fn(*mut *mut c_void, usize, c_int);
@@ -95,14 +94,6 @@ entry_points! {
     memset = "aclrtMemset": fn(*mut c_void, usize, i32, usize);
     }
     optional {
-    /// August 2022. Its status has the opposite polarity of `aclrtQueryEvent`'s.
-    event_query_status = "aclrtQueryEventStatus": fn(AclEvent, *mut c_int);
-    /// August 2022. An event that takes its resource here, not when it is recorded.
-    event_create_with_flag = "aclrtCreateEventWithFlag": fn(*mut AclEvent, u32);
-    /// End of 2023. An event that may be recorded again, and that no resource of the hardware limits.
-    event_create_ex = "aclrtCreateEventExWithFlag": fn(*mut AclEvent, u32);
-    /// 2023: for streams that are to be destroyed.
-    stream_synchronize_timeout = "aclrtSynchronizeStreamWithTimeout": fn(AclStream, i32);
     /// CANN 8.2, with a driver of 24.1 or later, and the one below.
     host_register = "aclrtHostRegister": fn(*mut c_void, u64, c_int, *mut *mut c_void);
     host_unregister = "aclrtHostUnregister": fn(*mut c_void);
@@ -174,7 +165,7 @@ impl AclApi {
             ),
         };
         let files = named.map_or_else(usual, |file| vec![file]);
-        let stranger = "it is no AscendCL, or one older than 2022; install a newer CANN";
+        let stranger = "it is no AscendCL, or one older than CANN 8.0; install a newer CANN";
         load(&files, &remedy, stranger, Self::resolve)
     }
 
@@ -201,21 +192,5 @@ impl AclApi {
     /// Removes the message of a refusal that is no error here, so that a later error does not show it.
     pub(super) fn expected(&self) {
         let _ = self.recent();
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_library_that_is_missing_or_another_one_is_an_error_that_says_so() {
-        let missing = AclApi::load(Some("/nowhere/libascendcl.so".into())).unwrap_err();
-        assert!(
-            missing.contains("/nowhere/libascendcl.so") && missing.contains("correct or unset"),
-            "{missing}"
-        );
-        let other = AclApi::load(Some("libm.so.6".into())).unwrap_err();
-        assert!(other.contains("lacks aclInit") && other.contains("2022"), "{other}");
     }
 }

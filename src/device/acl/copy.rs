@@ -6,20 +6,10 @@
 //! `aclrtMemcpy`, which takes any memory, and returns when the copy is complete. (Work that another thread submits to
 //! the stream at the same time comes before or after the copy, as it may anyway.)
 //!
-//! # Borrowed memory
-//!
 //! Copies of borrowed memory are made in place, too, but by way of memory of the crate's own. The documentation does
 //! not say that a copy ends with its device: after the device is lost, the copy may still read or write. The crate's
 //! memory is then leaked. Borrowed memory goes back to its owner whatever happens, so the library never gets its
 //! address.
-//!
-//! The crate tells the library that the target has room for exactly the bytes of the copy (`destMax`). The callers,
-//! which know the lengths, have checked both ranges, and the host's range is looked up as a whole in the list of
-//! page-locked memory.
-//!
-//! # From host to host
-//!
-//! The library refuses such a copy on a stream (207000). So the caller's thread drains the stream and copies.
 
 use std::ffi::{c_int, c_void};
 

@@ -14,13 +14,12 @@ use crate::locks::Mutex;
 use super::Acl;
 use super::api::PointerAttributes;
 use super::host::is_locked;
-use crate::device::DevicePtr;
 use crate::device::address::AddressFault;
 use crate::error::{Error, Result};
 use crate::os;
 
 /// The contract's alignment of allocations, in bytes.
-const ALLOCATION_ALIGN: u64 = 256;
+pub(super) const ALLOCATION_ALIGN: u64 = 256;
 /// acl_rt.h: aclrtMemMallocPolicy's ACL_MEM_MALLOC_HUGE_FIRST.
 const HUGE_FIRST: c_int = 0;
 /// acl_rt.h: aclrtMemLocationType.
@@ -31,21 +30,10 @@ const HOST_NUMA: c_int = 4;
 
 /// All allocations of all devices, by device and first byte, with their lengths and the addresses that the library
 /// gave. (The devices share one range of addresses, of which each has its own part.)
-static ALLOCATIONS: Mutex<BTreeMap<(i32, u64), (usize, u64)>> = Mutex::new(BTreeMap::new());
+pub(super) static ALLOCATIONS: Mutex<BTreeMap<(i32, u64), (usize, u64)>> = Mutex::new(BTreeMap::new());
 
 impl Acl {
-    pub(super) fn memory_allocate(&self, len: usize) -> Result<DevicePtr> {
-        let mut at = self.malloc(len)?;
-        if at % ALLOCATION_ALIGN != 0 {
-            self.free_at(at).inspect_err(|_| self.leaked())?;
-            at = self.malloc(len.saturating_add(ALLOCATION_ALIGN as usize))?;
-        }
-        let start = at.next_multiple_of(ALLOCATION_ALIGN);
-        ALLOCATIONS.lock().insert((self.ordinal, start), (len, at));
-        Ok(DevicePtr(start))
-    }
-
-    fn malloc(&self, len: usize) -> Result<u64> {
+    pub(super) fn malloc(&self, len: usize) -> Result<u64> {
         let _current = self.current()?;
         let mut at = std::ptr::null_mut();
         // SAFETY: writes an address.
@@ -56,16 +44,7 @@ impl Acl {
         }
     }
 
-    pub(super) fn memory_free(&self, ptr: DevicePtr) -> Result<()> {
-        let _pass = self.alive()?;
-        let found = ALLOCATIONS.lock().remove(&(self.ordinal, ptr.0));
-        let (_, at) = found.ok_or_else(|| {
-            Error::Unsupported(format!("{}: no memory of aclrtMalloc starts there", self.name))
-        })?;
-        self.free_at(at)
-    }
-
-    fn free_at(&self, at: u64) -> Result<()> {
+    pub(super) fn free_at(&self, at: u64) -> Result<()> {
         let _pass = self.alive()?;
         // SAFETY: allocated by this driver, freed once, and by the contract no longer in use. It needs no context.
         self.said("aclrtFree", unsafe {

@@ -1,6 +1,6 @@
 //! The driver of Ascend NPUs, through AscendCL (the C interface `libascendcl.so` of Huawei's CANN).
 //!
-//! The code depends on the documentation and the headers of that library, from 2022 on. No hardware was at hand, and
+//! The code depends on the documentation and the headers of that library, from 2024 on. No hardware was at hand, and
 //! the crate's documentation says so.
 //!
 //! # The files, in the order in which to read them
@@ -9,11 +9,10 @@
 //! | --- | --- |
 //! | `api.rs` | the library, loaded at run time, and its entry points |
 //! | `error.rs` | classes and names of its error codes |
-//! | this one | opening a device, the current context; streams |
+//! | this one | opening a device, the current context; streams and events |
 //! | `host.rs` | host memory: allocated by the library, registered, and which of it is page-locked |
 //! | `memory.rs` | device memory, and the check of memory that the crate did not allocate |
 //! | `copy.rs` | copies, and which of them may be asynchronous |
-//! | `event.rs` | events of three kinds, by what the library has |
 //! | `adopt.rs` | contexts and streams that the program made |
 //!
 //! The public module `acl` also calls what only Ascend has: by [`Driver::as_any`] it gets the [`Acl`] itself.
@@ -27,6 +26,14 @@
 //! that ends at once. Every other call reads the current context, sets the driver's where it is another one, and
 //! restores the caller's. A thread that had none keeps the driver's: the library offers nothing better.
 //!
+//! # Events
+//!
+//! The contract wants events that can be recorded again and again. Those of `aclrtCreateEventExWithFlag` can, by the
+//! documentation: a new recording replaces the old one, and waits that were submitted before keep to the old one. No
+//! resource of the hardware limits their number. A status other than "complete" means that an event is not complete,
+//! and an error is reported as such. By the documentation, a record and a query on two threads may be seen in the wrong
+//! order. A timeline publishes an event only after the call that recorded it has returned, so no query comes too early.
+//!
 //! # A device that is lost
 //!
 //! After an error that ends the device, or the library, no further call of any kind is made for it. Nothing is freed,
@@ -37,27 +44,29 @@ mod adopt;
 mod api;
 mod copy;
 mod error;
-mod event;
 mod host;
 mod memory;
 
 use std::any::Any;
 use std::ffi::c_int;
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 pub use self::adopt::About;
 pub(crate) use self::adopt::adopt;
-use self::api::{AclApi, AclContext, AclStream};
+use self::api::{AclApi, AclContext, AclEvent, AclStream};
 use self::error::AclCode;
-use self::event::AclEvents;
+use self::host::{LOCKED, LockedMemory, REGISTER_MAPPED, REGISTER_PAGE, is_locked, locked, refused};
+use self::memory::{ALLOCATION_ALIGN, ALLOCATIONS};
 use super::ending::Ending;
 use super::gate;
 use super::vendor::no_such;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, Result};
 use crate::exit::{self, Pass};
+use crate::locks::Mutex;
+use crate::os;
 
 /// acl_rt.h: aclrtRunMode's ACL_DEVICE: this program runs on the device itself, and its memory is the device's.
 const RUN_ON_DEVICE: c_int = 0;
@@ -67,6 +76,12 @@ const LAST_WAIT_MS: i32 = 10_000;
 /// The most bytes that one call allocates or pins. Allocations of some 200 GB and more are known to be refused on
 /// machines with as much free.
 const LONGEST_PIN: usize = 128 << 30;
+/// acl_rt.h: ACL_EVENT_SYNC and ACL_EVENT_CAPTURE_STREAM_PROGRESS: streams can be made to wait for the event, and it
+/// tells how far its stream has come.
+const EVENT_FLAGS: u32 = 1 | 2;
+/// acl_rt.h: aclrtEventRecordedStatus.
+const NOT_READY: c_int = 0;
+const COMPLETE: c_int = 1;
 
 const NO_DEVICE: &str = "no Ascend device is visible to this process: see npu-smi info, ASCEND_RT_VISIBLE_DEVICES, and \
                          the devices given to the container (/dev/davinci*)";
@@ -81,7 +96,8 @@ pub(crate) struct Acl {
     context: AclContext,
     /// Whether the program runs on the device itself ("RC mode").
     on_device: bool,
-    events: AclEvents,
+    /// Events that were recorded to check a stream. They are used again once they are complete.
+    aside: Mutex<Vec<EventHandle>>,
     /// Whether host memory may not start on a page: see `host`.
     pads: AtomicBool,
     /// Whether this is the device's default context, counted once. Another one is the program's.
@@ -239,7 +255,7 @@ impl Acl {
             ordinal,
             context: context as AclContext,
             on_device,
-            events: AclEvents::of(api),
+            aside: Mutex::default(),
             pads: on_device.into(),
             default,
             lost: OnceLock::new(),
@@ -299,6 +315,10 @@ fn stream(handle: StreamHandle) -> AclStream {
     handle.0 as usize as AclStream
 }
 
+fn event(handle: EventHandle) -> AclEvent {
+    handle.0 as usize as AclEvent
+}
+
 impl Driver for Acl {
     fn name(&self) -> &str {
         &self.name
@@ -320,10 +340,6 @@ impl Driver for Acl {
         }
     }
 
-    fn record_may_block(&self) -> bool {
-        self.events.may_block()
-    }
-
     fn longest_pin(&self) -> usize {
         LONGEST_PIN
     }
@@ -333,14 +349,59 @@ impl Driver for Acl {
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        // SAFETY: the caller promises that the range was registered, that this is the one call that unregisters it, and
-        // that no copy uses it.
-        unsafe { self.host_unregister(base) }
+        let (found, Some(unregister)) = (self.host_locked(base)?, self.api.host_unregister) else {
+            return Err(Error::Unsupported(format!("{} registers no memory", self.name)));
+        };
+        self.drain_all()?;
+        let _current = self.current()?;
+        let pages = base.as_ptr().map_addr(|_| found.from);
+        // SAFETY: the caller promises that no copy uses it; `pages` is the address that was registered.
+        self.said("aclrtHostUnregister", unsafe { unregister.call(pages.cast()) })?;
+        // After the call: on an error the pages are still registered. The addresses are given to no other caller before
+        // this returns.
+        LOCKED.lock().remove(&base.as_ptr().addr());
+        Ok(())
     }
 
     unsafe fn register(&self, base: NonNull<u8>, len: usize, _read_only: bool) -> Result<()> {
-        // SAFETY: the caller promises that the range is mapped, and stays so.
-        unsafe { self.host_register(base, len) }
+        let unsupported = |why: String| Err(Error::Unsupported(format!("{}: {why}", self.name)));
+        let (Some(register), Some(_)) = (self.api.host_register, self.api.host_unregister) else {
+            return unsupported(
+                "this libascendcl.so has no aclrtHostRegister (CANN 8.2 and later do), so memory that it did not allocate \
+                 cannot be page-locked; copy by way of a pool with Backing::HostAlloc"
+                    .into(),
+            );
+        };
+        let start = base.as_ptr().addr();
+        let end = start.checked_add(len).filter(|end| *end <= usize::MAX - REGISTER_PAGE);
+        let Some(end) = end else { return Err(Error::out_of_range(start, usize::MAX, len)) };
+        let (from, to) = (start / REGISTER_PAGE * REGISTER_PAGE, end.next_multiple_of(REGISTER_PAGE));
+        if LOCKED.lock().values().any(|found| found.from < to && from < found.to) {
+            return unsupported(format!(
+                "a page of {REGISTER_PAGE} bytes under this memory is page-locked already, and Ascend registers whole pages, \
+                 once: register it once and share the value (Arc), start it on a page of its own, or copy by way of a pool's \
+                 buffer"
+            ));
+        }
+        if os::is_writable(from, to - from) == Some(false) {
+            return unsupported(
+                "this memory cannot be written to, and Ascend registers no memory that its process cannot write: copy by way \
+                 of a pool's buffer, or map it privately and for writing"
+                    .into(),
+            );
+        }
+        let pages = base.as_ptr().map_addr(|_| from);
+        let mut device = std::ptr::null_mut();
+        let _current = self.current()?;
+        // SAFETY: the caller promises the range; the rest of the pages at both ends is mapped, since a system page is
+        // mapped as a whole.
+        let code =
+            unsafe { register.call(pages.cast(), (to - from) as u64, REGISTER_MAPPED, &raw mut device) };
+        self.said("aclrtHostRegister", code).map_err(|error| refused(code, error))?;
+        let of_start = device.addr() as u64 + (start - from) as u64;
+        let device = (!device.is_null()).then_some((self.ordinal, of_start));
+        LOCKED.lock().insert(start, LockedMemory { len, from, to, device });
+        Ok(())
     }
 
     fn can_use(&self, kind: HostKind) -> Result<()> {
@@ -355,17 +416,42 @@ impl Driver for Acl {
 
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
         self.can_use(kind)?;
-        self.host_allocate(len)
+        let page = os::page_size();
+        // Relaxed, here and below: a thread that reads an old value makes one more call.
+        let mut all = if self.pads.load(Ordering::Relaxed) { len.saturating_add(page) } else { len };
+        let mut at = self.host_malloc(all)?;
+        if all == len && at.as_ptr().addr() % page != 0 {
+            self.pads.store(true, Ordering::Relaxed);
+            // SAFETY: allocated just now, and not in use.
+            unsafe { self.host_free_at(at) }.inspect_err(|_| self.leaked())?;
+            all = len.saturating_add(page);
+            at = self.host_malloc(all)?;
+        }
+        let from = at.as_ptr().expose_provenance();
+        let front = from.next_multiple_of(page) - from;
+        // SAFETY: `front` is less than a page, and where it is not 0 the allocation has a page more than was asked for.
+        let base = unsafe { at.add(front) };
+        let entry = LockedMemory { len, from, to: from + all, device: None };
+        LOCKED.lock().insert(base.as_ptr().addr(), entry);
+        Ok(base)
     }
 
     unsafe fn free_host(&self, base: NonNull<u8>, _len: usize, _kind: HostKind) -> Result<()> {
-        // SAFETY: the caller promises that it was allocated once, is freed once, and is not in use.
-        unsafe { self.host_free(base) }
+        let found = self.host_locked(base)?;
+        self.drain_all()?;
+        // Before the call: another thread may be given the same addresses at once.
+        LOCKED.lock().remove(&base.as_ptr().addr());
+        let start = NonNull::new(std::ptr::with_exposed_provenance_mut(found.from)).unwrap_or(base);
+        // SAFETY: the caller's promise, and `start` is the address that the library gave.
+        unsafe { self.host_free_at(start) }.inspect_err(|_| {
+            // The memory stays, and stays page-locked.
+            LOCKED.lock().insert(base.as_ptr().addr(), found);
+        })
     }
 
     unsafe fn zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
         // In RC mode page-locked memory is the device's too, and the library writes it. Elsewhere the CPU does.
-        if !self.on_device || !host::is_locked(at.as_ptr(), len) {
+        if !self.on_device || !is_locked(at.as_ptr(), len) {
             // SAFETY: the caller promises that the range can be written and is not in use.
             unsafe { at.write_bytes(0, len) };
             return Ok(());
@@ -376,15 +462,40 @@ impl Driver for Acl {
     }
 
     fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
-        self.host_device_address(at)
+        let _pass = self.alive()?;
+        let address = at.as_ptr().addr();
+        match locked(address, 1) {
+            Some((start, LockedMemory { device: Some((ordinal, device)), .. }))
+                if ordinal == self.ordinal =>
+            {
+                Ok(device + (address - start) as u64)
+            }
+            _ => Err(Error::Unsupported(format!(
+                "{} has no address of its own for this memory: only what was registered with this very device has \
+                 (Device::register, Pool::adopt, Backing::Registered); copy the buffer instead",
+                self.name
+            ))),
+        }
     }
 
     fn allocate(&self, len: usize) -> Result<DevicePtr> {
-        self.memory_allocate(len)
+        let mut at = self.malloc(len)?;
+        if at % ALLOCATION_ALIGN != 0 {
+            self.free_at(at).inspect_err(|_| self.leaked())?;
+            at = self.malloc(len.saturating_add(ALLOCATION_ALIGN as usize))?;
+        }
+        let start = at.next_multiple_of(ALLOCATION_ALIGN);
+        ALLOCATIONS.lock().insert((self.ordinal, start), (len, at));
+        Ok(DevicePtr(start))
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
-        self.memory_free(ptr)
+        let _pass = self.alive()?;
+        let found = ALLOCATIONS.lock().remove(&(self.ordinal, ptr.0));
+        let (_, at) = found.ok_or_else(|| {
+            Error::Unsupported(format!("{}: no memory of aclrtMalloc starts there", self.name))
+        })?;
+        self.free_at(at)
     }
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
@@ -403,15 +514,9 @@ impl Driver for Acl {
 
     fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {
         let _current = self.current()?;
-        // The program may have left work there.
-        match self.api.stream_synchronize_timeout {
-            Some(wait) => {
-                // SAFETY: a stream of this driver that is alive.
-                let code = unsafe { wait.call(stream(handle), LAST_WAIT_MS) };
-                self.said("aclrtSynchronizeStreamWithTimeout", code)?;
-            }
-            None => self.drained_stream(handle)?,
-        }
+        // The program may have left work there. SAFETY: a stream of this driver that is alive.
+        let code = unsafe { self.api.stream_synchronize_timeout.call(stream(handle), LAST_WAIT_MS) };
+        self.said("aclrtSynchronizeStreamWithTimeout", code)?;
         // SAFETY: created by this driver, destroyed once, and its context is current.
         self.said("aclrtDestroyStream", unsafe { self.api.stream_destroy.call(stream(handle)) })
     }
@@ -427,23 +532,48 @@ impl Driver for Acl {
     }
 
     fn create_event(&self) -> Result<EventHandle> {
-        self.event_create()
+        // A statement of its own, which ends with the lock: no call is made under it.
+        let aside = self.aside.lock().pop();
+        if let Some(event) = aside {
+            match self.query(event) {
+                Ok(true) => return Ok(event),
+                _ => self.aside.lock().push(event),
+            }
+        }
+        let _current = self.current()?;
+        let mut event: AclEvent = std::ptr::null_mut();
+        // SAFETY: writes a handle.
+        let code = unsafe { self.api.event_create.call(&raw mut event, EVENT_FLAGS) };
+        self.said("aclrtCreateEventExWithFlag", code)?;
+        Ok(EventHandle(event as usize as u64))
     }
 
     fn destroy_event(&self, handle: EventHandle) -> Result<()> {
-        self.event_destroy(handle)
+        let _pass = self.alive()?;
+        // SAFETY: created by this driver, destroyed once.
+        self.said("aclrtDestroyEvent", unsafe { self.api.event_destroy.call(event(handle)) })
     }
 
     fn record(&self, handle: EventHandle, on: StreamHandle) -> Result<()> {
-        self.event_record(handle, on)
+        let _current = self.current()?;
+        // SAFETY: an event and a stream that are alive, and the stream's context is current.
+        self.said("aclrtRecordEvent", unsafe { self.api.event_record.call(event(handle), stream(on)) })
     }
 
     fn query(&self, handle: EventHandle) -> Result<bool> {
-        self.event_query(handle)
+        let _pass = self.alive()?;
+        let mut status = NOT_READY;
+        // SAFETY: an event that is alive, and a place for a number.
+        let code = unsafe { self.api.event_query.call(event(handle), &raw mut status) };
+        self.said("aclrtQueryEventStatus", code)?;
+        Ok(status == COMPLETE)
     }
 
     fn wait_event(&self, on: StreamHandle, handle: EventHandle) -> Result<()> {
-        self.event_wait(on, handle)
+        let _current = self.current()?;
+        // SAFETY: a stream and an event that are alive, and the stream's context is current.
+        let code = unsafe { self.api.stream_wait_event.call(stream(on), event(handle)) };
+        self.said("aclrtStreamWaitEvent", code)
     }
 }
 
@@ -453,7 +583,13 @@ impl Drop for Acl {
         if self.lost.get().is_some() {
             return self.leaked();
         }
-        self.events_end();
+        for event in std::mem::take(&mut *self.aside.lock()) {
+            // Work that the program queued before it may still run; destroying an event waits for nothing.
+            if let Err(error) = self.destroy_event(event) {
+                self.leaked();
+                crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
+            }
+        }
         if self.default {
             let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);
             self.ending.end(&self.name, false, move || reset(api, &name, ordinal));

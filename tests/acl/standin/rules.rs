@@ -39,7 +39,6 @@ ARG-2
     100000 Malloc & 64 8 ! ARG-2
     100000 Malloc & 0 0 ! ARG-2
     100000 MallocHost & 0 ! ARG-2
-    100000 CreateEventWithFlag & 64 ! ARG-2
     100000 CreateEventExWithFlag & 16 ! ARG-2
     100000 HostRegister page 4096 1 & ! ARG-2
     107000 SynchronizeStreamWithTimeout s 0 ! ARG-2
@@ -65,7 +64,7 @@ CTX-1
     elsewhere 107002 Malloc & 1 0 ! CTX-1
     elsewhere 107002 MallocHost & 1 ! CTX-1
     elsewhere 107002 CreateStream & ! CTX-1
-    elsewhere 107002 CreateEvent & ! CTX-1
+    elsewhere 107002 CreateEventExWithFlag & 3 ! CTX-1
     elsewhere 107002 up m h 64 s ! CTX-1
     elsewhere 107002 RecordEvent e s ! CTX-1
     elsewhere 107002 SynchronizeStream s ! CTX-1
@@ -140,10 +139,7 @@ EVT-1
     107017 QueryEventStatus e & ! EVT-1
 EVT-2
     newer = event
-    older = CreateEvent
     0 QueryEventStatus newer & -> 1 ! EVT-2
-    0 QueryEventStatus older & -> 0 ! EVT-2
-    0 QueryEvent older & -> 1 ! EVT-2
     0 StreamWaitEvent s newer ! EVT-2
 EVT-3
     0 RecordEvent e s
@@ -155,44 +151,9 @@ EVT-4
     0 DestroyEvent e ! EVT-4
 EVT-5
     alone = CreateEventExWithFlag 2
-    flagged = CreateEventWithFlag 2
     0 RecordEvent alone s
-    0 RecordEvent flagged s
     207000 StreamWaitEvent s alone ! EVT-5
-    207000 StreamWaitEvent s flagged ! EVT-5
     alone completes
-    flagged completes
-    older = CreateEvent
-    0 RecordEvent older s
-    0 StreamWaitEvent s older
-EVT-7
-    newer = event
-    older = CreateEvent
-    0 RecordEvent newer s
-    207000 QueryEvent newer & ! EVT-7
-    0 RecordEvent older s
-    older completes
-    0 QueryEvent older & -> 0
-    0 QueryEventStatus older & -> 1
-EVT-8
-    sim limits 2 100
-    a = CreateEvent
-    b = CreateEvent
-    c = CreateEvent
-    0 RecordEvent a s
-    a completes
-    0 RecordEvent a s
-    0 RecordEvent b s
-    207007 RecordEvent c s ! EVT-8
-    207007 CreateEventWithFlag & 1
-    free = CreateEventWithFlag 2
-    0 RecordEvent e s
-    0 SetDevice d1
-    far = CreateEventWithFlag 1
-    0 SetDevice d0
-    b completes
-    0 DestroyEvent b
-    0 RecordEvent c s
 MEM-1
     h = host 512
     107000 up m h 128 s ! MEM-1

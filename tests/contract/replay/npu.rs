@@ -1,4 +1,4 @@
-//! A simulated Ascend device, with the library of today, on the device itself, and with that of early 2022.
+//! A simulated Ascend device, with the library of today, on the device itself, and with that of 2024.
 //!
 //! The simulation copies only when a caller waits, so every copy is as late as it may be; and what a library does that
 //! copies from memory which was given away early, the simulation does. No such device was at hand: on a real one these
@@ -14,7 +14,7 @@ use super::plain::{Cells, Engine, Remote, Words};
 use super::worker::{Machine, On, Setup, Site};
 use super::{BYTES, WORDS};
 use crate::support::doubles::ascendcl::{DEVICE_TO_HOST, HOST_TO_DEVICE, made, says};
-use crate::support::doubles::npu::{EARLY_2022, ON_DEVICE, TODAY};
+use crate::support::doubles::npu::{OF_2024, ON_DEVICE, TODAY};
 use crate::support::doubles::{StandIn, npu_name};
 
 /// Checkouts per scenario, through pinpool and through the plain pool.
@@ -27,7 +27,7 @@ const BUFFERS: usize = 128;
 
 /// Runs a scenario in each of the ways.
 pub fn on_npu(scenario: fn(&dyn Site)) {
-    for way in [TODAY, ON_DEVICE, EARLY_2022] {
+    for way in [TODAY, ON_DEVICE, OF_2024] {
         println!("{}", way.name);
         let site = Npu::new(way.machine());
         scenario(&site);
@@ -187,9 +187,7 @@ impl Machine for Late {
     }
 
     fn fail_query(&self, capture: bool) {
-        let has_newer = self.server.stand_in.has("aclrtQueryEventStatus");
-        let name = if has_newer { "aclrtQueryEventStatus" } else { "aclrtQueryEvent" };
-        self.fail(name, if capture { 107_028 } else { 207_001 }, false);
+        self.fail("aclrtQueryEventStatus", if capture { 107_028 } else { 207_001 }, false);
     }
 
     fn fail_record(&self) {

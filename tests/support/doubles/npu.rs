@@ -21,22 +21,12 @@ pub const TODAY: Way = Way { name: "today's library", library: Library::Today, c
 /// The same on the device itself.
 pub const ON_DEVICE: Way =
     Way { name: "on the device (RC mode)", library: Library::Today, commands: &["rc true"] };
-/// Libraries of the end and of the beginning of 2022.
-pub const LATE_2022: Way =
-    Way { name: "the library of late 2022", library: Library::Late2022, commands: &[] };
-pub const EARLY_2022: Way =
-    Way { name: "the library of early 2022", library: Library::Early2022, commands: &[] };
-/// The same on a chip that has few events.
-pub const SMALL_2022: Way = Way {
-    name: "the library of early 2022 on a small chip",
-    commands: &["chip Ascend310P3", "limits 1023 1984"],
-    ..EARLY_2022
-};
+/// The library of the beginning of 2024, on a host and on the device.
+pub const OF_2024: Way = Way { name: "the library of 2024", library: Library::Of2024, commands: &[] };
+pub const ON_DEVICE_2024: Way =
+    Way { name: "the library of 2024 on the device", commands: ON_DEVICE.commands, ..OF_2024 };
 
-pub const ON_DEVICE_2022: Way =
-    Way { name: "the library of late 2022 on the device", commands: ON_DEVICE.commands, ..LATE_2022 };
-
-pub const WAYS: [Way; 5] = [TODAY, ON_DEVICE, LATE_2022, EARLY_2022, ON_DEVICE_2022];
+pub const WAYS: [Way; 4] = [TODAY, ON_DEVICE, OF_2024, ON_DEVICE_2024];
 
 /// Whether `PINPOOL_REQUIRE` names an Ascend device: then the machine's own library is to be used.
 pub fn required() -> bool {

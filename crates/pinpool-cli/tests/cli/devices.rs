@@ -156,6 +156,6 @@ fn every_command_leaves_an_npu_in_order() {
             assert!(output.status.code().is_some_and(|code| code < 3), "{command:?}: {}", stderr(&output));
             assert!(command[0] != "bench" || output.status.success(), "{}", stderr(&output));
         };
-        on_npus(&[doubles::npu::ON_DEVICE, doubles::npu::LATE_2022], run, &[]);
+        on_npus(&[doubles::npu::ON_DEVICE, doubles::npu::OF_2024], run, &[]);
     }
 }

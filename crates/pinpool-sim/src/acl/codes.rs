@@ -15,7 +15,6 @@ pub const INVALID_HANDLE: u32 = 107_017;
 pub const NOT_SUPPORTED: u32 = 207_000;
 pub const MEMORY_ALLOCATION: u32 = 207_001;
 pub const NO_DEVICE: u32 = 207_004;
-pub const NO_EVENT_RESOURCE: u32 = 207_007;
 pub const NO_STREAM_RESOURCE: u32 = 207_008;
 pub const STREAM_SYNC_TIMEOUT: u32 = 507_046;
 pub const DRIVER_INTERNAL: u32 = 507_899;

@@ -50,10 +50,8 @@ impl World {
             ["rc", on_device] => self.on_device = on(on_device),
             // Whether every copy is of a whole segment, so that the distance between them can be checked.
             ["segments", whole] => self.whole_segments = on(whole),
-            // How many events and streams each device has from now on.
-            ["limits", events, streams] => {
-                (self.event_limit, self.stream_limit) = (number(events), number(streams));
-            }
+            // How many streams each device has from now on.
+            ["limit", streams] => self.stream_limit = number(streams),
             // How many bytes of page-locked memory one allocation may have, and all together.
             ["host", extent, all] => self.hosts.limit_to(number(extent), number(all)),
             // Whether product and driver can register memory.

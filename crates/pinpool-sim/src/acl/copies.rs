@@ -94,7 +94,7 @@ impl World {
             return self.violate("ARG-1", "null", INVALID_PARAM);
         }
         // Older libraries have four kinds.
-        if c.kind > if self.is_of_2022() { 3 } else { 7 } {
+        if c.kind > if self.is_old() { 3 } else { 7 } {
             return self.violate("CPY-1", format!("kind {}", c.kind), INVALID_PARAM);
         }
         if c.len == 0 {

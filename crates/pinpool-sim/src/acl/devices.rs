@@ -8,7 +8,7 @@ use super::world::*;
 
 /// What `aclrtMalloc` takes as a policy: how large the pages are, in the lower bits.
 fn is_policy(w: &World, policy: c_uint) -> bool {
-    let (largest, flags) = if w.is_of_2022() { (5, 0) } else { (7, 0x10_1100) };
+    let (largest, flags) = if w.is_old() { (5, 0) } else { (7, 0x10_1100) };
     policy & !flags <= largest
 }
 

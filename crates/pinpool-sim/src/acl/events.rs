@@ -1,9 +1,4 @@
-//! Events: three ways to make them, which differ in what they may be used for and in whether their number is limited.
-//!
-//! An event by `aclrtCreateEvent` takes one of the device's resources when it is recorded, and recording blocks where
-//! none is left; one by `aclrtCreateEventWithFlag` with `ACL_EVENT_SYNC` takes it when it is made; one by
-//! `aclrtCreateEventExWithFlag` never. The same status has two polarities: for `aclrtQueryEvent` 0 is complete, for
-//! `aclrtQueryEventStatus` 1.
+//! Events of `aclrtCreateEventExWithFlag`, whose number no resource of the device limits.
 
 use std::ffi::c_uint;
 
@@ -11,25 +6,16 @@ use super::calls::{call, gives};
 use super::codes::*;
 use super::world::*;
 
+/// What an event may be made for: to make streams wait, as a time stamp, and to tell how far its stream has come.
 const SYNC: c_uint = 1;
-const EXTERNAL: c_uint = 0x20;
-
-/// How it was made.
-#[derive(Clone, Copy, PartialEq)]
-pub enum Made {
-    Plain,
-    WithFlag(c_uint),
-    ExWithFlag(c_uint),
-}
+const ALLOWED: c_uint = 0x4B;
 
 pub struct Event {
     pub context: usize,
-    made: Made,
+    flags: c_uint,
     /// Where it was recorded last: the stream, and the operations that it covers.
     recorded: Option<(usize, u64)>,
     seen: bool,
-    /// It holds one of the device's resources.
-    counted: bool,
     /// How often a query still says "not ready", whatever is done.
     patience: u32,
 }
@@ -47,27 +33,13 @@ impl World {
         self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
     }
 
-    /// Events that hold one of a device's resources.
-    pub fn counted_events(&self, device: Option<usize>) -> usize {
-        self.events.values().filter(|e| e.counted && self.device_of(e.context) == device).count()
-    }
-
-    fn create_event(&mut self, made: Made) -> Outcome<usize> {
+    fn create_event(&mut self, flags: c_uint) -> Outcome<usize> {
         let context = self.current()?;
-        let (flags, allowed) = match made {
-            Made::Plain => (0, 0),
-            Made::WithFlag(flags) => (flags, if self.is_of_2022() { 0xB } else { 0x3B }),
-            Made::ExWithFlag(flags) => (flags, 0x4B),
-        };
-        if flags & !allowed != 0 || (made != Made::Plain && flags == 0) {
+        if flags == 0 || flags & !ALLOWED != 0 {
             return self.violate("ARG-2", format!("flags {flags:#x}"), INVALID_PARAM);
         }
-        let counted = matches!(made, Made::WithFlag(flags) if flags & (SYNC | EXTERNAL) != 0);
-        if counted && self.counted_events(self.device_of(context)) >= self.event_limit {
-            return Err(NO_EVENT_RESOURCE);
-        }
         let handle = self.fresh();
-        let event = Event { context, made, recorded: None, seen: false, counted, patience: 0 };
+        let event = Event { context, flags, recorded: None, seen: false, patience: 0 };
         self.events.insert(handle, event);
         Ok(handle)
     }
@@ -88,14 +60,9 @@ impl World {
         if self.events.get(&event).is_some_and(|e| self.pending(e)) {
             self.let_pass("EVT-3", format!("{event:#x} is recorded and not complete"));
         }
-        let limited = self.events.get(&event).is_some_and(|e| e.made == Made::Plain && !e.counted);
-        if limited && self.counted_events(device) >= self.event_limit {
-            return self.violate("EVT-8", format!("{event:#x}: none is left"), NO_EVENT_RESOURCE);
-        }
         let upto = self.submit(stream, Op::Record);
         let patience = (self.random() % 3) as u32;
         let event = self.event(event)?;
-        event.counted |= event.made == Made::Plain;
         (event.recorded, event.seen) = (Some((stream, upto)), false);
         event.patience = patience;
         Ok(())
@@ -105,10 +72,9 @@ impl World {
     fn query(&mut self, handle: usize) -> Outcome<bool> {
         let hung = self.hung;
         let event = self.event(handle)?;
-        let unrecorded = matches!(event.made, Made::ExWithFlag(_));
         let Some((stream, upto)) = event.recorded else {
             self.let_pass("EVT-2", format!("{handle:#x} was never recorded"));
-            return Ok(unrecorded);
+            return Ok(true);
         };
         if event.seen {
             return Ok(true);
@@ -136,21 +102,9 @@ impl World {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtCreateEvent(event: *mut usize) -> u32 {
+pub unsafe extern "C" fn aclrtCreateEventExWithFlag(event: *mut usize, flags: c_uint) -> u32 {
     // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
-    unsafe { gives("aclrtCreateEvent", here(), event, |w| w.create_event(Made::Plain)) }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtCreateEventWithFlag(event: *mut usize, flag: c_uint) -> u32 {
-    // SAFETY: as above.
-    unsafe { gives("aclrtCreateEventWithFlag", here(), event, |w| w.create_event(Made::WithFlag(flag))) }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtCreateEventExWithFlag(event: *mut usize, flag: c_uint) -> u32 {
-    // SAFETY: as above.
-    unsafe { gives("aclrtCreateEventExWithFlag", here(), event, |w| w.create_event(Made::ExWithFlag(flag))) }
+    unsafe { gives("aclrtCreateEventExWithFlag", here(), event, |w| w.create_event(flags)) }
 }
 
 #[unsafe(no_mangle)]
@@ -161,19 +115,6 @@ pub extern "C" fn aclrtDestroyEvent(event: usize) -> u32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtRecordEvent(event: usize, stream: usize) -> u32 {
     call("aclrtRecordEvent", of(stream), |w| w.record(event, stream))
-}
-
-/// 0: complete; 1: not ready. Deprecated, and documented for the thread that recorded only.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtQueryEvent(event: usize, status: *mut c_uint) -> u32 {
-    let query = |w: &mut World| {
-        if matches!(w.event(event)?.made, Made::ExWithFlag(_)) {
-            return w.violate("EVT-7", format!("{event:#x}"), NOT_SUPPORTED);
-        }
-        w.query(event).map(|complete| c_uint::from(!complete))
-    };
-    // SAFETY: as above.
-    unsafe { gives("aclrtQueryEvent", of(event), status, query) }
 }
 
 /// 1: complete; 0: not ready.
@@ -188,8 +129,8 @@ pub unsafe extern "C" fn aclrtQueryEventStatus(event: usize, status: *mut c_uint
 pub extern "C" fn aclrtStreamWaitEvent(stream: usize, event: usize) -> u32 {
     call("aclrtStreamWaitEvent", of(stream), |w| {
         let stream = w.stream_here(stream)?;
-        let (made, recorded) = w.event(event).map(|e| (e.made, e.recorded))?;
-        if matches!(made, Made::WithFlag(flags) | Made::ExWithFlag(flags) if flags & SYNC == 0) {
+        let (flags, recorded) = w.event(event).map(|e| (e.flags, e.recorded))?;
+        if flags & SYNC == 0 {
             return w.violate("EVT-5", format!("{event:?} without ACL_EVENT_SYNC"), NOT_SUPPORTED);
         }
         match recorded {

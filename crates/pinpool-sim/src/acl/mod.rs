@@ -1,7 +1,7 @@
 //! A simulated `libascendcl`.
 //!
 //! It has the entry points that pinpool calls and those that a server beside it calls. No NPU was at hand: what it
-//! knows is from public headers and documentation, of CANN 5.0 to 9.2.
+//! knows is from public headers and documentation, of CANN 8.0 to 9.2.
 //!
 //! # How it works
 //!
@@ -37,12 +37,10 @@
 //! | STR-1 | names a stream that does not exist, or no more | 107017 |
 //! | STR-2 | destroys a stream that has work queued (the runtime waits; synchronising first is asked for) | it still runs |
 //! | EVT-1 | names an event that does not exist, or no more | 107017 |
-//! | EVT-2 | asks about an event that was never recorded, or waits for it | complete for `ExWithFlag`, else not; no wait |
+//! | EVT-2 | asks about an event that was never recorded, or waits for it | complete; no wait |
 //! | EVT-3 | records an event again that is not complete | covers the new place only |
 //! | EVT-4 | destroys an event that is recorded and not complete (pinpool forbids it) | it is destroyed |
 //! | EVT-5 | has a stream wait for an event that was made without `ACL_EVENT_SYNC` | 207000 |
-//! | EVT-7 | asks for the old status of an event of `aclrtCreateEventExWithFlag` | 207000 |
-//! | EVT-8 | records an event of `aclrtCreateEvent` when the device has none left (the runtime blocks) | 207007? |
 //! | MEM-1 | names device memory that is not allocated, or leaves its allocation | 107000 |
 //! | MEM-2 | copies or sets more than it says there is room for | 107000 |
 //! | MEM-3 | names memory that is page-locked in part | 107000? |
@@ -69,9 +67,8 @@
 //! | ARG-1 | passes null where something is read or written | 100000 |
 //! | ARG-2 | passes flags, sizes, policies or timeouts that do not exist | 100000, and 107000 for timeouts |
 //!
-//! No violations, but errors: no device at all (207004?), one that does not exist (107001), no more streams (207008),
-//! events (207007) or memory (207001), a single block of host memory above the extent's limit (207001), registering
-//! where driver or product cannot (207000), a library that is initialised already (100002), a time that ran out
+//! No violations, but errors: no device at all (207004?), one that does not exist (107001), no more streams (207008)
+//! or memory (207001), a single block of host memory above the extent's limit (207001), registering where driver or product cannot (207000), a library that is initialised already (100002), a time that ran out
 //! (507046). A bare thread that asks for its context or device gets 107002: there is no other way to ask. Nor can a
 //! thread be given no context: null is refused.
 //!
@@ -118,8 +115,7 @@ symbols! {
         aclrtSynchronizeDevice aclrtCreateContext aclrtDestroyContext aclrtSetCurrentContext
         aclrtGetCurrentContext aclrtMalloc aclrtFree;
     events:
-        aclrtCreateEvent aclrtCreateEventWithFlag aclrtCreateEventExWithFlag aclrtDestroyEvent
-        aclrtRecordEvent aclrtQueryEvent aclrtQueryEventStatus aclrtStreamWaitEvent;
+        aclrtCreateEventExWithFlag aclrtDestroyEvent aclrtRecordEvent aclrtQueryEventStatus aclrtStreamWaitEvent;
     host:
         aclrtMallocHost aclrtFreeHost aclrtHostRegister aclrtHostUnregister aclrtPointerGetAttributes;
     streams:
@@ -130,40 +126,28 @@ symbols! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
     Today,
-    /// As of the end of 2022 (CANN 6.0).
-    Late2022,
-    /// As of the beginning of 2022 (CANN 5.0): no flags for events and streams, and no event status but
-    /// `aclrtQueryEvent`.
-    Early2022,
+    /// As of the beginning of 2024 (CANN 8.0): no memory can be registered, or asked about.
+    Of2024,
 }
 
-/// Calls that came in 2022, and later.
-const SINCE_2022: [&str; 2] = ["aclrtCreateEventWithFlag", "aclrtQueryEventStatus"];
-const SINCE_2023: [&str; 5] = [
-    "aclrtCreateEventExWithFlag",
-    "aclrtHostRegister",
-    "aclrtHostUnregister",
-    "aclrtPointerGetAttributes",
-    "aclrtSynchronizeStreamWithTimeout",
-];
+/// Calls that came later.
+const SINCE_2024: [&str; 3] = ["aclrtHostRegister", "aclrtHostUnregister", "aclrtPointerGetAttributes"];
 
 impl Library {
-    /// The library of that name: `Late2022`.
+    /// The library of that name: `Of2024`.
     ///
     /// # Panics
     /// There is no such library.
     pub fn named(name: &str) -> Self {
-        let all = [Self::Today, Self::Late2022, Self::Early2022];
-        all.into_iter().find(|of| format!("{of:?}") == name).expect("a library's name")
+        [Self::Today, Self::Of2024]
+            .into_iter()
+            .find(|of| format!("{of:?}") == name)
+            .expect("a library's name")
     }
 
     /// The calls that it lacks.
-    pub fn lacks(self) -> Vec<&'static str> {
-        match self {
-            Self::Today => Vec::new(),
-            Self::Late2022 => SINCE_2023.to_vec(),
-            Self::Early2022 => [&SINCE_2022[..], &SINCE_2023].concat(),
-        }
+    pub fn lacks(self) -> &'static [&'static str] {
+        if self == Self::Today { &[] } else { &SINCE_2024 }
     }
 
     /// The entry point with this name, if the library has it.

@@ -96,7 +96,6 @@ pub struct World {
     /// Each copy is of a whole segment, so that two of them keep the distance that segments have.
     pub whole_segments: bool,
     /// Per device.
-    pub event_limit: usize,
     pub stream_limit: usize,
     /// The call that came last.
     pub last: &'static str,
@@ -144,7 +143,6 @@ impl World {
             blocks: BTreeMap::new(),
             hosts: Hosts::usual(),
             whole_segments: false,
-            event_limit: 65_536,
             stream_limit: 1_984,
             last: "",
             late: Vec::new(),
@@ -187,8 +185,8 @@ impl World {
         }
     }
 
-    /// Whether the library is one of 2022.
-    pub fn is_of_2022(&self) -> bool {
+    /// Whether the library is an older one.
+    pub fn is_old(&self) -> bool {
         self.library != Library::Today
     }
 
