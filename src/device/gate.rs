@@ -89,6 +89,5 @@ callable!(a: A, b: B, c: C, d: D);
 callable!(a: A, b: B, c: C, d: D, e: E);
 callable!(a: A, b: B, c: C, d: D, e: E, f: G);
 callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H);
-callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I);
 callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I, i: J);
 callable!(a: A, b: B, c: C, d: D, e: E, f: G, g: H, h: I, i: J, j: K, k: L);

@@ -103,7 +103,7 @@ fn go_together(driver: Option<Driver>, batch: Option<&str>, ring: usize) {
 fn pieces_go_by_the_kernel_or_in_batches_or_one_by_one() {
     go_together(None, Some("cuMemcpyBatchAsync"), 16 << 20);
     go_together(None, Some("cuMemcpyBatchAsync"), 0);
-    go_together(Some(Driver::Cuda13_0), Some("cuMemcpyBatchAsync_v2"), 0);
+    go_together(Some(Driver::Cuda13_0), Some("cuMemcpyBatchAsync"), 0);
     go_together(Some(Driver::Cuda12_0), None, 0);
 }
 

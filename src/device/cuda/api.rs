@@ -143,11 +143,6 @@ entry_points! {
         *mut CUdeviceptr, *mut CUdeviceptr, *mut usize, usize,
         *mut CUmemcpyAttributes, *mut usize, usize, *mut usize, CUstream,
     );
-    /// 13.0: the same without the place where it failed.
-    copy_batch_v2 = "cuMemcpyBatchAsync_v2": fn(
-        *const CUdeviceptr, *const CUdeviceptr, *const usize, usize,
-        *mut CUmemcpyAttributes, *mut usize, usize, CUstream,
-    );
     /// 12.4: loads a function whose loading was put off.
     function_load = "cuFuncLoad": fn(CUfunction);
     /// 12.0. A stream's number, which no other stream of the process has or had.
@@ -295,21 +290,5 @@ mod tests {
         ] {
             codes.iter().for_each(|code| assert_eq!(CudaCode(*code).class(), class, "{code}"));
         }
-    }
-
-    #[test]
-    fn a_library_that_is_missing_or_no_driver_is_an_error_that_says_so() {
-        let missing = CudaApi::load(Some("/nowhere/libcuda.so.1".into())).unwrap_err();
-        assert!(missing.contains("/nowhere/libcuda.so.1") && missing.contains(LIBRARY_VARIABLE), "{missing}");
-        let other = CudaApi::load(Some("libm.so.6".into())).unwrap_err();
-        assert!(other.contains("lacks cuInit") && other.contains("11.0"), "{other}");
-    }
-
-    #[test]
-    fn versions_read_as_people_write_them() {
-        assert_eq!(
-            (version(12_080), version(11_000), version(9_020)),
-            ("12.8".into(), "11.0".into(), "9.2".into())
-        );
     }
 }

@@ -4,10 +4,10 @@
 //! manual on the call) are kept by the callers and here: a stream of the crate's, never the default one and never
 //! captured; no length of zero; no copy that depends on another copy of the batch.
 //!
-//! The call has two forms, of CUDA 12.8 and of 13.0. The older one also says where it failed. That place is not used:
-//! after an error it is unknown which copies of the batch were submitted, so each is submitted again by itself. A copy
-//! that runs twice writes the same bytes twice, since its source is not written meanwhile; and each error then belongs
-//! to one copy.
+//! The call has two forms. That of CUDA 12.8, which later drivers have as well, also says where it failed. The place is
+//! not used: after an error it is unknown which copies of the batch were submitted, so each is submitted again by
+//! itself. A copy that runs twice writes the same bytes twice, since its source is not written meanwhile; and each error
+//! then belongs to one copy.
 //!
 //! Short uploads come first in a call. Where the stream has nothing to do, the driver writes an upload of less than 32
 //! KiB itself, inside of the call, when the copies before it are complete: two copies of 2 MiB and one of 2 KiB are a
@@ -158,10 +158,7 @@ impl Cuda {
     /// # Safety
     /// As for [`Driver::copy_many`].
     unsafe fn try_batch(&self, handle: StreamHandle, transfers: &[Transfer]) -> Option<Result<()>> {
-        let (newer, older) = (self.api.copy_batch_v2, self.api.copy_batch);
-        if newer.is_none() && older.is_none() {
-            return None;
-        }
+        let batch = self.api.copy_batch?;
         let _current = match self.current() {
             Ok(current) => current,
             Err(error) => return Some(Err(error)),
@@ -174,39 +171,20 @@ impl Cuda {
             lists.fill(transfers);
             let _alone = self.batches.lock();
             let Lists { targets, sources, lengths } = lists;
-            let (count, stream) = (transfers.len(), stream(handle));
-            let code = if let Some(call) = newer {
-                // SAFETY: the caller promises the copies; the lists are read before the call returns.
-                unsafe {
-                    call.call(
-                        targets.as_ptr(),
-                        sources.as_ptr(),
-                        lengths.as_ptr(),
-                        count,
-                        &raw mut attributes,
-                        &raw mut first,
-                        1,
-                        stream,
-                    )
-                }
-            } else if let Some(call) = older {
-                let mut fault = 0;
-                // SAFETY: as above.
-                unsafe {
-                    call.call(
-                        targets.as_mut_ptr(),
-                        sources.as_mut_ptr(),
-                        lengths.as_mut_ptr(),
-                        count,
-                        &raw mut attributes,
-                        &raw mut first,
-                        1,
-                        &raw mut fault,
-                        stream,
-                    )
-                }
-            } else {
-                CudaCode::SUCCESS
+            let mut fault = 0;
+            // SAFETY: the caller promises the copies; the lists are read before the call returns.
+            let code = unsafe {
+                batch.call(
+                    targets.as_mut_ptr(),
+                    sources.as_mut_ptr(),
+                    lengths.as_mut_ptr(),
+                    transfers.len(),
+                    &raw mut attributes,
+                    &raw mut first,
+                    1,
+                    &raw mut fault,
+                    stream(handle),
+                )
             };
             Some(self.said("cuMemcpyBatchAsync", code))
         })

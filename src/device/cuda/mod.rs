@@ -6,8 +6,7 @@
 //! | --- | --- |
 //! | `api.rs` | the library, loaded at run time, and its entry points; classes of error codes |
 //! | this one | opening a GPU, the current context, capture modes; streams, events and single copies |
-//! | `host.rs` | host memory: registered, allocated by the driver, managed |
-//! | `heap.rs` | the limit of the heap on the device |
+//! | `host.rs` | what the driver asks and answers about host memory; the limit of the heap on the device |
 //! | `batch.rs` | many copies by one call |
 //! | `spread/` | kernels that spread bytes over device memory and collect them, and streams of high priority |
 //! | `pointers.rs` | the check of memory that the crate did not allocate |
@@ -42,7 +41,6 @@ mod adopt;
 mod api;
 mod batch;
 mod graph;
-mod heap;
 mod host;
 mod pointers;
 mod spread;
@@ -58,12 +56,14 @@ pub(crate) use self::adopt::adopt;
 #[cfg(feature = "cudarc")]
 pub(crate) use self::adopt::{LEGACY, PER_THREAD};
 use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
+use self::host::*;
 use super::ending::Ending;
-use super::vendor::{no_such, wait_out};
+use super::vendor::{advise, no_such, wait_out};
 use super::{
-    DevicePtr, Driver, EventHandle, GraphEnd, HostKind, SpreadRun, SpreadWay, StreamHandle, Transfer,
+    DevicePtr, Driver, EventHandle, GraphEnd, HostAllocFlags, HostKind, SpreadRun, SpreadWay, StreamHandle,
+    Transfer,
 };
-use crate::error::{DeviceError, Error, Result};
+use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::exit::{self, Pass};
 use crate::locks::Mutex;
 use crate::os;
@@ -348,19 +348,45 @@ impl Driver for Cuda {
     }
 
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+        let _current = self.relaxed()?;
         // SAFETY: the caller promises that the range is mapped, and stays so.
-        unsafe { self.host_pin(base, len) }
+        let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, REGISTER_PORTABLE) };
+        self.said("cuMemHostRegister", code).map_err(|error| match (code, advised(error, pin_remedy(code))) {
+            (INVALID_VALUE, Error::Device(error)) => {
+                Error::Device(DeviceError { class: ErrorClass::Transient, ..error })
+            }
+            (NOT_SUPPORTED, error) => {
+                // Relaxed: a thread that does not see it yet asks the driver once more.
+                if !self.allocates.swap(true, Ordering::Relaxed) {
+                    crate::foreign::warn!(
+                        target: "pinpool::region", device = &*self.name, %error,
+                        "host memory cannot be registered here: pools whose backing is not set take memory that the \
+                         driver allocates (Backing::HostAlloc)"
+                    );
+                }
+                Error::Unsupported(error.to_string())
+            }
+            (_, error) => error,
+        })
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        // SAFETY: the caller promises that the range was registered, that this is the one call that unregisters it, and
-        // that no copy uses it.
-        unsafe { self.host_unregister(base) }
+        let _current = self.relaxed()?;
+        // SAFETY: the caller promises that it is registered, and that no copy uses it.
+        let code = unsafe { self.api.host_unregister.call(base.as_ptr().cast()) };
+        self.said("cuMemHostUnregister", code)
     }
 
     unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
-        // SAFETY: as in `pin`.
-        unsafe { self.host_register(base, len, read_only) }
+        let _current = self.relaxed()?;
+        // Where the device does not know the flag, memory that can be written to is registered without it.
+        let flags = match read_only && self.has(READ_ONLY_REGISTER)? {
+            true => REGISTER_PORTABLE | REGISTER_READ_ONLY,
+            false => REGISTER_PORTABLE,
+        };
+        // SAFETY: the caller promises that the range is mapped, and stays so.
+        let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, flags) };
+        self.said("cuMemHostRegister", code).map_err(|error| advised(error, remedy(code, read_only)))
     }
 
     fn can_use(&self, kind: HostKind) -> Result<()> {
@@ -376,17 +402,66 @@ impl Driver for Cuda {
 
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
         self.can_use(kind)?;
-        self.host_allocate(len, kind)
+        let _current = self.relaxed()?;
+        let (call, address) = match kind {
+            HostKind::Locked(HostAllocFlags { portable, mapped, write_combined }) => {
+                let flag = |on, flag| if on { flag } else { 0 };
+                let flags = flag(portable, ALLOC_PORTABLE)
+                    | flag(mapped, ALLOC_MAPPED)
+                    | flag(write_combined, ALLOC_WRITE_COMBINED);
+                let mut at = std::ptr::null_mut();
+                // SAFETY: writes an address.
+                let code = unsafe { self.api.host_alloc.call(&raw mut at, len, flags) };
+                self.said("cuMemHostAlloc", code)?;
+                ("cuMemHostAlloc", at.cast())
+            }
+            HostKind::Managed => {
+                let mut at = 0;
+                // SAFETY: writes an address.
+                let code = unsafe { self.api.managed_alloc.call(&raw mut at, len, ATTACH_GLOBAL) };
+                self.said("cuMemAllocManaged", code)?;
+                // One address, for the host and the device.
+                ("cuMemAllocManaged", std::ptr::with_exposed_provenance_mut(at as usize))
+            }
+        };
+        NonNull::new(address)
+            .ok_or_else(|| Error::OutOfMemory { wanted: len, text: format!("{call} gave no address") })
     }
 
     unsafe fn free_host(&self, base: NonNull<u8>, _len: usize, kind: HostKind) -> Result<()> {
-        // SAFETY: the caller promises that the memory was allocated as this kind, that this is the one call that frees
-        // it, and that it is not in use.
-        unsafe { self.host_free(base, kind) }
+        let _current = self.relaxed()?;
+        match kind {
+            HostKind::Locked(_) => {
+                // SAFETY: the caller promises that it is host memory of the driver's, freed once and not in use.
+                self.said("cuMemFreeHost", unsafe { self.api.host_free.call(base.as_ptr().cast()) })
+            }
+            HostKind::Managed => {
+                let address = base.as_ptr().expose_provenance() as u64;
+                // SAFETY: the caller promises that it is managed memory, freed once and not in use.
+                self.said("cuMemFree", unsafe { self.api.mem_free.call(address) })
+            }
+        }
     }
 
     fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
-        self.host_device_address(at)
+        let _current = self.relaxed()?;
+        let mut address = 0;
+        // SAFETY: writes an address; one that the driver does not know is refused.
+        let code = unsafe { self.api.host_device_pointer.call(&raw mut address, at.as_ptr().cast(), 0) };
+        check(self.api, &self.name, "cuMemHostGetDevicePointer", code).map(|()| address).map_err(|error| {
+            if code == INVALID_VALUE && self.has(CAN_MAP_HOST_MEMORY) == Ok(false) {
+                return Error::Unsupported(format!(
+                    "{} cannot map host memory (CAN_MAP_HOST_MEMORY is 0); copy the buffer instead",
+                    self.name
+                ));
+            }
+            match code {
+                INVALID_VALUE => {
+                    advise(error, "the memory is not pinned for this device; copy the buffer instead")
+                }
+                _ => error,
+            }
+        })
     }
 
     fn allocate(&self, len: usize) -> Result<DevicePtr> {

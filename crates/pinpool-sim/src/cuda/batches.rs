@@ -1,5 +1,4 @@
-//! Many copies by one call: `cuMemcpyBatchAsync`, in the form of CUDA 12.8, and in that of 13.0, which lacks the place
-//! where it failed.
+//! Many copies by one call: `cuMemcpyBatchAsync`, in the form of CUDA 12.8, which later drivers have as well.
 //!
 //! The copies of a batch are queued last first, since no program may rely on their order. Where one of them is refused,
 //! those before it are queued all the same: an error says nothing about the others.
@@ -51,37 +50,6 @@ pub struct Attributes {
     flags: u32,
 }
 
-/// The arguments of both forms, but for the place where it failed.
-pub struct Batch {
-    name: &'static str,
-    targets: *const u64,
-    sources: *const u64,
-    lengths: *const usize,
-    count: usize,
-    attributes: *const Attributes,
-    firsts: *const usize,
-    sets: usize,
-    stream: usize,
-}
-
-impl Batch {
-    /// Makes the call: its code, and the copy at which it failed, or none of them.
-    ///
-    /// # Safety
-    /// The lists are null or have that many entries.
-    unsafe fn call(&self) -> (u32, usize) {
-        let (mut at, under_way) = (usize::MAX, UnderWay::begin());
-        let code = call(self.name, of(self.stream), |w| {
-            if under_way.is_beside {
-                w.let_pass("BAT-6", format!("{} beside another one", self.name));
-            }
-            // SAFETY: the caller's promise.
-            unsafe { w.batch(self, &mut at) }
-        });
-        (code, at)
-    }
-}
-
 impl World {
     /// Whether the device has this memory at another address than the host.
     fn is_elsewhere(&self, place: Place) -> bool {
@@ -107,45 +75,15 @@ impl World {
         }
     }
 
-    /// # Safety
-    /// The lists are null or have that many entries.
-    unsafe fn batch(&mut self, batch: &Batch, fault: &mut usize) -> Outcome {
-        let Batch { name, targets, sources, lengths, count, attributes, firsts, sets, stream } = *batch;
-        // By convention: the call as a whole failed, none of its copies.
-        *fault = usize::MAX;
-        let is_null = targets.is_null() || sources.is_null() || lengths.is_null();
-        if is_null || attributes.is_null() || firsts.is_null() {
-            return self.violate("ARG-1", name, INVALID_VALUE);
-        }
-        self.current(name)?;
-        if stream <= 1 {
-            return self.violate("BAT-1", format!("{name} on the legacy stream"), INVALID_VALUE);
-        }
-        if self.stream(name, stream)?.capture.is_some() {
-            // It is refused, and the capture goes on (seen on driver 580.159).
-            return self.violate("BAT-3", format!("{name} on {stream:#x}"), CAPTURE_UNSUPPORTED);
-        }
-        // SAFETY: the caller's promise.
-        let (firsts, orders) = unsafe {
-            (std::slice::from_raw_parts(firsts, sets), std::slice::from_raw_parts(attributes, sets))
-        };
-        let ordered = firsts.first() == Some(&0) && firsts.windows(2).all(|w| w[0] < w[1]);
-        if count == 0
-            || !ordered
-            || firsts.last().is_some_and(|last| *last >= count)
-            || orders.iter().any(|set| !(1..=3).contains(&set.order) || set.flags > 1)
-        {
-            let text = format!("{name}: {count} copies, {sets} attributes");
-            return self.violate("BAT-5", text, INVALID_VALUE);
-        }
-        // SAFETY: the caller's promise.
-        let (targets, sources, lengths) = unsafe {
-            (
-                std::slice::from_raw_parts(targets, count),
-                std::slice::from_raw_parts(sources, count),
-                std::slice::from_raw_parts(lengths, count),
-            )
-        };
+    /// Queues these copies, given by targets, sources and lengths. `fault` is the copy at which it failed.
+    fn batch(
+        &mut self,
+        name: &str,
+        [targets, sources]: [&[u64]; 2],
+        lengths: &[usize],
+        stream: usize,
+        fault: &mut usize,
+    ) -> Outcome {
         let hosts = |list: &[u64]| list.iter().any(|at| self.is_elsewhere(Place::Host(*at as usize)));
         if hosts(targets) || hosts(sources) {
             let context = self.current(name)?;
@@ -155,7 +93,7 @@ impl World {
             return Ok(());
         }
         let mut copies = Vec::new();
-        let refused = (0..count).find_map(|at| {
+        let refused = (0..lengths.len()).find_map(|at| {
             let (src, dst, len) = (self.place(sources[at]), self.place(targets[at]), lengths[at]);
             let checked = if len == 0 {
                 self.violate("BAT-2", format!("{name}: copy {at} has no bytes"), INVALID_VALUE)
@@ -197,7 +135,6 @@ impl Place {
     }
 }
 
-/// Of CUDA 12.8.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyBatchAsync(
     targets: *const u64,
@@ -211,29 +148,47 @@ pub unsafe extern "C" fn cuMemcpyBatchAsync(
     stream: usize,
 ) -> u32 {
     let name = "cuMemcpyBatchAsync";
-    let batch = Batch { name, targets, sources, lengths, count, attributes, firsts, sets, stream };
-    // SAFETY: the caller's promise.
-    let (code, at) = unsafe { batch.call() };
+    // By convention: the call as a whole failed, none of its copies.
+    let (mut at, under_way) = (usize::MAX, UnderWay::begin());
+    let code = call(name, of(stream), |w| {
+        if under_way.is_beside {
+            w.let_pass("BAT-6", format!("{name} beside another one"));
+        }
+        let is_null = targets.is_null() || sources.is_null() || lengths.is_null();
+        if is_null || attributes.is_null() || firsts.is_null() {
+            return w.violate("ARG-1", name, INVALID_VALUE);
+        }
+        w.current(name)?;
+        if stream <= 1 {
+            return w.violate("BAT-1", format!("{name} on the legacy stream"), INVALID_VALUE);
+        }
+        if w.stream(name, stream)?.capture.is_some() {
+            // It is refused, and the capture goes on (seen on driver 580.159).
+            return w.violate("BAT-3", format!("{name} on {stream:#x}"), CAPTURE_UNSUPPORTED);
+        }
+        // SAFETY: the caller's promise: lists of so many entries.
+        let (firsts, orders, addresses, lengths) = unsafe {
+            (
+                std::slice::from_raw_parts(firsts, sets),
+                std::slice::from_raw_parts(attributes, sets),
+                [targets, sources].map(|list| std::slice::from_raw_parts(list, count)),
+                std::slice::from_raw_parts(lengths, count),
+            )
+        };
+        let ordered = firsts.first() == Some(&0) && firsts.windows(2).all(|w| w[0] < w[1]);
+        if count == 0
+            || !ordered
+            || firsts.last().is_some_and(|last| *last >= count)
+            || orders.iter().any(|set| !(1..=3).contains(&set.order) || set.flags > 1)
+        {
+            let text = format!("{name}: {count} copies, {sets} attributes");
+            return w.violate("BAT-5", text, INVALID_VALUE);
+        }
+        w.batch(name, addresses, lengths, stream, &mut at)
+    });
     // SAFETY: null, or valid for a write.
     if let Some(fault) = unsafe { fault.as_mut() }.filter(|_| code != 0) {
         *fault = at;
     }
     code
-}
-
-/// Of CUDA 13.0. Not among the names of the library that is loaded, which is one of 12.8.
-pub unsafe extern "C" fn cuMemcpyBatchAsync_v2(
-    targets: *const u64,
-    sources: *const u64,
-    lengths: *const usize,
-    count: usize,
-    attributes: *const Attributes,
-    firsts: *const usize,
-    sets: usize,
-    stream: usize,
-) -> u32 {
-    let name = "cuMemcpyBatchAsync_v2";
-    let batch = Batch { name, targets, sources, lengths, count, attributes, firsts, sets, stream };
-    // SAFETY: the caller's promise.
-    unsafe { batch.call() }.0
 }

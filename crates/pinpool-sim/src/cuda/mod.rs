@@ -127,7 +127,7 @@ symbols! {
         cuStreamCreate cuStreamDestroy_v2 cuStreamSynchronize cuStreamWaitEvent
         cuThreadExchangeStreamCaptureMode cuEventCreate cuEventDestroy_v2 cuEventRecord cuEventQuery;
     batches:
-        cuMemcpyBatchAsync cuMemcpyBatchAsync_v2;
+        cuMemcpyBatchAsync;
     graphs:
         cuStreamBeginCapture_v2 cuStreamEndCapture cuStreamGetCaptureInfo_v2 cuStreamGetCaptureInfo_v3
         cuUserObjectCreate cuUserObjectRelease cuGraphRetainUserObject cuGraphInstantiateWithFlags
@@ -155,7 +155,7 @@ pub enum Driver {
     Cuda13_0,
 }
 
-/// Calls that came with CUDA 12.0 or 11.3, with 12.8 or earlier, and with 13.0.
+/// Calls that came with CUDA 12.0 or 11.3, and with 12.8 or earlier.
 const SINCE_12_0: [&str; 5] = [
     "cuStreamGetId",
     "cuStreamGetCaptureInfo_v2",
@@ -164,16 +164,14 @@ const SINCE_12_0: [&str; 5] = [
     "cuGraphRetainUserObject",
 ];
 const SINCE_12_8: [&str; 3] = ["cuMemcpyBatchAsync", "cuStreamGetCaptureInfo_v3", "cuFuncLoad"];
-const SINCE_13_0: [&str; 1] = ["cuMemcpyBatchAsync_v2"];
 
 impl Driver {
     /// The entry point with this name, if the driver has it.
     pub fn symbol(self, name: &str) -> Option<*const c_void> {
         let lacks = match self {
-            Self::Cuda11_0 => &[&SINCE_12_0[..], &SINCE_12_8[..], &SINCE_13_0[..]][..],
-            Self::Cuda12_0 => &[&SINCE_12_8[..], &SINCE_13_0[..]],
-            Self::Cuda12_8 => &[&SINCE_13_0[..]],
-            Self::Cuda13_0 => &[],
+            Self::Cuda11_0 => &[&SINCE_12_0[..], &SINCE_12_8[..]][..],
+            Self::Cuda12_0 => &[&SINCE_12_8[..]],
+            Self::Cuda12_8 | Self::Cuda13_0 => &[],
         };
         symbol(name).filter(|_| !lacks.iter().any(|names| names.contains(&name)))
     }
