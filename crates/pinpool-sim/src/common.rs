@@ -51,6 +51,8 @@ pub struct Common {
     pub reuse: bool,
     /// What contexts had left when they were destroyed.
     pub left: BTreeMap<&'static str, usize>,
+    /// Numbers given so far that are never given again.
+    pub ids: u64,
     next: usize,
     next_address: u64,
     random: u64,
@@ -73,17 +75,18 @@ impl Common {
             by_hand: false,
             reuse: false,
             left: BTreeMap::new(),
+            ids: (number as u64) << HANDLE_BITS,
             next: (number << HANDLE_BITS) + 0x5eed_0000,
             next_address: base + ((number as u64) << ADDRESS_BITS),
             random: 0x9e37_79b9_7f4a_7c15,
         }
     }
 
-    /// As when it was made; but no handle or device address is ever used twice.
+    /// As when it was made; but no handle, number or device address is ever used twice.
     pub fn reset(&mut self) {
-        let (next, next_address) = (self.next, self.next_address);
+        let Self { number, ids, next, next_address, .. } = *self;
         let setup = std::mem::take(&mut self.setup);
-        *self = Self { setup, next, next_address, ..Self::new(self.number, 0) };
+        *self = Self { setup, ids, next, next_address, ..Self::new(number, 0) };
     }
 
     pub fn count(&mut self, name: &'static str) {
@@ -330,10 +333,26 @@ macro_rules! symbols {
     };
 }
 
-/// How a vendor's calls find their world, and how tests make one. `World` has `new`, `report` and `command`; `$base` is
-/// where made-up device addresses begin, and `$current` the calling thread's current context, or 0.
+/// Declares entry points of a vendor: the arguments of its header, with handles as numbers; the world in which the call
+/// is made; and what it does there.
+macro_rules! entries {
+    ($vendor:ident; $($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) in $number:expr, |$w:ident, $text:ident| $body:block)*) => {$(
+        $(#[$doc])*
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
+            let $text = stringify!($name);
+            // SAFETY: the caller's promise, as the header has it: what is read or written is there, or null.
+            #[allow(unused_unsafe, unused_variables, reason = "not every call has pointers")]
+            $crate::$vendor::calls::call($text, $number, |$w| unsafe { $body })
+        }
+    )*};
+}
+
+/// How a vendor's calls find their world, and how tests make one. `World` has `new`, `have_devices`, `report` and `own`,
+/// which answers commands that no other vendor has; `$base` is where made-up device addresses begin, `$current` the
+/// calling thread's current context, or 0, and `$leave` leaves that.
 macro_rules! worlds {
-    ($base:expr, $current:expr) => {
+    ($machines:ident, $base:expr, $current:expr, $leave:expr) => {
         static WORLDS: $crate::common::Worlds<World> = $crate::common::Worlds::new();
 
         thread_local! {
@@ -368,7 +387,7 @@ macro_rules! worlds {
 
         /// The world with this number.
         pub fn world(number: usize) -> std::sync::MutexGuard<'static, World> {
-            $crate::common::locked(WORLDS.get(number, World::new))
+            $crate::common::locked(WORLDS.get(number, World::made))
         }
 
         /// The report of a loaded library when the process ends and other threads do not go on. `None`: one of them has
@@ -377,22 +396,104 @@ macro_rules! worlds {
             WORLDS.last_report(World::report)
         }
 
-        /// Rules that were broken by threads that are in no world, in a process that has worlds of its own.
-        pub fn strays() -> Vec<String> {
-            if WORLDS.count() > 0 { world(0).violations.clone() } else { Vec::new() }
-        }
-
-        /// Makes a world, and returns its number.
-        pub fn add_world() -> usize {
-            WORLDS.add(World::new)
-        }
-
         /// How many devices are counted: in a process that has worlds of its own, and for a thread that is in none of
         /// them, up to the last one's last.
         pub fn devices(of: &World) -> usize {
             match WORLDS.count() {
                 count if count > 0 && of.number == 0 => (count + 1) * $crate::common::DEVICES,
                 _ => of.number * $crate::common::DEVICES + of.devices.len(),
+            }
+        }
+
+        /// A world of this vendor's devices, for one test.
+        #[derive(Clone, Copy, Debug)]
+        pub struct $machines {
+            pub(super) number: usize,
+        }
+
+        impl $machines {
+            /// Two devices, in a world that this thread has entered.
+            pub(super) fn add() -> Self {
+                let made = Self { number: WORLDS.add(World::made) };
+                // For threads that have entered no world.
+                world(0).ready = true;
+                made.enter();
+                made
+            }
+
+            /// Calls of this thread that name nothing and have no current context are made to this world from now on.
+            pub fn enter(self) {
+                DEFAULT.set(self.number);
+                $leave;
+            }
+
+            /// The vendor's number for the device that is the first, the second and so on in this world.
+            pub fn ordinal(self, device: usize) -> u32 {
+                (self.number * $crate::common::DEVICES + device) as u32
+            }
+
+            /// Rules that threads which are in no world have broken, whichever test they are of. None of a loaded
+            /// library's.
+            pub fn strays() -> Vec<String> {
+                if WORLDS.count() > 0 { world(0).violations.clone() } else { Vec::new() }
+            }
+
+            /// Sends a command: see `common.rs` and the vendor's `control.rs`.
+            pub fn command(self, text: &str) -> String {
+                world(self.number).command(text)
+            }
+        }
+
+        impl World {
+            fn made(number: usize) -> Self {
+                let mut world = Self::new(number);
+                world.have_devices(2, 256 << 20);
+                if number == 0 {
+                    for command in $crate::common::setup() {
+                        world.command(&format!("setup {command}"));
+                    }
+                }
+                world
+            }
+
+            /// Answers a command of a test: words with spaces between them.
+            ///
+            /// # Panics
+            /// There is no such command.
+            pub fn command(&mut self, text: &str) -> String {
+                let words: Vec<&str> = text.split(' ').collect();
+                if let Some(answer) = self.common.command(&words) {
+                    return answer;
+                }
+                let number =
+                    |word: &str| word.parse::<usize>().unwrap_or_else(|_| panic!("{text}: a number"));
+                match words[..] {
+                    // A command that is made again after a reset.
+                    ["setup", ..] => {
+                        let command = &text["setup ".len()..];
+                        let answer = self.command(command);
+                        self.setup.push(command.to_owned());
+                        return answer;
+                    }
+                    // Everything as when the world was made; handles from before name nothing any more. Of what threads
+                    // have of their own, only the calling thread's part is reset.
+                    ["reset"] => {
+                        let mut new = Self::new(self.number);
+                        new.have_devices(2, 256 << 20);
+                        std::mem::swap(&mut new.common, &mut self.common);
+                        new.common.reset();
+                        *self = new;
+                        $leave;
+                        for command in self.setup.clone() {
+                            self.command(&command);
+                        }
+                    }
+                    ["report"] => return self.report(),
+                    // So many devices with so many bytes of memory each.
+                    ["devices", count, memory] => self.have_devices(number(count), number(memory)),
+                    _ => return self.own(text, &words, &number),
+                }
+                String::new()
             }
         }
 
@@ -412,4 +513,4 @@ macro_rules! worlds {
     };
 }
 
-pub(crate) use {symbols, worlds};
+pub(crate) use {entries, symbols, worlds};

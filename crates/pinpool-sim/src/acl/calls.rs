@@ -5,6 +5,7 @@ use std::ffi::c_char;
 
 use super::codes::*;
 use super::world::*;
+use crate::common::entries;
 
 /// The longest error text, its end included.
 const TEXT: usize = 512;
@@ -65,23 +66,16 @@ fn made(name: &'static str, world: &mut World, body: impl FnOnce(&mut World) -> 
     code
 }
 
-/// A call that writes a result: a handle, an address, a number.
+/// Writes a result: a handle, an address, a number.
 ///
 /// # Safety
 /// `to` is null or valid for a write.
-pub unsafe fn gives<T>(
-    name: &'static str,
-    number: usize,
-    to: *mut T,
-    body: impl FnOnce(&mut World) -> Outcome<T>,
-) -> u32 {
-    call(name, number, |w| {
-        there(w, to as usize)?;
-        let result = body(w)?;
-        // SAFETY: the caller's promise, and it is not null.
-        unsafe { to.write(result) };
-        Ok(())
-    })
+pub unsafe fn gives<T>(w: &mut World, to: *mut T, body: impl FnOnce(&mut World) -> Outcome<T>) -> Outcome {
+    there(w, to as usize)?;
+    let result = body(w)?;
+    // SAFETY: the caller's promise, and it is not null.
+    unsafe { to.write(result) };
+    Ok(())
 }
 
 /// What is pointed at is there.
@@ -89,9 +83,10 @@ pub fn there(world: &mut World, at: usize) -> Outcome {
     if at == 0 { world.violate("ARG-1", "null", INVALID_PARAM) } else { Ok(()) }
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclInit(path: *const c_char) -> u32 {
-    call("aclInit", here(), |w| {
+entries! {
+    acl;
+
+    fn aclInit(path: *const c_char) in here(), |w, name| {
         if !path.is_null() {
             // SAFETY: the caller's promise: null, or a string that ends with a zero byte.
             let path = unsafe { std::ffi::CStr::from_ptr(path) }.to_string_lossy();
@@ -105,13 +100,10 @@ pub unsafe extern "C" fn aclInit(path: *const c_char) -> u32 {
         }
         crate::end::end_with_process();
         Ok(())
-    })
-}
+    }
 
-/// Destroys everything, whatever other code uses it.
-#[unsafe(no_mangle)]
-pub extern "C" fn aclFinalize() -> u32 {
-    call("aclFinalize", here(), |w| {
+    /// Destroys everything, whatever other code uses it.
+    fn aclFinalize() in here(), |w, name| {
         if !w.ready {
             return w.violate("INIT-4", "not initialised", REPEAT_FINALIZE);
         }
@@ -123,7 +115,7 @@ pub extern "C" fn aclFinalize() -> u32 {
             (device.sets, device.default) = (0, None);
         }
         Ok(())
-    })
+    }
 }
 
 #[unsafe(no_mangle)]

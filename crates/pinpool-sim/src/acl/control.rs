@@ -3,38 +3,13 @@
 use std::fmt::Write;
 
 use super::Library;
-use super::calls::forget;
-use super::world::{CURRENT, World, overlaps};
+use super::world::{World, overlaps};
 
 impl World {
-    /// Answers a command of a test: words with spaces between them. Those that any vendor's world has are in
-    /// `common.rs`.
-    ///
-    /// # Panics
-    /// There is no such command.
-    pub fn command(&mut self, text: &str) -> String {
-        let words: Vec<&str> = text.split(' ').collect();
-        if let Some(answer) = self.common.command(&words) {
-            return answer;
-        }
-        if let Some(rest) = text.strip_prefix("setup ") {
-            let answer = self.command(rest);
-            self.setup.push(rest.to_owned());
-            return answer;
-        }
-        let number = |word: &str| word.parse::<usize>().unwrap_or_else(|_| panic!("{text}: a number"));
+    /// Answers a command that no other vendor has.
+    pub fn own(&mut self, text: &str, words: &[&str], number: &dyn Fn(&str) -> usize) -> String {
         let on = |word: &str| word == "true";
-        match words[..] {
-            // Everything as when the world was made; handles from before name nothing any more. Of what threads have of
-            // their own, only the calling thread's part is reset.
-            ["reset"] => {
-                self.reset();
-                CURRENT.set(0);
-                forget();
-            }
-            ["report"] => return self.report(),
-            // So many devices with so many bytes of memory each.
-            ["devices", count, memory] => self.have_devices(number(count), number(memory)),
+        match *words {
             // An older library: see [`Library`].
             ["library", name] => self.library = Library::named(name),
             ["chip", name] => self.chip = std::ffi::CString::new(name).unwrap_or_default(),

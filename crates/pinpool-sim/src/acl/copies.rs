@@ -5,6 +5,7 @@ use std::ffi::{c_int, c_uint};
 use super::calls::{call, there};
 use super::codes::*;
 use super::world::*;
+use crate::common::entries;
 
 /// What both addresses of an asynchronous copy are a multiple of.
 const ALIGNMENT: usize = 64;
@@ -233,9 +234,10 @@ pub extern "C" fn aclrtMemcpyAsync(
     call("aclrtMemcpyAsync", of(stream), |w| w.copy_async(&copy, stream))
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtMemset(at: usize, max: usize, value: c_int, len: usize) -> u32 {
-    call("aclrtMemset", here(), |w| {
+entries! {
+    acl;
+
+    fn aclrtMemset(at: usize, max: usize, value: c_int, len: usize) in here(), |w, name| {
         w.current()?;
         there(w, at)?;
         if len == 0 {
@@ -248,5 +250,5 @@ pub unsafe extern "C" fn aclrtMemset(at: usize, max: usize, value: c_int, len: u
         // SAFETY: the caller's promise for memory that the library knows nothing of.
         unsafe { w.write_now(to, &vec![value as u8; len]) };
         Ok(())
-    })
+    }
 }

@@ -5,6 +5,7 @@ use std::ffi::{c_int, c_uint};
 use super::calls::{call, gives, there};
 use super::codes::*;
 use super::world::*;
+use crate::common::entries;
 
 /// What `aclrtMalloc` takes as a policy: how large the pages are, in the lower bits.
 fn is_policy(w: &World, policy: c_uint) -> bool {
@@ -12,22 +13,19 @@ fn is_policy(w: &World, policy: c_uint) -> bool {
     policy & !flags <= largest
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtGetDeviceCount(count: *mut u32) -> u32 {
-    let all = |w: &mut World| if w.devices.is_empty() { Err(NO_DEVICE) } else { Ok(devices(w) as u32) };
-    // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
-    unsafe { gives("aclrtGetDeviceCount", here(), count, all) }
-}
+entries! {
+    acl;
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtGetRunMode(mode: *mut c_uint) -> u32 {
-    // SAFETY: as above.
-    unsafe { gives("aclrtGetRunMode", here(), mode, |w| Ok(c_uint::from(!w.on_device))) }
-}
+    fn aclrtGetDeviceCount(count: *mut u32) in here(), |w, name| {
+        let all = |w: &mut World| if w.devices.is_empty() { Err(NO_DEVICE) } else { Ok(devices(w) as u32) };
+        gives(w, count, all)
+    }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtSetDevice(device: c_int) -> u32 {
-    call("aclrtSetDevice", on(device), |w| {
+    fn aclrtGetRunMode(mode: *mut c_uint) in here(), |w, name| {
+        gives(w, mode, |w| Ok(c_uint::from(!w.on_device)))
+    }
+
+    fn aclrtSetDevice(device: c_int) in on(device), |w, name| {
         let device = w.device(device)?;
         let context = match w.devices[device].default {
             Some(context) => context,
@@ -42,7 +40,7 @@ pub extern "C" fn aclrtSetDevice(device: c_int) -> u32 {
         w.opened += 1;
         CURRENT.set(context);
         Ok(())
-    })
+    }
 }
 
 fn reset(w: &mut World, device: c_int) -> Outcome {
@@ -68,9 +66,10 @@ fn reset(w: &mut World, device: c_int) -> Outcome {
     Ok(())
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtResetDevice(device: c_int) -> u32 {
-    call("aclrtResetDevice", on(device), |w| reset(w, device))
+entries! {
+    acl;
+
+    fn aclrtResetDevice(device: c_int) in on(device), |w, name| { reset(w, device) }
 }
 
 /// The current context, or an error that is no violation: there is no other way to ask.
@@ -79,10 +78,12 @@ fn asked(w: &World) -> Outcome<(usize, usize)> {
     w.device_of(context).map(|device| (context, device)).ok_or(CONTEXT_NULL)
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtGetDevice(device: *mut c_int) -> u32 {
-    // SAFETY: as above.
-    unsafe { gives("aclrtGetDevice", here(), device, |w| asked(w).map(|(_, of)| w.ordinal(of))) }
+entries! {
+    acl;
+
+    fn aclrtGetDevice(device: *mut c_int) in here(), |w, name| {
+        gives(w, device, |w| asked(w).map(|(_, of)| w.ordinal(of)))
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -115,50 +116,44 @@ impl World {
 // --- contexts
 // ----------------------------------------------------------------------------------------------------------
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtCreateContext(context: *mut usize, device: c_int) -> u32 {
-    let create = |w: &mut World| {
-        let device = w.device(device)?;
-        w.alive(device)?;
-        let made = w.fresh();
-        w.contexts.insert(made, Context { device, explicit: true, default_stream: None });
-        w.opened += 1;
-        CURRENT.set(made);
-        Ok(made)
-    };
-    // SAFETY: as above.
-    unsafe { gives("aclrtCreateContext", on(device), context, create) }
-}
+entries! {
+    acl;
 
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtDestroyContext(context: usize) -> u32 {
-    call("aclrtDestroyContext", of(context), |w| {
+    fn aclrtCreateContext(context: *mut usize, device: c_int) in on(device), |w, name| {
+        let create = |w: &mut World| {
+            let device = w.device(device)?;
+            w.alive(device)?;
+            let made = w.fresh();
+            w.contexts.insert(made, Context { device, explicit: true, default_stream: None });
+            w.opened += 1;
+            CURRENT.set(made);
+            Ok(made)
+        };
+        gives(w, context, create)
+    }
+
+    fn aclrtDestroyContext(context: usize) in of(context), |w, name| {
         there(w, context)?;
         if !w.contexts.get(&context).is_some_and(|c| c.explicit) {
             return w.violate("CTX-4", format!("{context:#x}"), CONTEXT_NULL);
         }
         w.end_context(context);
         Ok(())
-    })
-}
+    }
 
-/// Only a context can be made current: a thread that had one never has none again.
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtSetCurrentContext(context: usize) -> u32 {
-    call("aclrtSetCurrentContext", of(context), |w| {
+    /// Only a context can be made current: a thread that had one never has none again.
+    fn aclrtSetCurrentContext(context: usize) in of(context), |w, name| {
         there(w, context)?;
         if !w.contexts.contains_key(&context) {
             return w.violate("CTX-2", format!("{context:#x}"), CONTEXT_NULL);
         }
         CURRENT.set(context);
         Ok(())
-    })
-}
+    }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtGetCurrentContext(context: *mut usize) -> u32 {
-    // SAFETY: as above.
-    unsafe { gives("aclrtGetCurrentContext", here(), context, |w| asked(w).map(|(current, _)| current)) }
+    fn aclrtGetCurrentContext(context: *mut usize) in here(), |w, name| {
+        gives(w, context, |w| asked(w).map(|(current, _)| current))
+    }
 }
 
 // --- memory
@@ -185,16 +180,15 @@ impl World {
     }
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtMalloc(start: *mut usize, len: usize, policy: c_uint) -> u32 {
-    // SAFETY: as above.
-    unsafe { gives("aclrtMalloc", here(), start, |w| w.allocate(len, policy)) }
-}
+entries! {
+    acl;
 
-/// Needs no context, and waits for nothing.
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtFree(start: usize) -> u32 {
-    call("aclrtFree", of(start), |w| {
+    fn aclrtMalloc(start: *mut usize, len: usize, policy: c_uint) in here(), |w, name| {
+        gives(w, start, |w| w.allocate(len, policy))
+    }
+
+    /// Needs no context, and waits for nothing.
+    fn aclrtFree(start: usize) in of(start), |w, name| {
         there(w, start)?;
         let Some((device, len)) = w.blocks.get(&start).map(|(device, bytes)| (*device, bytes.len())) else {
             return w.violate("MEM-5", format!("{start:#x} is no allocation"), PARAM_INVALID);
@@ -205,5 +199,5 @@ pub extern "C" fn aclrtFree(start: usize) -> u32 {
         }
         w.blocks.remove(&start);
         Ok(())
-    })
+    }
 }

@@ -2,9 +2,10 @@
 
 use std::ffi::c_uint;
 
-use super::calls::{call, gives};
+use super::calls::gives;
 use super::codes::*;
 use super::world::*;
+use crate::common::entries;
 
 /// What an event may be made for: to make streams wait, as a time stamp, and to tell how far its stream has come.
 const SYNC: c_uint = 1;
@@ -101,33 +102,24 @@ impl World {
     }
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtCreateEventExWithFlag(event: *mut usize, flags: c_uint) -> u32 {
-    // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
-    unsafe { gives("aclrtCreateEventExWithFlag", here(), event, |w| w.create_event(flags)) }
-}
+entries! {
+    acl;
 
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtDestroyEvent(event: usize) -> u32 {
-    call("aclrtDestroyEvent", of(event), |w| w.destroy_event(event))
-}
+    fn aclrtCreateEventExWithFlag(event: *mut usize, flags: c_uint) in here(), |w, name| {
+        gives(w, event, |w| w.create_event(flags))
+    }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtRecordEvent(event: usize, stream: usize) -> u32 {
-    call("aclrtRecordEvent", of(stream), |w| w.record(event, stream))
-}
+    fn aclrtDestroyEvent(event: usize) in of(event), |w, name| { w.destroy_event(event) }
 
-/// 1: complete; 0: not ready.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtQueryEventStatus(event: usize, status: *mut c_uint) -> u32 {
-    // SAFETY: as above.
-    unsafe { gives("aclrtQueryEventStatus", of(event), status, |w| w.query(event).map(c_uint::from)) }
-}
+    fn aclrtRecordEvent(event: usize, stream: usize) in of(stream), |w, name| { w.record(event, stream) }
 
-/// The stream is the current context's; the event may be another device's. Never recorded: nothing to wait for.
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtStreamWaitEvent(stream: usize, event: usize) -> u32 {
-    call("aclrtStreamWaitEvent", of(stream), |w| {
+    /// 1: complete; 0: not ready.
+    fn aclrtQueryEventStatus(event: usize, status: *mut c_uint) in of(event), |w, name| {
+        gives(w, status, |w| w.query(event).map(c_uint::from))
+    }
+
+    /// The stream is the current context's; the event may be another device's. Never recorded: nothing to wait for.
+    fn aclrtStreamWaitEvent(stream: usize, event: usize) in of(stream), |w, name| {
         let stream = w.stream_here(stream)?;
         let (flags, recorded) = w.event(event).map(|e| (e.flags, e.recorded))?;
         if flags & SYNC == 0 {
@@ -138,5 +130,5 @@ pub extern "C" fn aclrtStreamWaitEvent(stream: usize, event: usize) -> u32 {
             Some((on, upto)) => drop(w.submit(stream, Op::Wait { stream: on, upto })),
         }
         Ok(())
-    })
+    }
 }

@@ -9,10 +9,10 @@ use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint};
 
-use super::calls::{call, gives, there};
+use super::calls::{gives, there};
 use super::codes::*;
 use super::world::*;
-use crate::common::is_mapped;
+use crate::common::{entries, is_mapped};
 
 const PAGE: usize = 4096;
 /// What one allocation may have: above some 200 GB they were seen to fail, however much is free.
@@ -178,35 +178,29 @@ impl World {
     }
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtMallocHost(start: *mut usize, len: usize) -> u32 {
-    // SAFETY: the caller's promise, here and in all calls below: what is written to is valid.
-    unsafe { gives("aclrtMallocHost", here(), start, |w| w.allocate_host(len)) }
-}
+entries! {
+    acl;
 
-/// Needs no context, and waits for nothing.
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtFreeHost(start: usize) -> u32 {
-    call("aclrtFreeHost", of_host(start), |w| {
+    fn aclrtMallocHost(start: *mut usize, len: usize) in here(), |w, name| {
+        gives(w, start, |w| w.allocate_host(len))
+    }
+
+    /// Needs no context, and waits for nothing.
+    fn aclrtFreeHost(start: usize) in of_host(start), |w, name| {
         there(w, start)?;
         w.free_host(start)
-    })
-}
+    }
 
-/// Mapped; the other types are reserved.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtHostRegister(start: usize, len: u64, kind: c_uint, mapped: *mut usize) -> u32 {
-    let register = |w: &mut World| match kind {
-        0 => w.register(start, len as usize),
-        _ => w.violate("ARG-2", format!("type {kind}"), INVALID_PARAM),
-    };
-    // SAFETY: as above.
-    unsafe { gives("aclrtHostRegister", here(), mapped, register) }
-}
+    /// Mapped; the other types are reserved.
+    fn aclrtHostRegister(start: usize, len: u64, kind: c_uint, mapped: *mut usize) in here(), |w, name| {
+        let register = |w: &mut World| match kind {
+            0 => w.register(start, len as usize),
+            _ => w.violate("ARG-2", format!("type {kind}"), INVALID_PARAM),
+        };
+        gives(w, mapped, register)
+    }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtHostUnregister(start: usize) -> u32 {
-    call("aclrtHostUnregister", here(), |w| {
+    fn aclrtHostUnregister(start: usize) in here(), |w, name| {
         w.current()?;
         there(w, start)?;
         let Some(len) = w.hosts.registered.get(&start).map(|r| r.len) else {
@@ -217,7 +211,7 @@ pub extern "C" fn aclrtHostUnregister(start: usize) -> u32 {
         }
         w.hosts.registered.remove(&start);
         Ok(())
-    })
+    }
 }
 
 /// As the header has it; 28 bytes.
@@ -229,19 +223,21 @@ pub struct PointerAttributes {
     reserved: [u32; 4],
 }
 
-/// 0: page-locked host memory; 1: device memory; 2: known as neither.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtPointerGetAttributes(start: usize, to: *mut PointerAttributes) -> u32 {
-    let attributes = |w: &mut World| {
-        there(w, start)?;
-        let device = w.blocks.range(..=start).next_back().filter(|(s, (_, b))| start < *s + b.len());
-        let (id, location) = match device.map(|(_, (device, _))| *device) {
-            Some(device) => (device as u32, 1),
-            None if w.hosts.is_locked(start, 1) => (0, 0),
-            None => (0, 2),
+entries! {
+    acl;
+
+    /// 0: page-locked host memory; 1: device memory; 2: known as neither.
+    fn aclrtPointerGetAttributes(start: usize, to: *mut PointerAttributes) in here(), |w, name| {
+        let attributes = |w: &mut World| {
+            there(w, start)?;
+            let device = w.blocks.range(..=start).next_back().filter(|(s, (_, b))| start < *s + b.len());
+            let (id, location) = match device.map(|(_, (device, _))| *device) {
+                Some(device) => (device as u32, 1),
+                None if w.hosts.is_locked(start, 1) => (0, 0),
+                None => (0, 2),
+            };
+            Ok(PointerAttributes { id, location, page_size: 4096, reserved: [0; 4] })
         };
-        Ok(PointerAttributes { id, location, page_size: 4096, reserved: [0; 4] })
-    };
-    // SAFETY: as above.
-    unsafe { gives("aclrtPointerGetAttributes", here(), to, attributes) }
+        gives(w, to, attributes)
+    }
 }

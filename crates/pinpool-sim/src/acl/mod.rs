@@ -102,7 +102,8 @@ mod world;
 
 use std::ffi::c_void;
 
-use crate::common::{DEVICES, symbols};
+use crate::common::symbols;
+pub use world::Npus;
 pub(crate) use world::{last_report, world};
 
 symbols! {
@@ -156,42 +157,11 @@ impl Library {
     }
 }
 
-/// A world of NPUs, for one test.
-#[derive(Clone, Copy, Debug)]
-pub struct Npus {
-    number: usize,
-}
-
 impl Npus {
     /// Two NPUs of that library, in a world that this thread has entered.
     pub fn new(library: Library) -> Self {
-        let number = world::add_world();
-        world(number).library = library;
-        // For threads that have entered no world.
-        world(0).ready = true;
-        let made = Self { number };
-        made.enter();
+        let made = Self::add();
+        made.command(&format!("setup library {library:?}"));
         made
-    }
-
-    /// Calls of this thread that name nothing and have no current context are made to this world from now on.
-    pub fn enter(self) {
-        world::DEFAULT.set(self.number);
-        world::CURRENT.set(0);
-    }
-
-    /// The library's number for the NPU that is the first, the second and so on in this world.
-    pub fn ordinal(self, device: usize) -> u32 {
-        (self.number * DEVICES + device) as u32
-    }
-
-    /// Rules that threads which are in no world have broken, whichever test they are of. None of a loaded library's.
-    pub fn strays() -> Vec<String> {
-        world::strays()
-    }
-
-    /// Sends a command: see `control.rs`.
-    pub fn command(self, text: &str) -> String {
-        world(self.number).command(text)
     }
 }

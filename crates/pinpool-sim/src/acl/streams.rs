@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::calls::{call, fails, gives, there};
 use super::codes::*;
 use super::world::*;
+use crate::common::entries;
 
 impl World {
     /// A stream that exists, of any context; null is the current context's default stream.
@@ -98,18 +99,17 @@ pub fn wait(
     }
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aclrtCreateStream(stream: *mut usize) -> u32 {
-    // SAFETY: the caller's promise: what is written to is valid.
-    unsafe { gives("aclrtCreateStream", here(), stream, World::new_stream) }
-}
+entries! {
+    acl;
 
-#[unsafe(no_mangle)]
-pub extern "C" fn aclrtDestroyStream(stream: usize) -> u32 {
-    call("aclrtDestroyStream", of(stream), |w| {
+    fn aclrtCreateStream(stream: *mut usize) in here(), |w, name| {
+        gives(w, stream, World::new_stream)
+    }
+
+    fn aclrtDestroyStream(stream: usize) in of(stream), |w, name| {
         there(w, stream)?;
         w.destroy_stream(stream)
-    })
+    }
 }
 
 /// The stream may be another context's.

@@ -10,7 +10,7 @@ use super::Library;
 use super::codes::*;
 use super::events::Event;
 use super::host::Hosts;
-use crate::common::{Common, locked, setup, worlds};
+use crate::common::{Common, locked, worlds};
 pub use crate::common::{Outcome, overlaps, thread};
 
 thread_local! {
@@ -109,7 +109,10 @@ pub struct World {
 /// Where made-up device addresses begin: no CPU can read there.
 const BASE: u64 = 0x0d00_0000_0000_0000;
 
-worlds!(BASE, CURRENT.get());
+worlds!(Npus, BASE, CURRENT.get(), {
+    CURRENT.set(0);
+    super::calls::forget();
+});
 
 /// The worlds of host memory that was allocated and not freed, by its start: a call that frees it names nothing else.
 static HOSTS: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
@@ -129,7 +132,7 @@ pub fn note_host(start: usize, number: Option<usize>) {
 
 impl World {
     fn new(number: usize) -> Self {
-        let mut world = Self {
+        Self {
             common: Common::new(number, BASE),
             library: Library::Today,
             chip: c"Ascend910B-standin".into(),
@@ -147,14 +150,7 @@ impl World {
             last: "",
             late: Vec::new(),
             opened: 0,
-        };
-        world.have_devices(2, 256 << 20);
-        if number == 0 {
-            for command in setup() {
-                world.command(&format!("setup {command}"));
-            }
         }
-        world
     }
 
     /// So many devices with so many bytes of memory each.
@@ -171,18 +167,6 @@ impl World {
     pub fn let_pass(&mut self, id: &str, text: impl Display) {
         let text = format!("{}: {text}", self.last);
         self.common.let_pass(id, text);
-    }
-
-    /// As when it was made; but no handle or device address is ever used twice.
-    pub fn reset(&mut self) {
-        let mut new = Self::new(self.number);
-        std::mem::swap(&mut new.common, &mut self.common);
-        new.common.reset();
-        new.library = self.library;
-        *self = new;
-        for command in self.setup.clone() {
-            self.command(&command);
-        }
     }
 
     /// Whether the library is an older one.

@@ -4,6 +4,7 @@
 use std::ffi::{c_char, c_int, c_uint};
 
 use super::world::*;
+use crate::common::entries;
 
 /// What every call begins and ends with: a call in the world with that number.
 pub fn call(name: &'static str, number: usize, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
@@ -62,22 +63,6 @@ fn made(
     code
 }
 
-/// Declares entry points: the arguments of cuda.h, with handles as numbers; the world in which the call is made; and
-/// what it does there.
-macro_rules! entries {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) in $number:expr, |$w:ident, $text:ident| $body:block)*) => {$(
-        $(#[$doc])*
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
-            let $text = stringify!($name);
-            // SAFETY: the caller's promise, as cuda.h has it: what is read or written is there, or null.
-            #[allow(unused_unsafe, unused_variables, reason = "not every call has pointers")]
-            $crate::cuda::calls::call($text, $number, |$w| unsafe { $body })
-        }
-    )*};
-}
-pub(crate) use entries;
-
 /// Writes a result, if there is a place for it.
 ///
 /// # Safety
@@ -92,6 +77,8 @@ pub unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> O
 }
 
 entries! {
+    cuda;
+
     fn cuInit(flags: c_uint) in here(), |w, name| {
         if flags != 0 {
             return Err(INVALID_VALUE);
@@ -155,6 +142,8 @@ pub unsafe extern "C" fn cuGetErrorString(code: u32, text: *mut *const c_char) -
 }
 
 entries! {
+    cuda;
+
     fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) in on(device), |w, name| {
         let device = w.device(device)?;
         let made = w.retain(device);
@@ -181,6 +170,8 @@ pub fn usable(w: &mut World, name: &str, context: usize) -> Outcome {
 }
 
 entries! {
+    cuda;
+
     fn cuCtxSetCurrent(context: usize) in of(context), |w, name| {
         usable(w, name, context)?;
         STACK.with_borrow_mut(|stack| {
@@ -220,6 +211,8 @@ fn registering() -> usize {
 }
 
 entries! {
+    cuda;
+
     fn cuMemHostRegister_v2(start: usize, len: usize, flags: c_uint) in registering(), |w, name| {
         w.current(name)?;
         w.unsafe_call(name)?;
@@ -275,6 +268,8 @@ impl World {
 }
 
 entries! {
+    cuda;
+
     fn cuMemcpyHtoDAsync_v2(dst: u64, src: usize, len: usize, stream: usize) in of(stream), |w, name| {
         w.copy_async(name, Place::Host(src), Place::Device(dst), len, stream)
     }
@@ -344,6 +339,8 @@ pub extern "C" fn cuStreamSynchronize(stream: usize) -> u32 {
 }
 
 entries! {
+    cuda;
+
     fn cuStreamWaitEvent(stream: usize, event: usize, _flags: c_uint) in of(stream), |w, name| {
         let (captured, recorded) = {
             let event = w.event(name, event)?;

@@ -8,8 +8,9 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_void};
 
-use super::calls::{entries, write};
+use super::calls::write;
 use super::world::*;
+use crate::common::entries;
 
 type Destructor = unsafe extern "C" fn(*mut c_void);
 
@@ -99,6 +100,8 @@ impl World {
 }
 
 entries! {
+    cuda;
+
     fn cuStreamBeginCapture_v2(stream: usize, mode: c_uint) in of(stream), |w, name| {
         if w.stream(name, stream)?.capture.is_some() || mode > 2 {
             return Err(INVALID_VALUE);
@@ -164,6 +167,8 @@ unsafe fn info(
 }
 
 entries! {
+    cuda;
+
     fn cuStreamGetCaptureInfo_v2(
         stream: usize,
         status: *mut c_uint,

@@ -8,9 +8,9 @@ use std::alloc::Layout;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_uint;
 
-use super::calls::{entries, write};
+use super::calls::write;
 use super::world::*;
-use crate::common::{is_mapped, is_there};
+use crate::common::{entries, is_mapped, is_there};
 
 const PAGE: usize = 4096;
 const READ_ONLY: u32 = 8;
@@ -183,6 +183,8 @@ impl World {
 }
 
 entries! {
+    cuda;
+
     fn cuMemHostAlloc(start: *mut usize, len: usize, flags: c_uint) in here(), |w, name| {
         let context = w.current(name)?;
         w.unsafe_call(name)?;

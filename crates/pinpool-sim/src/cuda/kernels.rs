@@ -10,8 +10,9 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_uint};
 
-use super::calls::{entries, write};
+use super::calls::write;
 use super::world::*;
+use crate::common::entries;
 
 /// The shape of each launch.
 const BLOCKS: [c_uint; 3] = [16, 1, 1];
@@ -174,6 +175,8 @@ impl World {
 }
 
 entries! {
+    cuda;
+
     fn cuModuleLoadData(module: *mut usize, image: *const c_char) in here(), |w, name| {
         let context = w.current(name)?;
         w.unsafe_call(name)?;

@@ -115,7 +115,8 @@ mod world;
 
 use std::ffi::c_void;
 
-use crate::common::{DEVICES, symbols};
+use crate::common::symbols;
+pub use world::Gpus;
 pub(crate) use world::{last_report, world};
 
 symbols! {
@@ -177,41 +178,10 @@ impl Driver {
     }
 }
 
-/// A world of GPUs, for one test.
-#[derive(Clone, Copy, Debug)]
-pub struct Gpus {
-    number: usize,
-}
-
 impl Gpus {
     /// Two GPUs, in a world that this thread has entered.
     pub fn new() -> Self {
-        let made = Self { number: world::add_world() };
-        // For threads that have entered no world.
-        world(0).ready = true;
-        made.enter();
-        made
-    }
-
-    /// Calls of this thread that name nothing and have no current context are made to this world from now on.
-    pub fn enter(self) {
-        world::DEFAULT.set(self.number);
-        world::STACK.with_borrow_mut(world::Stack::clear);
-    }
-
-    /// The driver's number for the GPU that is the first, the second and so on in this world.
-    pub fn ordinal(self, device: usize) -> u32 {
-        (self.number * DEVICES + device) as u32
-    }
-
-    /// Rules that threads which are in no world have broken, whichever test they are of. None of a loaded library's.
-    pub fn strays() -> Vec<String> {
-        world::strays()
-    }
-
-    /// Sends a command: see `control.rs`.
-    pub fn command(self, text: &str) -> String {
-        world(self.number).command(text)
+        Self::add()
     }
 }
 

@@ -7,9 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::calls::{entries, write};
+use super::calls::write;
 use super::pools::POOL;
 use super::world::*;
+use crate::common::entries;
 
 /// The device-side heap's limit unless a program sets it.
 const HEAP: usize = 8 << 20;
@@ -79,6 +80,8 @@ impl World {
 }
 
 entries! {
+    cuda;
+
     fn cuPointerGetAttributes(
         count: c_uint,
         names: *const c_int,

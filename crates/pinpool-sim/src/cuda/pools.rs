@@ -7,13 +7,16 @@
 
 use std::sync::Arc;
 
-use super::calls::{entries, write};
+use super::calls::write;
 use super::world::*;
+use crate::common::entries;
 
 /// The handle of the pool, as attributes show it.
 pub const POOL: usize = 0x9001;
 
 entries! {
+    cuda;
+
     fn cuMemAllocAsync(address: *mut u64, len: usize, stream: usize) in of(stream), |w, name| {
         let context = w.current(name)?;
         w.stream(name, stream)?;

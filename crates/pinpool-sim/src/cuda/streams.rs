@@ -3,8 +3,9 @@
 
 use std::ffi::{c_int, c_uint};
 
-use super::calls::{entries, write};
+use super::calls::write;
 use super::world::*;
+use crate::common::entries;
 
 /// Another stream on each thread. (Handles below it are the legacy default stream's.)
 const PER_THREAD: usize = 2;
@@ -78,6 +79,8 @@ impl World {
 }
 
 entries! {
+    cuda;
+
     fn cuCtxCreate_v2(context: *mut usize, _flags: c_uint, device: c_int) in on(device), |w, name| {
         let device = w.device(device)?;
         let made = w.add_context(device);
@@ -137,6 +140,8 @@ entries! {
 const PRIORITIES: [c_int; 2] = [0, -5];
 
 entries! {
+    cuda;
+
     fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) in here(), |w, name| {
         w.current(name)?;
         write(w, name, least, PRIORITIES[0])?;

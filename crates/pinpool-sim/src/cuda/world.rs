@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::graphs::Graphs;
-use crate::common::{Common, locked, setup, worlds};
+use crate::common::{Common, locked, worlds};
 pub use crate::common::{Outcome, overlaps, thread};
 
 /// The codes, and the driver's words for them.
@@ -212,7 +212,6 @@ pub struct World {
     /// The per-thread default streams, by context and thread.
     pub per_thread: BTreeMap<(usize, usize), usize>,
     pub graphs: Graphs,
-    pub stream_ids: u64,
     /// Registered host memory: start and length.
     pub registered: BTreeMap<usize, usize>,
     pub pointers: super::pointers::Pointers,
@@ -230,7 +229,12 @@ pub struct World {
 /// Where made-up device addresses begin.
 const BASE: u64 = 0x7f00_0000_0000_0000;
 
-worlds!(BASE, STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0)));
+worlds!(
+    Gpus,
+    BASE,
+    STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0)),
+    STACK.with_borrow_mut(Stack::clear)
+);
 
 /// The first of these ranges that meets what another one writes, where no order is promised.
 pub fn meeting(
@@ -249,7 +253,7 @@ pub fn meeting(
 
 impl World {
     fn new(number: usize) -> Self {
-        let mut world = Self {
+        Self {
             common: Common::new(number, BASE),
             ready: number > 0,
             ended: false,
@@ -262,7 +266,6 @@ impl World {
             legacy: BTreeMap::new(),
             per_thread: BTreeMap::new(),
             graphs: Graphs::default(),
-            stream_ids: (number as u64) << 32,
             registered: BTreeMap::new(),
             pointers: Default::default(),
             modules: Default::default(),
@@ -270,31 +273,12 @@ impl World {
             retains: 0,
             first_pin: Duration::ZERO,
             stalls: false,
-        };
-        world.have_devices(2, 256 << 20);
-        if number == 0 {
-            for command in setup() {
-                world.command(&format!("setup {command}"));
-            }
         }
-        world
     }
 
     /// So many devices with so many bytes of memory each.
     pub fn have_devices(&mut self, count: usize, memory: usize) {
         self.devices = (0..count).map(|_| Device { memory, numa_node: -1, primary: None }).collect();
-    }
-
-    /// As when it was made; but no handle is ever used twice.
-    pub fn reset(&mut self) {
-        let mut new = Self::new(self.number);
-        new.stream_ids = self.stream_ids;
-        std::mem::swap(&mut new.common, &mut self.common);
-        new.common.reset();
-        *self = new;
-        for command in self.setup.clone() {
-            self.command(&command);
-        }
     }
 
     // --- contexts ------------------------------------------------------------------------------------------------
@@ -488,10 +472,10 @@ impl World {
         let handle = old.unwrap_or_else(|| self.fresh());
         // Events that were recorded on the stream before, if there was one, are complete.
         let submitted = old.and_then(|old| self.streams.get(&old)).map_or(0, |s| s.submitted);
-        self.stream_ids += 1;
+        self.ids += 1;
         let stream = Stream {
             context,
-            id: self.stream_ids,
+            id: self.ids,
             blocking,
             priority: 0,
             queue: VecDeque::new(),
