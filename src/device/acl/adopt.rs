@@ -42,6 +42,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     let api = AclApi::get(&name, None)?;
     gate::watch_exit();
     let (theirs, own) = (context as usize, name.clone());
+    // On another thread: one that has no current context is to keep none.
     let (ordinal, on_device) = on_other_thread(&name, move || {
         let _current = AclCurrent::enter(api, &own, theirs as AclContext, exit::pass())?;
         let mut ordinal = -1;

@@ -83,46 +83,47 @@ impl Acl {
         let (host, there, len, up) = match transfer {
             Transfer::Upload { src, dst, len } => (src.cast_mut(), device(dst), len, true),
             Transfer::Download { src, dst, len } => (dst, device(src), len, false),
-            Transfer::OnDevice { src, dst, len } => {
-                let call = CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE };
-                // SAFETY: no host memory is named.
-                return unsafe { self.copy_in_place(on, call) };
+            Transfer::OnDevice { .. } | Transfer::OnHost { .. } => {
+                // SAFETY: the caller promises both ranges until this returns.
+                let copied = unsafe { self.submit_copy(on, transfer) };
+                return wait_out(&self.name, || self.drained()).and(copied);
             }
-            // SAFETY: the caller promises both ranges until this returns, and the copy is made by then.
-            Transfer::OnHost { .. } => return unsafe { self.submit_copy(on, transfer) },
         };
         // Whole pages of its own: other memory on a page may be page-locked, and the library may refuse memory that is
         // locked in part.
         let page = crate::os::page_size();
         let mut staging = vec![0_u8; len.min(STAGED).next_multiple_of(page) + page];
         let first_page = staging.as_ptr().align_offset(page).min(page);
-        let copied = {
-            let _current = self.current()?;
-            // Where this fails nothing of the copy was submitted.
-            self.drained_stream(on)?;
-            (0..len).step_by(STAGED).try_for_each(|from| {
-                let (len, there) = (STAGED.min(len - from), there.wrapping_byte_add(from));
-                let staged: *mut u8 = staging[first_page..].as_mut_ptr();
-                // SAFETY: within the range, which the caller promises until this returns; it does not overlap the
-                // staging memory, which has room for `len` bytes and is not in use: the copy before has succeeded.
-                // Where the copy fails, `staging` is not used again before it has ended.
-                unsafe {
-                    let host = host.add(from);
-                    if up {
-                        staged.copy_from_nonoverlapping(host, len);
-                        self.copy_now(CopyCall { dst: there, src: staged.cast(), len, kind: HOST_TO_DEVICE })
-                    } else {
-                        let call = CopyCall { dst: staged.cast(), src: there, len, kind: DEVICE_TO_HOST };
-                        self.copy_now(call).map(|()| host.copy_from_nonoverlapping(staged, len))
-                    }
+        for from in (0..len).step_by(STAGED) {
+            let (len, there) = (STAGED.min(len - from), there.wrapping_byte_add(from));
+            let staged: *mut u8 = staging[first_page..].as_mut_ptr();
+            let call = match up {
+                true => CopyCall { dst: there, src: staged.cast(), len, kind: HOST_TO_DEVICE },
+                false => CopyCall { dst: staged.cast(), src: there, len, kind: DEVICE_TO_HOST },
+            };
+            // SAFETY: within the range, which the caller promises until this returns; it does not overlap the staging
+            // memory, which has room for `len` bytes and is not in use: the copy before has succeeded.
+            let copied = unsafe {
+                let host = host.add(from);
+                if up {
+                    staged.copy_from_nonoverlapping(host, len);
                 }
-            })
-        };
-        if copied.is_err() && !self.let_go() {
-            self.leaked();
-            std::mem::forget(staging);
+                let copied = self.copy_in_place(on, call);
+                if !up && copied.is_ok() {
+                    host.copy_from_nonoverlapping(staged, len);
+                }
+                copied
+            };
+            if let Err(error) = copied {
+                // Of a lost device it cannot be known whether the copy still runs.
+                if self.lost.get().is_some() {
+                    self.leaked();
+                    std::mem::forget(staging);
+                }
+                return Err(error);
+            }
         }
-        copied
+        Ok(())
     }
 
     /// Copies after the stream's earlier work, and returns when the copy has ended, on an error too. It may not have
@@ -131,33 +132,22 @@ impl Acl {
     /// # Safety
     /// Host memory is valid, and nothing else writes it (as a source) or touches it (as a target), until the copy has
     /// ended.
-    unsafe fn copy_in_place(&self, on: StreamHandle, call: CopyCall) -> Result<()> {
+    unsafe fn copy_in_place(
+        &self,
+        on: StreamHandle,
+        CopyCall { dst, src, len, kind }: CopyCall,
+    ) -> Result<()> {
         let copied = {
             let _current = self.current()?;
             // Where this fails nothing of the copy was submitted.
             self.drained_stream(on)?;
-            // SAFETY: the caller's promise.
-            unsafe { self.copy_now(call) }
+            // SAFETY: the caller promises the host memory; the device's is within its allocation.
+            self.said("aclrtMemcpy", unsafe { self.api.copy.call(dst, len, src, len, kind) })
         };
         if copied.is_err() {
-            self.let_go();
+            // A copy that failed may still run.
+            let _ = wait_out(&self.name, || self.drained());
         }
         copied
-    }
-
-    /// The copy itself, in the current context. After an error it may still run.
-    ///
-    /// # Safety
-    /// As for [`copy_in_place`](Self::copy_in_place).
-    unsafe fn copy_now(&self, CopyCall { dst, src, len, kind }: CopyCall) -> Result<()> {
-        // SAFETY: the caller promises the host memory; the device's is within its allocation.
-        self.said("aclrtMemcpy", unsafe { self.api.copy.call(dst, len, src, len, kind) })
-    }
-
-    /// Waits until the device has nothing to do: a copy that failed may still run. `false`: the device is lost, and
-    /// whether the copy still runs cannot be known.
-    #[cold]
-    fn let_go(&self) -> bool {
-        wait_out(&self.name, || self.drained()).is_ok()
     }
 }

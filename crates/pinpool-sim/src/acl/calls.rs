@@ -121,7 +121,7 @@ entries! {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtGetSocName() -> *const c_char {
     let Some(_inside) = crate::end::Inside::begin("aclrtGetSocName") else { return std::ptr::null() };
-    world(here()).chip.as_ptr()
+    c"Ascend910B-standin".as_ptr()
 }
 
 /// The latest error of this thread, once. Null: there was none since the last call asked. An older pointer shows this

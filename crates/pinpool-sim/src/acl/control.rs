@@ -12,7 +12,6 @@ impl World {
         match *words {
             // An older library: see [`Library`].
             ["library", name] => self.library = Library::named(name),
-            ["chip", name] => self.chip = std::ffi::CString::new(name).unwrap_or_default(),
             // Kills a device with that code.
             ["kill", device, code] => self.kill(number(device), number(code) as u32),
             // Whether a copy may still use this memory that had not ended when its device was lost.

@@ -41,49 +41,39 @@ entries! {
         CURRENT.set(context);
         Ok(())
     }
-}
 
-fn reset(w: &mut World, device: c_int) -> Outcome {
-    let device = w.device(device)?;
-    if w.devices[device].sets == 0 {
-        return w.violate("DEV-2", format!("device {device} is not set"), CONTEXT_NULL);
+    fn aclrtResetDevice(device: c_int) in on(device), |w, name| {
+        let device = w.device(device)?;
+        if w.devices[device].sets == 0 {
+            return w.violate("DEV-2", format!("device {device} is not set"), CONTEXT_NULL);
+        }
+        w.devices[device].sets -= 1;
+        if w.devices[device].sets > 0 {
+            return Ok(());
+        }
+        let of: Vec<usize> = w.contexts.iter().filter(|(_, c)| c.device == device).map(|(h, _)| *h).collect();
+        let contexts = of.iter().filter(|c| w.contexts[*c].explicit).count();
+        let left: usize = of.iter().flat_map(|c| w.owned(Some(*c))).map(|(_, count)| count).sum();
+        if contexts + left > 0 {
+            let text = format!("device {device} has {contexts} contexts and {left} streams and events");
+            w.let_pass("DEV-1", text);
+        }
+        of.into_iter().for_each(|context| w.end_context(context));
+        w.devices[device].default = None;
+        // What a reset is for.
+        w.devices[device].dead = None;
+        Ok(())
     }
-    w.devices[device].sets -= 1;
-    if w.devices[device].sets > 0 {
-        return Ok(());
-    }
-    let of: Vec<usize> = w.contexts.iter().filter(|(_, c)| c.device == device).map(|(h, _)| *h).collect();
-    let contexts = of.iter().filter(|c| w.contexts[*c].explicit).count();
-    let left: usize = of.iter().flat_map(|c| w.owned(Some(*c))).map(|(_, count)| count).sum();
-    if contexts + left > 0 {
-        let text = format!("device {device} has {contexts} contexts and {left} streams and events");
-        w.let_pass("DEV-1", text);
-    }
-    of.into_iter().for_each(|context| w.end_context(context));
-    w.devices[device].default = None;
-    // What a reset is for.
-    w.devices[device].dead = None;
-    Ok(())
-}
 
-entries! {
-    acl;
-
-    fn aclrtResetDevice(device: c_int) in on(device), |w, name| { reset(w, device) }
+    fn aclrtGetDevice(device: *mut c_int) in here(), |w, name| {
+        gives(w, device, |w| asked(w).map(|(_, of)| w.ordinal(of)))
+    }
 }
 
 /// The current context, or an error that is no violation: there is no other way to ask.
 fn asked(w: &World) -> Outcome<(usize, usize)> {
     let context = CURRENT.get();
     w.device_of(context).map(|device| (context, device)).ok_or(CONTEXT_NULL)
-}
-
-entries! {
-    acl;
-
-    fn aclrtGetDevice(device: *mut c_int) in here(), |w, name| {
-        gives(w, device, |w| asked(w).map(|(_, of)| w.ordinal(of)))
-    }
 }
 
 #[unsafe(no_mangle)]

@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::ffi::CString;
 use std::fmt::Display;
 use std::sync::Mutex;
 
@@ -78,8 +77,6 @@ pub struct Stream {
 pub struct World {
     pub common: Common,
     pub library: Library,
-    /// Its name.
-    pub chip: CString,
     /// It was initialised.
     pub ready: bool,
     /// It was finalised and not initialised again.
@@ -135,7 +132,6 @@ impl World {
         Self {
             common: Common::new(number, BASE),
             library: Library::Today,
-            chip: c"Ascend910B-standin".into(),
             ready: false,
             ended: false,
             on_device: false,
