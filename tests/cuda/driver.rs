@@ -2,26 +2,12 @@
 //!
 //! What any device must do is in `contract`. Here is what only CUDA has, and what only a simulation can be made to do.
 
-#![allow(unsafe_code, reason = "calling the stand-in")]
-
 use pinpool::{Device, Error, ErrorClass, Pool};
 
-use crate::rig::{Log, is_clean, open, round_trip};
-use crate::support::doubles::gpu::{bytes, filled};
-use crate::support::doubles::{self, StandIn, gpu_name, on_stand_in};
-
-/// A call of the driver, made by the test itself.
-fn driver(stand_in: &StandIn, name: &str, a: usize, b: usize) -> u32 {
-    // SAFETY: only called for functions of at most two such arguments, which are passed in registers.
-    unsafe { stand_in.get::<unsafe extern "C" fn(usize, usize) -> u32>(name)(a, b) }
-}
-
-/// The same for one that writes a word to its first argument.
-fn made(stand_in: &StandIn, name: &str, b: usize) -> usize {
-    let mut word = 0_usize;
-    assert_eq!(driver(stand_in, name, (&raw mut word) as usize, b), 0, "{name}");
-    word
-}
+use crate::record;
+use crate::rig::{logged, open, round_trip};
+use crate::support::doubles::gpu::{self, bytes, filled};
+use crate::support::doubles::{self, gpu_name, on_stand_in};
 
 fn pool(device: &Device) -> Pool {
     let built =
@@ -38,12 +24,12 @@ fn opening_fails_with_the_cause_and_the_remedy() {
             assert!(error.to_string().contains(part), "{part:?} is not in: {error}");
         }
         // What failed once may succeed later, and then `auto` takes it; what is missing stays so.
-        let log = Log::new("pinpool::device", tracing::Level::TRACE);
-        let best = tracing::subscriber::with_default(log.clone(), || Device::open("auto")).unwrap();
+        record::record();
+        let best = Device::open("auto").unwrap();
         let once = std::env::var_os("ONCE").is_some();
         assert_eq!(best.name(), if once { "cuda:0" } else { "host:0" });
         // And it says why.
-        let said = log.lines().join("\n");
+        let said = logged("pinpool::device").join("\n");
         let reason = if once { "auto: taking cuda:0" } else { expected.split('|').next().unwrap() };
         assert!(said.contains(reason), "{said}");
         return;
@@ -82,48 +68,36 @@ fn opening_fails_with_the_cause_and_the_remedy() {
     }
 }
 
+/// Runs the rest of a test in a child that loads the simulation, set up so; `true` in that child.
+fn is_child(test: &str, setup: &str) -> bool {
+    if !doubles::is_set() {
+        doubles::again(test, &[(doubles::SETUP, setup)]);
+    }
+    doubles::is_set()
+}
+
 #[test]
 fn auto_takes_the_next_gpu_where_the_first_cannot_be_had() {
-    const TEST: &str = "auto_takes_the_next_gpu_where_the_first_cannot_be_had";
-    if !doubles::is_set() {
-        // Taken by another process, as a GPU in exclusive mode is.
-        return doubles::again(TEST, &[(doubles::SETUP, "fail cuDevicePrimaryCtxRetain 1 46 false")]);
+    // Taken by another process, as a GPU in exclusive mode is.
+    if !is_child(
+        "auto_takes_the_next_gpu_where_the_first_cannot_be_had",
+        "fail cuDevicePrimaryCtxRetain 1 46 false",
+    ) {
+        return;
     }
-    let log = Log::new("pinpool::device", tracing::Level::TRACE);
-    let best = tracing::subscriber::with_default(log.clone(), || Device::open("auto")).unwrap();
+    record::record();
+    let best = Device::open("auto").unwrap();
     assert_eq!(best.name(), &*gpu_name(1));
-    let said = log.lines().join("\n");
+    let said = logged("pinpool::device").join("\n");
     assert!(said.contains("cuda:0 cannot be opened") && said.contains("taking cuda:1"), "{said}");
 }
 
-/// Each GPU would be asked for in turn, and there is no last one.
 #[test]
-fn auto_goes_on_without_gpus_where_they_cannot_be_counted() {
-    const TEST: &str = "auto_goes_on_without_gpus_where_they_cannot_be_counted";
-    if !doubles::is_set() {
-        return doubles::again(TEST, &[]);
+fn gpus_that_there_are_not_are_told_and_none_is_asked_for_in_turn() {
+    if !is_child("gpus_that_there_are_not_are_told_and_none_is_asked_for_in_turn", "") {
+        return;
     }
     on_stand_in(|d| {
-        for nth in 1..=9 {
-            d.fail("cuDeviceGetCount", nth, 999, false);
-        }
-        let error = Device::open(&gpu_name(0)).unwrap_err();
-        assert!(
-            matches!(&error, Error::Unavailable { why, .. } if why.contains("cuDeviceGetCount")),
-            "{error}"
-        );
-        assert!(!Device::open("auto").unwrap().name().starts_with("cuda"));
-        assert_eq!(d.struck(), 2, "no call asks for the next one");
-    });
-}
-
-#[test]
-fn a_bad_ordinal_is_told_which_there_are() {
-    const TEST: &str = "a_bad_ordinal_is_told_which_there_are";
-    if !doubles::is_set() {
-        return doubles::again(TEST, &[]);
-    }
-    on_stand_in(|_| {
         for name in ["cuda:2", "cuda:4294967295"] {
             let error = Device::open(name).unwrap_err();
             assert!(matches!(error, Error::UnknownDevice { .. }), "{error}");
@@ -132,20 +106,27 @@ fn a_bad_ordinal_is_told_which_there_are() {
         for name in ["cuda:", "cuda:-1", "cuda:x", "cuda:4294967296", "cuda:0:0", "auto:0"] {
             assert!(matches!(Device::open(name).unwrap_err(), Error::UnknownDevice { .. }), "{name}");
         }
-        assert_eq!(Device::open("cuda").unwrap().name(), &*gpu_name(0));
-        assert_eq!(Device::open("auto").unwrap().name(), &*gpu_name(0));
+        for name in ["cuda", "auto"] {
+            assert_eq!(Device::open(name).unwrap().name(), &*gpu_name(0));
+        }
+        // Where they cannot be counted there is no last one.
+        (1..=9).for_each(|nth| d.fail("cuDeviceGetCount", nth, 999, false));
+        let error = Device::open(&gpu_name(0)).unwrap_err();
+        let told = matches!(&error, Error::Unavailable { why, .. } if why.contains("cuDeviceGetCount"));
+        assert!(told, "{error}");
+        assert!(!Device::open("auto").unwrap().name().starts_with("cuda"));
+        assert_eq!(d.struck(), 2, "no call asks for the next one");
     });
 }
 
 #[test]
 fn the_callers_context_and_mode_are_left_alone() {
-    on_stand_in(|d| {
+    gpu::on_stand_in(|gpu, d| {
         let device = open();
-        let other = made(d, "cuDevicePrimaryCtxRetain", 1);
-        // Once with none, once with another GPU's, once with the pool's own.
-        let same = made(d, "cuDevicePrimaryCtxRetain", 0);
-        for context in [0, other, same] {
-            assert_eq!(driver(d, "cuCtxSetCurrent", context, 0), 0);
+        // Once with none, once with another context, once with the pool's own.
+        let other = gpu.other_context();
+        for context in [0, other, gpu.context] {
+            gpu.current(context);
             let (pool, stream, memory) =
                 (pool(&device), device.stream().unwrap(), device.alloc(50_000).unwrap());
             round_trip(&pool, &stream, &memory, 1);
@@ -154,17 +135,14 @@ fn the_callers_context_and_mode_are_left_alone() {
             // Refused by the driver: put back all the same.
             d.fail("cuMemcpyHtoDAsync_v2", 1, 1, false);
             drop(stream.upload(filled(&pool, &bytes(1, 100)), &memory).unwrap_err());
-            assert_eq!(made(d, "cuCtxGetCurrent", 0), context);
-            let mut mode = 1_u32;
-            assert_eq!(driver(d, "cuThreadExchangeStreamCaptureMode", (&raw mut mode) as usize, 0), 0);
-            assert_eq!(mode, 0, "global, as threads begin");
-            mode = 0;
-            assert_eq!(driver(d, "cuThreadExchangeStreamCaptureMode", (&raw mut mode) as usize, 0), 0);
+            assert_eq!(gpu.made("cuCtxGetCurrent", &[]), context);
+            for expected in [0, 1] {
+                let mut mode = 1 - expected;
+                gpu.ok("cuThreadExchangeStreamCaptureMode", &[(&raw mut mode) as usize]);
+                assert_eq!(mode, expected, "global, as threads begin; and back");
+            }
         }
-        drop(device);
-        assert_eq!(driver(d, "cuDevicePrimaryCtxRelease_v2", 0, 0), 0);
-        assert_eq!(driver(d, "cuDevicePrimaryCtxRelease_v2", 1, 0), 0);
-        is_clean(d);
+        assert_eq!(d.report().violations, Vec::<String>::new());
     });
 }
 

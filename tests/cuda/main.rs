@@ -14,6 +14,8 @@ mod memory;
 mod nodes;
 mod per_thread;
 mod pointers;
+#[path = "../support/record.rs"]
+mod record;
 mod rig;
 mod scattered;
 mod spread;

@@ -4,11 +4,12 @@
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, Error, Pool, Stream, cuda};
 
+use crate::record;
 use crate::support::doubles::gpu::{bytes, filled};
 use crate::support::doubles::{self, HANG, StandIn, gpu_name};
 
@@ -77,44 +78,7 @@ pub fn first_wrong(checks: &[bool]) -> i32 {
     checks.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1)
 }
 
-/// What was logged for one target, a line each.
-#[derive(Clone)]
-pub struct Log {
-    target: &'static str,
-    least: tracing::Level,
-    lines: Arc<Mutex<Vec<String>>>,
-}
-
-impl Log {
-    pub fn new(target: &'static str, least: tracing::Level) -> Self {
-        Self { target, least, lines: Arc::default() }
-    }
-
-    pub fn lines(&self) -> Vec<String> {
-        self.lines.lock().unwrap().clone()
-    }
-}
-
-impl tracing::Subscriber for Log {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target() == self.target && *metadata.level() <= self.least
-    }
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Line(String);
-        impl tracing::field::Visit for Line {
-            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0 += &format!("{field}={value:?} ");
-            }
-        }
-        let mut line = Line(String::new());
-        event.record(&mut line);
-        self.lines.lock().unwrap().push(line.0.replace("message=", ""));
-    }
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-    fn enter(&self, _: &tracing::span::Id) {}
-    fn exit(&self, _: &tracing::span::Id) {}
+/// What was logged for one target since `record` began: the fields of each event.
+pub fn logged(target: &str) -> Vec<String> {
+    record::events(target).iter().map(|event| format!("{} {:?}", event.field("message"), event.fields)).collect()
 }

@@ -5,7 +5,8 @@ use pinpool::{
     Backing, Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, PoolBuilder, Unpinned,
 };
 
-use crate::rig::{self, Log, is_clean, open};
+use crate::record;
+use crate::rig::{self, is_clean, open};
 use crate::support::bytes;
 use crate::support::doubles::gpu::{calls, filled};
 use crate::support::doubles::{HANG, StandIn, on_stand_in};
@@ -121,8 +122,7 @@ fn batches_never_have_addresses_that_the_device_does_not_know() {
 fn where_memory_cannot_be_registered_the_driver_allocates_it() {
     on_stand_in(|d| {
         d.attribute(REGISTERS, 0);
-        let warnings = Log::new("pinpool::region", tracing::Level::WARN);
-        tracing::subscriber::set_global_default(warnings.clone()).unwrap();
+        record::record();
         let device = open();
         // What grows later falls back as what is there at the start does.
         for initial in [0, 2 * PAGE, 7 * PAGE] {
@@ -140,8 +140,10 @@ fn where_memory_cannot_be_registered_the_driver_allocates_it() {
         }
         // The driver was asked once, and the program told once.
         assert_eq!(calls(d, "cuMemHostRegister_v2"), 1);
-        let said = warnings.lines();
-        assert!(said.len() == 1 && said[0].contains("Backing::HostAlloc"), "{said:?}");
+        let said = record::all(|event| {
+            event.target == "pinpool::region" && event.level == tracing::Level::WARN && event.span.is_none()
+        });
+        assert!(said.len() == 1 && said[0].field("message").contains("Backing::HostAlloc"), "{said:?}");
         // A backing that was chosen is not changed, and the error says what to choose.
         for policy in [Unpinned::Refuse, Unpinned::Allow] {
             let chosen = small(&device).backing(Backing::Registered).unpinned(policy).build().unwrap_err();

@@ -266,9 +266,10 @@ impl Script {
             }
             [one, "differs", other] => assert_ne!(self.word(one), self.word(other), "{step}"),
             [one, "equals", other] => assert_eq!(self.word(one), self.word(other), "{step}"),
-            // SAFETY: the place of a number.
             [name, "holds", number] => {
-                assert_eq!(unsafe { *(self.word(name) as *const u32) }, number.parse().unwrap())
+                // SAFETY: the place of a number.
+                let found = unsafe { *(self.word(name) as *const u32) };
+                assert_eq!(found as usize, self.word(number), "{step}");
             }
             [name, how @ ("is" | "becomes"), ref runs @ ..] => {
                 let run = |run: &&str| {
