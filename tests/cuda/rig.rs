@@ -3,8 +3,8 @@
 #![allow(unsafe_code, reason = "raw handles")]
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, Error, Pool, Stream, cuda};
@@ -80,5 +80,8 @@ pub fn first_wrong(checks: &[bool]) -> i32 {
 
 /// What was logged for one target since `record` began: the fields of each event.
 pub fn logged(target: &str) -> Vec<String> {
-    record::events(target).iter().map(|event| format!("{} {:?}", event.field("message"), event.fields)).collect()
+    record::events(target)
+        .iter()
+        .map(|event| format!("{} {:?}", event.field("message"), event.fields))
+        .collect()
 }

@@ -314,29 +314,6 @@ fn a_first_launch_waits_for_no_other_kernel() {
     });
 }
 
-#[test]
-fn a_capture_elsewhere_survives_loading_and_launching() {
-    on_gpu(|gpu| {
-        let captured = gpu.stream();
-        // In global mode: unsafe calls of any thread would spoil it, this thread's among them.
-        gpu.begin_capture(captured, 0);
-        let spreader = Spreader::new(gpu);
-        // Not loaded on this thread, and launched on it: nothing to do but the launch.
-        let runs = [(0, 0, 0)];
-        spreader.launch(false, &runs).unwrap();
-        gpu.ok("cuGraphDestroy", &[gpu.end_capture(captured)]);
-        let memory = spreader.memory(&bytes(1, 4096));
-        let table = spreader.memory(&spread::row(memory as u64 + 2048, 0, 1000));
-        gpu.begin_capture(captured, 0);
-        spreader.launch(false, &[(memory as u64, table as u64, 1)]).unwrap();
-        gpu.ok("cuGraphDestroy", &[gpu.end_capture(captured)]);
-        assert!(gpu.read(memory + 2048, 1000, spreader.stream) == bytes(1, 4096)[..1000]);
-        spreader.free(&[memory, table]);
-        gpu.ok("cuStreamDestroy_v2", &[captured]);
-        spreader.end();
-    });
-}
-
 /// With drivers that lack calls, and in an adopted context, the module is gone before the context's owner hears of the
 /// end.
 #[test]
@@ -346,28 +323,26 @@ fn kernels_in_an_adopted_context_are_unloaded_at_its_end() {
 }
 
 fn unloaded_at_the_end(gpu: &Gpu) {
-    {
-        let context = gpu.other_context();
-        for round in 0..3 {
-            let (tell, ended) = std::sync::mpsc::channel::<()>();
-            // SAFETY: the context is destroyed below, when the sender was dropped.
-            let device = unsafe { cuda::adopt_context(context as *mut c_void, tell) }.unwrap();
-            gpu.current(context);
-            spread::load(&device).unwrap();
-            let stream = spread::urgent_stream(&device).unwrap() as usize;
-            let spreader = Spreader { gpu, device, stream };
-            spreader.check(&Case::new(&[(100, 1, 2), (3000, round, 16), (0, 0, 0)], 2));
-            spreader.end();
-            // The sender is dropped: nothing calls the driver in this context any more.
-            assert!(ended.recv().is_err());
-            if let Some(stand_in) = &gpu.stand_in {
-                let leaks = stand_in.report().leaks;
-                assert!(!leaks.iter().any(|leak| leak.starts_with("modules")), "{leaks:?}");
-            }
+    let context = gpu.other_context();
+    for round in 0..3 {
+        let (tell, ended) = std::sync::mpsc::channel::<()>();
+        // SAFETY: the context is destroyed below, when the sender was dropped.
+        let device = unsafe { cuda::adopt_context(context as *mut c_void, tell) }.unwrap();
+        gpu.current(context);
+        spread::load(&device).unwrap();
+        let stream = spread::urgent_stream(&device).unwrap() as usize;
+        let spreader = Spreader { gpu, device, stream };
+        spreader.check(&Case::new(&[(100, 1, 2), (3000, round, 16), (0, 0, 0)], 2));
+        spreader.end();
+        // The sender is dropped: nothing calls the driver in this context any more.
+        assert!(ended.recv().is_err());
+        if let Some(stand_in) = &gpu.stand_in {
+            let leaks = stand_in.report().leaks;
+            assert!(!leaks.iter().any(|leak| leak.starts_with("modules")), "{leaks:?}");
         }
-        gpu.current(gpu.context);
-        gpu.ok("cuCtxDestroy_v2", &[context]);
     }
+    gpu.current(gpu.context);
+    gpu.ok("cuCtxDestroy_v2", &[context]);
 }
 
 // --- trouble ---------------------------------------------------------------------------------------------------------

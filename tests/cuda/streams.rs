@@ -382,35 +382,33 @@ fn claims_need_streams_that_can_be_told_apart() {
 /// On an old driver nothing tells two streams apart.
 fn claims(gpu: &Gpu, old: bool) {
     let Some(d) = &gpu.stand_in else { return };
-    {
-        let device = open();
-        let raw = gpu.stream();
-        let (pool, stream) = (pool(&device, ROOM), adopt(&device, raw).unwrap());
-        let memory = device.alloc(LEN).unwrap();
-        assert_eq!(are_one(&pool, &stream, &adopt(&device, raw).unwrap(), &memory), !old);
-        all_back(&pool);
-        d.hang(true);
-        drop(stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
-        match pool.try_checkout_on(&stream, LEN) {
-            Ok(landing) => assert!(landing.was_claimed() && !old),
-            Err(error) => assert!(matches!(error, Error::Exhausted(_)) && old, "{error}"),
-        }
-        // On a stream that is being captured nothing can be ordered after what is in flight.
-        gpu.begin_capture(raw, 1);
-        assert!(matches!(pool.try_checkout_on(&stream, LEN), Err(Error::Exhausted(_))));
-        gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
-        assert_eq!(pool.try_checkout_on(&stream, LEN).is_ok(), !old);
-        // Streams of the crate are always known.
-        until_hung_is_over(d, &pool);
-        d.hang(true);
-        let own = device.stream().unwrap();
-        drop(own.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
-        assert!(pool.try_checkout_on(&own, LEN).unwrap().was_claimed());
-        until_hung_is_over(d, &pool);
-        assert_eq!(d.report().violations, Vec::<String>::new());
-        drop((pool, stream, own, memory, device));
-        gpu.ok("cuStreamDestroy_v2", &[raw]);
+    let device = open();
+    let raw = gpu.stream();
+    let (pool, stream) = (pool(&device, ROOM), adopt(&device, raw).unwrap());
+    let memory = device.alloc(LEN).unwrap();
+    assert_eq!(are_one(&pool, &stream, &adopt(&device, raw).unwrap(), &memory), !old);
+    all_back(&pool);
+    d.hang(true);
+    drop(stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
+    match pool.try_checkout_on(&stream, LEN) {
+        Ok(landing) => assert!(landing.was_claimed() && !old),
+        Err(error) => assert!(matches!(error, Error::Exhausted(_)) && old, "{error}"),
     }
+    // On a stream that is being captured nothing can be ordered after what is in flight.
+    gpu.begin_capture(raw, 1);
+    assert!(matches!(pool.try_checkout_on(&stream, LEN), Err(Error::Exhausted(_))));
+    gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+    assert_eq!(pool.try_checkout_on(&stream, LEN).is_ok(), !old);
+    // Streams of the crate are always known.
+    until_hung_is_over(d, &pool);
+    d.hang(true);
+    let own = device.stream().unwrap();
+    drop(own.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
+    assert!(pool.try_checkout_on(&own, LEN).unwrap().was_claimed());
+    until_hung_is_over(d, &pool);
+    assert_eq!(d.report().violations, Vec::<String>::new());
+    drop((pool, stream, own, memory, device));
+    gpu.ok("cuStreamDestroy_v2", &[raw]);
 }
 
 fn until_hung_is_over(d: &StandIn, pool: &Pool) {
