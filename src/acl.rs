@@ -157,15 +157,6 @@ pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a device that is not Ascend's.
-///
-/// ```no_run
-/// # use pinpool::{Device, acl};
-/// let about = acl::about(&Device::open("acl:0")?)?;
-/// for (call, has_it) in about.later {
-///     println!("{call}: {has_it}");
-/// }
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub fn about(device: &Device) -> Result<About> {
     Ok(acl(device)?.about())
 }

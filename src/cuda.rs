@@ -97,6 +97,7 @@
 use std::any::Any;
 use std::ffi::c_void;
 
+use crate::device::Driver;
 use crate::device::cuda::Cuda;
 use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
@@ -165,19 +166,6 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
 /// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well. (Default streams live long
 /// enough: the legacy one as long as its context, and what a thread has submitted to its own is completed though the
 /// thread ends.)
-///
-/// ```no_run
-/// # struct ServerStream;
-/// # impl ServerStream { fn raw(&self) -> *mut std::ffi::c_void { std::ptr::null_mut() } }
-/// # let server_stream = std::sync::Arc::new(ServerStream);
-/// use pinpool::{Device, cuda};
-///
-/// let device = Device::open("cuda:0")?;
-/// // SAFETY: the drop of the last `Arc` destroys the stream, and nothing captures it.
-/// let stream = unsafe { cuda::adopt_stream(&device, server_stream.raw(), server_stream.clone())? };
-/// # drop(stream);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub unsafe fn adopt_stream(
     device: &Device,
     stream: *mut c_void,
@@ -189,7 +177,7 @@ pub unsafe fn adopt_stream(
     // SAFETY: the caller promises that it is a stream.
     let handle = context.noting(unsafe { cuda.recognise(stream) })?;
     // To ask for the number of a stream that is being captured spoils the capture (driver 580).
-    let id = match context.noting(cuda.is_capturing(handle))? {
+    let id = match context.noting(cuda.capturing(handle))? {
         true => None,
         false => context.noting(cuda.stream_id(handle))?,
     };

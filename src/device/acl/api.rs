@@ -111,6 +111,15 @@ fn usual() -> Vec<OsString> {
     std::iter::once(FILE.into()).chain(files).collect()
 }
 
+/// Installs a library for the devices from `first` on.
+///
+/// # Errors
+/// The name of the first required call that is missing.
+pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
+    INSTALLED.add(first, AclApi::resolve(find)?);
+    Ok(())
+}
+
 impl AclApi {
     /// The library of the device with this number, initialised: the one of this machine, which is loaded once, or one
     /// that the program has installed. `None`: the number is not known yet.
@@ -144,15 +153,6 @@ impl AclApi {
         }
         watch_exit();
         Ok(api)
-    }
-
-    /// Installs a library for the devices from `first` on.
-    ///
-    /// # Errors
-    /// The name of the first required call that is missing.
-    pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
-        INSTALLED.add(first, Self::resolve(find)?);
-        Ok(())
     }
 
     /// Loads the library that was named, and else the first that is found.

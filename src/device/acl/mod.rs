@@ -55,6 +55,7 @@ use std::sync::{Arc, OnceLock};
 
 pub use self::adopt::About;
 pub(crate) use self::adopt::adopt;
+pub(crate) use self::api::install;
 use self::api::{AclApi, AclContext, AclEvent, AclStream};
 use self::error::AclCode;
 use self::host::{LOCKED, LockedMemory, REGISTER_MAPPED, REGISTER_PAGE, is_locked, locked, refused};
@@ -111,11 +112,6 @@ pub(crate) struct Acl {
 unsafe impl Send for Acl {}
 // SAFETY: as above.
 unsafe impl Sync for Acl {}
-
-/// [`AclApi::install`].
-pub(crate) fn install(first: u32, find: super::vendor::Find<'_>) -> std::result::Result<(), &'static str> {
-    AclApi::install(first, find)
-}
 
 /// Opens Ascend device `ordinal`.
 ///

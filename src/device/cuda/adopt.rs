@@ -116,16 +116,6 @@ impl Cuda {
         self.context
     }
 
-    pub(crate) fn is_capturing(&self, on: StreamHandle) -> Result<bool> {
-        // The default streams are those of the current context. Other handles say which context they are of.
-        let _current = (on.0 <= PER_THREAD as u64).then(|| self.current()).transpose()?;
-        let mut status: c_uint = 0;
-        // SAFETY: a stream that is alive, and a place for a number.
-        let code = unsafe { self.api.stream_is_capturing.call(stream(on), &raw mut status) };
-        // A spoiled capture is one too: nothing can be submitted before it is ended.
-        self.said("cuStreamIsCapturing", code).map(|()| status != 0)
-    }
-
     /// The handle to use for a stream of this context, after every check that is possible.
     ///
     /// # Errors

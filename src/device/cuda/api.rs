@@ -164,6 +164,15 @@ entry_points! {
     }
 }
 
+/// Installs a driver for the devices from `first` on.
+///
+/// # Errors
+/// The name of the first required call that is missing.
+pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
+    INSTALLED.add(first, CudaApi::resolve(find)?);
+    Ok(())
+}
+
 impl CudaApi {
     /// The driver of the device with this number, initialised: the one of this machine, which is loaded once, or one
     /// that the program has installed. `None`: the number is not known yet.
@@ -184,15 +193,6 @@ impl CudaApi {
         api.start().map_err(unavailable)?;
         gate::watch_exit();
         Ok(api)
-    }
-
-    /// Installs a driver for the devices from `first` on.
-    ///
-    /// # Errors
-    /// The name of the first required call that is missing.
-    pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
-        INSTALLED.add(first, Self::resolve(find)?);
-        Ok(())
     }
 
     /// Loads the library that was named, or the system's.

@@ -26,14 +26,12 @@
 //! lock of the crate under which a driver is called. A call of 64 copies takes some 20 us, and one of more would keep
 //! others that much longer, for little.
 
-#![allow(unsafe_code)]
-
 use std::cell::RefCell;
 use std::ffi::c_int;
 
 use super::api::{CUdevice, CUdeviceptr, CUmemcpyAttributes, CudaApi, CudaCode};
 use super::{Cuda, stream};
-use crate::device::{Driver, StreamHandle, Transfer};
+use crate::device::{StreamHandle, Transfer};
 use crate::error::{Error, Result};
 
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read in stream order, not earlier.
@@ -43,7 +41,7 @@ const IN_STREAM_ORDER: i32 = 1;
 const CAN_USE_HOST_POINTER: c_int = 91;
 
 /// Copies of one call at most.
-const MOST: usize = 64;
+pub(super) const MOST: usize = 64;
 /// The driver may write shorter uploads itself.
 const SHORT: usize = 32 << 10;
 
@@ -98,7 +96,12 @@ impl Lists {
 
 /// Whether the outcome of one call for so many copies is final: the call was accepted, or the device is lost. After
 /// any other error the copies are to be submitted one by one.
-fn concluded(device: &str, said: Result<()>, copies: usize, failed: &mut dyn FnMut(usize, Error)) -> bool {
+pub(super) fn concluded(
+    device: &str,
+    said: Result<()>,
+    copies: usize,
+    failed: &mut dyn FnMut(usize, Error),
+) -> bool {
     match said {
         Ok(()) => true,
         Err(error) if error.is_device_lost() => {
@@ -116,48 +119,15 @@ fn concluded(device: &str, said: Result<()>, copies: usize, failed: &mut dyn FnM
 }
 
 impl Cuda {
-    /// As [`Driver::copy_many`].
-    ///
-    /// # Safety
-    /// As there.
-    pub(super) unsafe fn copy_batch(
-        &self,
-        handle: StreamHandle,
-        transfers: &[Transfer],
-        failed: &mut dyn FnMut(usize, Error),
-    ) {
-        // A copy from host to host is no copy of the device's.
-        let may_join = |transfer: &Transfer| match transfer {
-            Transfer::Upload { .. } | Transfer::Download { .. } => self.host_batches,
-            Transfer::OnDevice { .. } => true,
-            Transfer::OnHost { .. } => false,
-        };
-        for (n, call) in transfers.chunks(MOST).enumerate() {
-            let mut failed = |place, error| failed(n * MOST + place, error);
-            // A batch of one would cost more than a copy.
-            let batched = call.len() > 1
-                && call.iter().all(may_join)
-                // SAFETY: the caller's promise, handed on.
-                && unsafe { self.try_batch(handle, call) }
-                    .is_some_and(|said| concluded(&self.name, said, call.len(), &mut failed));
-            if batched {
-                continue;
-            }
-            for (place, transfer) in call.iter().enumerate() {
-                // SAFETY: the caller's promise covers each transfer. A copy that an earlier call may have submitted
-                // writes the same bytes again.
-                if let Err(error) = unsafe { self.copy(handle, *transfer) } {
-                    failed(place, error);
-                }
-            }
-        }
-    }
-
     /// Submits all of them by one call. `None`: this driver has no such call.
     ///
     /// # Safety
-    /// As for [`Driver::copy_many`].
-    unsafe fn try_batch(&self, handle: StreamHandle, transfers: &[Transfer]) -> Option<Result<()>> {
+    /// As for [`Driver::copy_many`](crate::device::Driver::copy_many).
+    pub(super) unsafe fn try_batch(
+        &self,
+        handle: StreamHandle,
+        transfers: &[Transfer],
+    ) -> Option<Result<()>> {
         let batch = self.api.copy_batch?;
         let _current = match self.current() {
             Ok(current) => current,

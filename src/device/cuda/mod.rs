@@ -55,6 +55,7 @@ use std::sync::{Arc, OnceLock};
 pub(crate) use self::adopt::adopt;
 #[cfg(feature = "cudarc")]
 pub(crate) use self::adopt::{LEGACY, PER_THREAD};
+pub(crate) use self::api::install;
 use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
 use self::host::*;
 use super::ending::Ending;
@@ -112,11 +113,6 @@ pub(crate) struct Cuda {
 unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
-
-/// [`CudaApi::install`].
-pub(crate) fn install(first: u32, find: super::vendor::Find<'_>) -> std::result::Result<(), &'static str> {
-    CudaApi::install(first, find)
-}
 
 /// Opens GPU `ordinal`, counted as the driver counts those that the process may see.
 ///
@@ -493,7 +489,18 @@ impl Driver for Cuda {
     }
 
     fn create_urgent_stream(&self) -> Result<StreamHandle> {
-        self.urgent_stream()
+        let _current = self.relaxed()?;
+        // The greatest priority is the lowest number.
+        let (mut least, mut greatest): (c_int, c_int) = (0, 0);
+        // SAFETY: writes two numbers.
+        self.said("cuCtxGetStreamPriorityRange", unsafe {
+            self.api.priority_range.call(&raw mut least, &raw mut greatest)
+        })?;
+        let mut stream: CUstream = std::ptr::null_mut();
+        // SAFETY: writes a handle.
+        let code =
+            unsafe { self.api.stream_create_with_priority.call(&raw mut stream, NON_BLOCKING, greatest) };
+        self.said("cuStreamCreateWithPriority", code).map(|()| StreamHandle(stream as usize as u64))
     }
 
     fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {
@@ -541,8 +548,31 @@ impl Driver for Cuda {
         transfers: &[Transfer],
         failed: &mut dyn FnMut(usize, Error),
     ) {
-        // SAFETY: the caller promises what `copy_batch` asks for: its contract is this function's.
-        unsafe { self.copy_batch(handle, transfers, failed) }
+        // A copy from host to host is no copy of the device's.
+        let may_join = |transfer: &Transfer| match transfer {
+            Transfer::Upload { .. } | Transfer::Download { .. } => self.host_batches,
+            Transfer::OnDevice { .. } => true,
+            Transfer::OnHost { .. } => false,
+        };
+        for (n, call) in transfers.chunks(batch::MOST).enumerate() {
+            let mut failed = |place, error| failed(n * batch::MOST + place, error);
+            // A batch of one would cost more than a copy.
+            let batched = call.len() > 1
+                && call.iter().all(may_join)
+                // SAFETY: the caller's promise, handed on.
+                && unsafe { self.try_batch(handle, call) }
+                    .is_some_and(|said| batch::concluded(&self.name, said, call.len(), &mut failed));
+            if batched {
+                continue;
+            }
+            for (place, transfer) in call.iter().enumerate() {
+                // SAFETY: the caller's promise covers each transfer. A copy that an earlier call may have submitted
+                // writes the same bytes again.
+                if let Err(error) = unsafe { self.copy(handle, *transfer) } {
+                    failed(place, error);
+                }
+            }
+        }
     }
 
     fn load_spread(&self) -> Result<()> {
@@ -601,7 +631,13 @@ impl Driver for Cuda {
     }
 
     fn capturing(&self, on: StreamHandle) -> Result<bool> {
-        self.is_capturing(on)
+        // The default streams are those of the current context. Other handles say which context they are of.
+        let _current = (on.0 <= adopt::PER_THREAD as u64).then(|| self.current()).transpose()?;
+        let mut status: u32 = 0;
+        // SAFETY: a stream that is alive, and a place for a number.
+        let code = unsafe { self.api.stream_is_capturing.call(stream(on), &raw mut status) };
+        // A spoiled capture is one too: nothing can be submitted before it is ended.
+        self.said("cuStreamIsCapturing", code).map(|()| status != 0)
     }
 
     fn keep_with_graph(&self, on: StreamHandle, ended: GraphEnd) -> Result<bool> {

@@ -19,11 +19,11 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_uint, c_void};
 use std::ptr::null_mut;
 
-use super::api::{CUcontext, CUfunction, CUmodule, CUstream, CudaApi, CudaCode};
-use super::{Cuda, CudaCurrent, NON_BLOCKING, stream};
+use super::api::{CUcontext, CUfunction, CUmodule, CudaApi, CudaCode};
+use super::{Cuda, CudaCurrent, stream};
 use crate::device::{SPREAD_RUNS, SpreadRun, SpreadWay, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 
@@ -179,22 +179,6 @@ impl Cuda {
             )
         };
         self.said("cuLaunchKernel", code)
-    }
-
-    /// As [`create_urgent_stream`](crate::device::Driver::create_urgent_stream).
-    pub(super) fn urgent_stream(&self) -> Result<StreamHandle> {
-        let _current = self.relaxed()?;
-        // The greatest priority is the lowest number.
-        let (mut least, mut greatest): (c_int, c_int) = (0, 0);
-        // SAFETY: writes two numbers.
-        self.said("cuCtxGetStreamPriorityRange", unsafe {
-            self.api.priority_range.call(&raw mut least, &raw mut greatest)
-        })?;
-        let mut stream: CUstream = null_mut();
-        // SAFETY: writes a handle.
-        let code =
-            unsafe { self.api.stream_create_with_priority.call(&raw mut stream, NON_BLOCKING, greatest) };
-        self.said("cuStreamCreateWithPriority", code).map(|()| StreamHandle(stream as usize as u64))
     }
 }
 
