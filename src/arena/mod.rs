@@ -33,12 +33,8 @@
 //!   holds it. A run is dissolved only when none of its segments is given out, so descriptors outside are alive.
 //! - Given out, free and cut bytes are the total, at any time.
 //!
-//! [`Arena::check`] walks all of them.
-//!
-//! # Reading order
-//!
-//! This file (runs and segments), `pages` (extents and free runs), `windows` (runs that are withheld for a request that
-//! waits), `check`. Only the central pool calls the arena, and always under its lock.
+//! [`Arena::check`] walks all of them. Read on in `pages` (extents and free runs) and `windows` (runs that are withheld
+//! for a request that waits). Only the central pool calls the arena, and always under its lock.
 
 #![allow(unsafe_code)]
 
@@ -82,8 +78,8 @@ struct ArenaExtent {
     /// For the first and the last page of each run: the run's number, or [`FREE`], perhaps [`HELD`], and the run's
     /// length. Other entries are stale.
     map: Vec<u32>,
-    /// The runs that have a quarantined segment.
-    stuck: Vec<u32>,
+    /// A segment in it is quarantined.
+    stuck: bool,
 }
 
 #[derive(Debug)]
@@ -102,8 +98,6 @@ struct Run {
     window: Option<WindowId>,
     /// The run has a quarantined segment.
     stuck: bool,
-    /// Bytes that no segment covers.
-    cut: usize,
 }
 
 /// The bytes of the arena, by use. Segments in thread caches and transfer caches count as given out.
@@ -213,8 +207,7 @@ impl Arena {
         let at = |i: usize| unsafe { start.add(i * stride) };
         let table: Box<[Descriptor]> =
             (0..count).map(|i| Descriptor::new(at(i), class, number, generation)).collect();
-        let cut = pages as usize * PAGE - count * stride;
-        self.cut += cut;
+        self.cut += pages as usize * PAGE - count * stride;
         // From here on only raw pointers reach the table, until `drop_table` makes it a box again.
         let descriptors = NonNull::from(Box::leak(table)).cast();
         entry.insert(Run {
@@ -227,7 +220,6 @@ impl Arena {
             list: Chain::new(),
             window: None,
             stuck: false,
-            cut,
         });
         let e = &mut self.extents[extent as usize];
         e.map[first as usize] = number;
@@ -272,7 +264,7 @@ impl Arena {
             self.partial[class.index()].remove(&(run.extent, run.first, number));
             self.carved[class.index()] -= run.count;
         }
-        self.cut -= run.cut;
+        self.cut -= Self::cut(&run);
         if run.window.is_some() {
             self.insert_held(run.extent, run.first, run.pages);
         } else {
@@ -298,6 +290,11 @@ impl Arena {
         run.class.map_or(run.pages as usize * PAGE, Class::stride)
     }
 
+    /// Bytes of a run that no segment covers.
+    fn cut(run: &Run) -> usize {
+        run.pages as usize * PAGE - run.count as usize * Self::segment_bytes(run)
+    }
+
     /// Bytes in a run's list.
     fn listed(run: &Run) -> usize {
         run.list.len() as usize * Self::segment_bytes(run)
@@ -317,7 +314,7 @@ impl Arena {
         self.take_listed(class, count, self.carved[class.index()].max(1) as usize)
     }
 
-    /// [`Arena::take_batch`] where a new run has so many segments.
+    /// [`Arena::take_batch`], with the number of segments of a run that is cut for it.
     fn take_listed(&mut self, class: Class, count: u32, segments: usize) -> Chain {
         let known = self.partial[class.index()].first().map(|first| first.2);
         let Some(number) = known.or_else(|| self.cut_run(class, segments)) else { return Chain::new() };
@@ -352,29 +349,12 @@ impl Arena {
         }
     }
 
-    /// Takes `count` segments for a placement and adds them to `taken`. Runs that are cut for them are no longer than
-    /// they need. `false`: there are not as many; what was taken stays in `taken`.
-    pub(crate) fn take_several(
-        &mut self,
-        placement: Placement,
-        count: usize,
-        taken: &mut Vec<NonNull<Descriptor>>,
-    ) -> bool {
-        let all = taken.len() + count;
-        while taken.len() < all {
-            let (before, left) = (taken.len(), all - taken.len());
-            match placement {
-                Placement::Class(class) => {
-                    let mut chain = self.take_listed(class, left as u32, left);
-                    taken.extend(std::iter::from_fn(|| chain.pop()));
-                }
-                Placement::Pages { span, align } => taken.extend(self.take_alone(span, align)),
-            }
-            if taken.len() == before {
-                return false;
-            }
+    /// Takes the first of `alike` segments for a placement. A run that is cut for it has no more than these.
+    pub(crate) fn take_one_of(&mut self, placement: Placement, alike: usize) -> Option<NonNull<Descriptor>> {
+        match placement {
+            Placement::Class(class) => self.take_listed(class, 1, alike).pop(),
+            Placement::Pages { span, align } => self.take_alone(span, align),
         }
-        true
     }
 
     /// Takes a single segment, which has a run of its own.

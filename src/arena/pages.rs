@@ -27,7 +27,7 @@ impl Arena {
             region,
             pinned,
             map: vec![0; pages as usize],
-            stuck: Vec::new(),
+            stuck: false,
         }) as u32;
         self.total += len;
         self.insert_free(extent, 0, pages);
@@ -62,7 +62,7 @@ impl Arena {
             let region = regions.entry(e.region).or_insert(new);
             region.bytes += e.pages as usize * PAGE;
             region.idle &= e.map[0] == FREE | e.pages;
-            region.stuck |= !e.stuck.is_empty();
+            region.stuck |= e.stuck;
         }
         regions
     }
@@ -128,45 +128,19 @@ impl Arena {
         first
     }
 
-    /// Whether `count` segments of a placement could be served if every segment that is not quarantined came back, and
-    /// nothing else was served. `false` is certain as long as no extent is added. Only the runs that have a quarantined
-    /// segment are looked at.
-    pub(crate) fn could_hold(&self, placement: Placement, count: usize) -> bool {
-        let mut found = 0;
-        for (_, e) in &self.extents {
-            let page = e.base.as_ptr().addr() / PAGE;
-            let mut stuck: Vec<&Run> = e.stuck.iter().map(|number| &self.runs[*number as usize]).collect();
-            stuck.sort_unstable_by_key(|run| run.first);
-            let mut from = 0;
-            for run in stuck {
-                found += fitting(placement, page + from as usize, page + run.first as usize);
-                if run.class.map(Placement::Class) == Some(placement) {
-                    found += (0..run.count).filter(|n| !Self::is_stuck(self.descriptor(run, *n))).count();
+    /// The number of segments for a placement that the extents have room for if nothing else is in them.
+    pub(crate) fn fits(&self, placement: Placement) -> usize {
+        let (need, align) = placement.fresh_pages();
+        let in_extent = |(_, e): (usize, &ArenaExtent)| {
+            let (first, pages) = (e.base.as_ptr().addr() / PAGE, e.pages as usize);
+            match placement {
+                Placement::Class(class) => pages * PAGE / class.stride(),
+                Placement::Pages { .. } => {
+                    let rest = pages.checked_sub(first.next_multiple_of(align) - first + need);
+                    rest.map_or(0, |rest| 1 + rest / need.next_multiple_of(align))
                 }
-                from = run.first + run.pages;
             }
-            found += fitting(placement, page + from as usize, page + e.pages as usize);
-            if found >= count {
-                return true;
-            }
-        }
-        found >= count
-    }
-
-    fn is_stuck(descriptor: NonNull<Descriptor>) -> bool {
-        // SAFETY: the descriptors of a run are alive as long as the run, and the caller has the run.
-        unsafe { descriptor.as_ref() }.word().state() == state::QUARANTINED
-    }
-}
-
-/// How many segments of a placement fit at most between two pages, which are counted from address 0.
-fn fitting(placement: Placement, from: usize, end: usize) -> usize {
-    let (need, align) = placement.fresh_pages();
-    match placement {
-        Placement::Class(class) => (end - from) * PAGE / class.stride(),
-        Placement::Pages { .. } => {
-            let rest = end.checked_sub(from.next_multiple_of(align) + need);
-            rest.map_or(0, |rest| 1 + rest / need.next_multiple_of(align))
-        }
+        };
+        self.extents.iter().map(in_extent).sum()
     }
 }

@@ -46,10 +46,6 @@ pub(crate) struct PageRange {
 }
 
 impl PageRange {
-    fn whole(extent: u32, end: u32) -> Self {
-        Self { extent, first: 0, end, begin: 0 }
-    }
-
     /// Whether pages of an extent, from `first` to before `end`, meet the range.
     pub(super) fn meets(self, extent: u32, first: u32, end: u32) -> bool {
         self.extent == extent && self.first < end && first < self.end
@@ -198,9 +194,8 @@ impl Arena {
         // SAFETY: this function's contract.
         let number = unsafe { descriptor.as_ref() }.run();
         let run = &mut self.runs[number as usize];
-        if !std::mem::replace(&mut run.stuck, true) {
-            self.extents[run.extent as usize].stuck.push(number);
-        }
+        run.stuck = true;
+        self.extents[run.extent as usize].stuck = true;
         run.window
     }
 
@@ -301,29 +296,31 @@ impl Arena {
         })
     }
 
-    /// Ranges that cover whole regions of so many bytes together, those with the smallest part out: when they are free,
-    /// the regions can be replaced. `None`: windows and quarantined segments leave too few, or more than `most` would
-    /// be needed.
+    /// Ranges that cover whole regions of so many bytes together, those with the fewest bytes out: when they are free,
+    /// the regions can be replaced. `None`: windows and quarantined segments leave too few, or more than `most` ranges
+    /// would be needed.
     pub(crate) fn replaceable(&self, bytes: usize, most: usize) -> Option<Vec<PageRange>> {
         let region_of = |extent: u32| self.extents[extent as usize].region;
+        let mut out = BTreeMap::<RegionId, usize>::new();
+        for (_, run) in &self.runs {
+            *out.entry(region_of(run.extent)).or_default() += Self::out(run).1;
+        }
         let mut regions = self.regions();
         regions.retain(|_, region| !region.stuck);
         for range in self.windows.iter().flat_map(|(_, window)| &window.ranges) {
             regions.remove(&region_of(range.extent));
         }
-        let mut out = BTreeMap::<RegionId, usize>::new();
-        for (_, run) in &self.runs {
-            *out.entry(region_of(run.extent)).or_default() += Self::out(run).1;
-        }
-        let part = |id: &RegionId| out.get(id).copied().unwrap_or(0) as u128;
-        let mut regions: Vec<_> = regions.into_iter().map(|(id, region)| (id, region.bytes)).collect();
-        regions.sort_by_key(|(id, len)| (part(id) << 64) / *len as u128);
+        let mut regions: Vec<_> =
+            regions.into_iter().map(|(id, region)| (out.get(&id), id, region.bytes)).collect();
+        regions.sort_unstable();
         let (mut sum, mut ranges) = (0, Vec::new());
-        for (region, len) in regions {
+        for (_, region, len) in regions {
             if sum < bytes {
                 sum += len;
                 let extents = self.extents.iter().filter(|(_, e)| e.region == region);
-                ranges.extend(extents.map(|(extent, e)| PageRange::whole(extent as u32, e.pages)));
+                let whole = |(i, e): (usize, &ArenaExtent)| (i as u32, e.pages);
+                let whole = extents.map(whole);
+                ranges.extend(whole.map(|(extent, end)| PageRange { extent, first: 0, end, begin: 0 }));
             }
         }
         (sum >= bytes && ranges.len() <= most).then_some(ranges)

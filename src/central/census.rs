@@ -1,11 +1,10 @@
 //! The census: the bytes and counts of a central pool, by size class too, and a list of what is known to be out for
 //! long.
 //!
-//! A snapshot adds up what the thread caches have counted, without stopping their owners. It holds the central pool's
-//! lock, so nothing moves on the slow path meanwhile. Calls on the fast path go on. So each part is exact while no such
-//! call is under way, and otherwise off by no more than the calls that are: one segment for a call, or, where a call
-//! fills or empties a thread's list, as many as that list may hold. The snapshot reads each thread cache's numbers once
-//! and derives everything from that one reading. So the parts sum to the whole at any time.
+//! A snapshot adds up what the thread caches have counted, under the central pool's lock and without stopping their
+//! owners. It reads each thread cache's numbers once and derives everything from that one reading. So the parts sum to
+//! the whole at any time. Each part is exact while no call on the fast path is under way, and otherwise off by no more
+//! than such calls move: a segment each, or as many as a list may hold.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,7 +29,6 @@ pub(crate) struct OutSegment {
 }
 
 impl CentralPool {
-    /// Bytes and counts. Exact while no call is under way; the parts sum to the whole at any time.
     pub(crate) fn snapshot(&self) -> CentralSnapshot {
         let core = self.lock();
         let (takes, puts, out) = core.tally().sums();
@@ -56,7 +54,7 @@ impl CentralPool {
     /// How long requests waited for memory, and how long timed buffers were out.
     pub(crate) fn histograms(&self) -> (Histogram, Histogram) {
         let core = self.lock();
-        (*core.queue.waited(), *core.ledger.holding())
+        (core.queue.waited, *core.ledger.holding())
     }
 
     /// Whether every checkout is to be entered in the ledger.
@@ -98,24 +96,21 @@ impl CentralPool {
 
     /// Counts a change of the bytes that a copier has in flight without entries of their own. No timeline counts them.
     pub(crate) fn unlisted_in_flight(&self, change: isize) {
-        // Relaxed: a sum, not a signal.
+        // Relaxed, here and below: sums, not signals.
         self.unlisted.fetch_add(change as u64, StdOrdering::Relaxed);
     }
 
     /// Counts a change of the bytes that one timeline alone holds in flight, and of those that are claimed. The caller
     /// holds that timeline's lock.
     pub(crate) fn change_flight(&self, bytes: isize, claimed: isize) {
-        // Relaxed, here and below: sums, not signals.
-        for (sum, change) in self.flight.iter().zip([bytes, claimed]) {
-            if change != 0 {
-                sum.fetch_add(change as u64, StdOrdering::Relaxed);
-            }
+        for (sum, change) in self.flight.iter().zip([bytes, claimed]).filter(|(_, change)| *change != 0) {
+            sum.fetch_add(change as u64, StdOrdering::Relaxed);
         }
     }
 
     /// Bytes that timelines hold in flight, each of them one timeline alone, and those of them that are claimed.
     pub(crate) fn flight(&self) -> (usize, usize) {
-        let [bytes, claimed] = [0, 1].map(|i: usize| self.flight[i].load(StdOrdering::Relaxed) as usize);
+        let [bytes, claimed] = self.flight.each_ref().map(|sum| sum.load(StdOrdering::Relaxed) as usize);
         (bytes, claimed)
     }
 
@@ -176,7 +171,7 @@ impl Core {
             largest_free: bytes.largest_free,
             takes,
             puts,
-            waiting: self.queue.len(),
+            waiting: self.queue.waiting.len(),
             stats: self.stats,
         }
     }

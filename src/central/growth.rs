@@ -2,18 +2,18 @@
 //! pinned while the capacity has room, one region at a time. Where the capacity is used up and the request fits into no
 //! region, idle regions are unpinned to make room for one that fits.
 //!
-//! A plan is made under the lock and counts at once: a new region's bytes as *growing*, the bytes of regions that are
-//! to go as *leaving*. So what is pinned never exceeds the capacity, no matter how many threads plan. The plan is
-//! carried out after the lock is released, by the region thread of the device, which unpins before it pins. On a device
-//! without threads the caller does it at once. Each extent serves waiters as soon as it is pinned.
+//! A plan is made under the lock and counts at once: a new region's bytes as *growing*, and regions that are to go not at
+//! all. So what is pinned never exceeds the capacity, no matter how many threads plan: the region thread of the device
+//! carries plans out, and was told to unpin these regions before anything that it is told to pin from now on. On a
+//! device without threads the caller does it, after the unlock. Each extent serves waiters as soon as it is pinned.
 //!
 //! # The rule
 //!
 //! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head; where there is no
 //!    room for it, or a region as short was refused, for the first waiter that the room is enough for.
 //! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many bytes, down to what
-//!    the waiter needs, and then after a pause that doubles. (Without a clock the next call on the slow path is the
-//!    pause.)
+//!    the waiter needs, and then at a later look at the queue (`waiting`): the next, the second after that, the fourth,
+//!    and then every eighth. (Without a clock: at the next call on the slow path.)
 //! 3. A request that only growing can serve gets the error of a growth that was as short as it could be, or that will
 //!    not be tried again.
 
@@ -21,65 +21,48 @@ use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering as StdOrdering;
-use std::time::Duration;
 
 use stable_deref_trait::StableDeref;
 
-use super::queue::Growth;
-use super::{CentralPool, Core, Wake, Want, sum};
+use super::queue::{Ticket, bytes};
+use super::{CentralPool, Core, Want, sum};
 use crate::error::{Error, ErrorClass, Result, Shortage, SubmitError};
 use crate::region::{Adoptee, Owner, RegionId, RegionInfo};
 use crate::segment;
 
-/// The pause before the head's growth is tried again, at first and at most.
-const PAUSE: Duration = Duration::from_millis(10);
-const MOST_PAUSE: Duration = Duration::from_secs(1);
+/// The most looks at the queue before a growth is tried again.
+const MOST_LOOKS: u32 = 8;
 
 /// A growth that failed, until another one succeeds.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) error: Error,
     /// Bytes that did not come.
-    missing: usize,
-    /// How long it takes until a growth as short as this is tried again, and whether that is over.
-    pause: Duration,
-    due: bool,
+    pub(super) missing: usize,
+    /// After how many looks a growth as short as this is tried again, and how many of them are left.
+    pub(super) looks: u32,
+    pub(super) left: u32,
 }
 
 impl Refusal {
-    pub(super) fn new(error: Error, missing: usize) -> Self {
-        Self { error, missing, pause: PAUSE, due: false }
-    }
-
     fn may_pass(&self) -> bool {
         self.error.class() == ErrorClass::Transient
     }
 
     /// Whether a growth of `need` bytes is tried at once, since it is shorter.
-    fn allows(&self, need: usize) -> bool {
+    pub(super) fn allows(&self, need: usize) -> bool {
         self.may_pass() && self.missing > need
     }
 }
 
 /// The unit in which regions are mapped, in bytes.
 fn page() -> usize {
-    crate::os::page_size().max(crate::segment::PAGE)
+    crate::os::page_size().max(segment::PAGE)
 }
 
 /// The least number of bytes of a region that can serve all of these.
 pub(super) fn least(wants: &[Want]) -> usize {
-    let bytes = sum(wants.iter().map(|w| w.placement.bytes()));
-    bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
-}
-
-/// The error of the last growth, for wants that growing alone can serve, if no shorter growth follows: for these wants,
-/// or for those of a waiter.
-pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
-    let refusal = core.refused()?;
-    let own = Some(wants).filter(|_| core.config.step > 0);
-    let next = core.next_to_grow().map(|next| next.0);
-    let is_retried = own.into_iter().chain(next).any(|wants| refusal.allows(core.need(wants)));
-    if is_retried { None } else { Some(refusal.error.clone()) }
+    bytes(wants).checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
 impl CentralPool {
@@ -89,7 +72,7 @@ impl CentralPool {
     }
 
     /// Whether the capacity has room for another region for these wants, and the last growth did not fail. Then the
-    /// caches of busy threads are not reclaimed: see [`super::reclaim`].
+    /// caches of busy threads are not reclaimed: see `caches`.
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         let core = self.lock();
         core.config.step > 0 && core.refused().is_none() && core.room_beside() >= least(wants)
@@ -108,9 +91,9 @@ impl CentralPool {
         }
         // While others wait, a request that is not in the queue takes no idle region away from them.
         let may_move = core.queue.is_empty();
-        let growth = core.plan(wants, may_move);
+        let planned = core.plan(wants, may_move);
         drop(core);
-        growth.map(|growth| self.carry_out(growth)).is_some()
+        planned.map(|bytes| self.pin(bytes)).is_some()
     }
 
     /// The number of extents that were ever added.
@@ -119,28 +102,11 @@ impl CentralPool {
         self.extents.load(StdOrdering::Relaxed)
     }
 
-    /// Carries a plan out. Not under the lock: on a device without threads all of it happens here.
-    pub(super) fn carry_out(self: &Arc<Self>, growth: Growth) {
-        // The region thread unpins these before it pins what is planned.
-        self.unpin(growth.going);
-        self.pin(growth.bytes);
-    }
-
-    /// Has the region threads unpin regions that were retired, before anything that they are told to pin from now on.
-    /// So what is pinned never exceeds the capacity.
-    fn unpin(&self, going: Vec<(RegionId, usize)>) {
-        let Some(regions) = &self.regions else { return };
-        for (id, len) in going {
-            regions.remove(id);
-            // A waiter that joined in between has found no room. It is served now.
-            self.lock().leaving -= len;
-        }
-    }
-
     /// Has the region thread pin bytes that were planned. Each extent serves requests as soon as it is pinned.
     pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
-        let Some(regions) = &self.regions else { return };
-        regions.pin(bytes, self.clone());
+        if let Some(regions) = &self.regions {
+            regions.pin(bytes, self.clone());
+        }
     }
 
     /// Pins memory of the caller and serves requests from it. Waits for the region thread.
@@ -173,11 +139,27 @@ impl CentralPool {
         let owner: Arc<dyn Owner> = self.clone();
         regions.adopt(adoptee, &owner)
     }
+
+    /// Gives idle regions back, the newest first, as long as `keep` bytes stay. Returns how many bytes go. None goes
+    /// while a request waits, since memory is short, nor while memory is being pinned: more of the region may follow.
+    pub(crate) fn trim(&self, keep: usize) -> usize {
+        let mut core = self.lock();
+        self.reclaim_all(&mut core);
+        if !core.queue.is_empty() || core.growing > 0 {
+            return 0;
+        }
+        let before = core.arena.bytes().total;
+        for (id, len) in core.idle_regions() {
+            if core.arena.bytes().total - len >= keep {
+                core.retire(id);
+            }
+        }
+        before - core.arena.bytes().total
+    }
 }
 
 impl Owner for CentralPool {
-    /// Adds an extent and serves waiters from it. A pool that was closed meanwhile does not need
-    /// the rest.
+    /// Adds an extent and serves waiters from it. A pool that was closed meanwhile does not need the rest.
     unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) -> bool {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(len);
@@ -185,7 +167,7 @@ impl Owner for CentralPool {
         // removed what is in them.
         unsafe { core.arena.add_extent(region, base, len, pinned) };
         self.extents.fetch_add(1, StdOrdering::Relaxed);
-        core.extended();
+        core.seek_windows();
         !self.closed()
     }
 
@@ -198,90 +180,49 @@ impl Owner for CentralPool {
     fn grown(&self, missing: usize, error: Option<&Error>) {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(missing);
-        if let Some(error) = error {
-            core.refuse(error.clone(), missing);
-        } else if missing == 0 {
-            core.refusal = None;
+        match error {
+            Some(error) => core.refuse(error.clone(), missing),
+            None if missing == 0 => core.refusal = None,
+            None => {}
         }
         if core.growing == 0 {
             core.fail_hopeless();
-            core.extended();
+            core.seek_windows();
         }
-        let is_timed = error.is_some() && !core.config.by_hand && !cfg!(loom);
-        let refusal = core.refusal.as_ref().filter(|refusal| is_timed && refusal.may_pass());
-        let (pause, failures) = (refusal.map(|refusal| refusal.pause), core.stats.growth_failures);
-        drop(core);
-        if let Some(pause) = pause {
-            let central = self.me.clone();
-            crate::timer::after(pause, move || {
-                let Some(central) = central.upgrade() else { return };
-                let mut core = central.lock();
-                // A growth that failed meanwhile has a pause of its own.
-                if core.stats.growth_failures == failures {
-                    core.growth_is_due();
-                }
-            });
-        }
-    }
-}
-
-impl CentralPool {
-    /// Gives idle regions back, the newest first, as long as `keep` bytes stay. Returns how many bytes go. None goes
-    /// while a request waits, since memory is short, nor while memory is being pinned: more of the region may follow.
-    pub(crate) fn trim(&self, keep: usize) -> usize {
-        let mut core = self.lock();
-        self.reclaim_all(&mut core);
-        if !core.queue.is_empty() || core.growing > 0 {
-            return 0;
-        }
-        let mut total = core.arena.bytes().total;
-        let mut going = core.idle_regions();
-        going.retain(|(_, len)| {
-            let goes = total - len >= keep;
-            total -= if goes { *len } else { 0 };
-            goes
-        });
-        core.retire(&going);
-        drop(core);
-        let bytes = going.iter().map(|(_, len)| len).sum();
-        self.unpin(going);
-        bytes
     }
 }
 
 impl Core {
     /// Plans a region as the rule at the head of this module says, to be carried out after the unlock. `true`: one is
     /// planned. For each waiter idle regions are replaced at most once, since that may not help.
-    pub(super) fn grow_for_head(&mut self) -> bool {
-        // Its cheap tests decide most cases.
-        let Some((wants, may_move)) = self.next_to_grow() else { return false };
-        let wants = wants.to_vec();
-        let Some(growth) = self.plan(&wants, may_move) else { return false };
-        if !growth.going.is_empty() {
-            self.queue.head().into_iter().for_each(|head| self.queue.note_replaced(head));
-        }
-        self.wakes.push(Wake::Grow(self.me.clone(), growth));
-        true
+    pub(super) fn grow_for_queue(&mut self) -> bool {
+        let Some(head) = self.queue.head().filter(|_| self.config.step > 0) else { return false };
+        let (waiter, room) = (&self.queue.waiting[&head], self.room_beside());
+        let fits = |key: &Ticket| room >= least(self.queue.wants(*key));
+        let is_tried = |key: &Ticket| {
+            let need = || self.need(self.queue.wants(*key));
+            self.refused().is_none_or(|refusal| refusal.left == 0 || refusal.allows(need()))
+        };
+        // What is free counts, since idle regions may make way.
+        let may_move = !waiter.replaced
+            && self.room() + self.arena.bytes().free >= least(&waiter.wants)
+            && self.outgrow(&waiter.wants);
+        let first = Some(head).filter(|head| may_move || fits(head));
+        // Nothing needs less than a page.
+        let others = self.queue.firsts().take_while(|_| room > 0).filter(fits);
+        let Some(key) = first.into_iter().chain(others).find(is_tried) else { return false };
+        self.grow_for(key, key == head && may_move)
     }
 
-    /// The waiter that a growth is planned for, as its wants, and whether idle regions may make way: the head, if there
-    /// may be room for a region for it, and the first other one that the room is enough for. After a growth that failed
-    /// only one that needs less, until its pause is over.
-    fn next_to_grow(&self) -> Option<(&[Want], bool)> {
-        let head = self.queue.head().filter(|_| self.config.step > 0)?;
-        let (head, moved) = (self.queue.wants(head), self.queue.replaced(head));
-        let (refused, least_of_head) = (self.refused(), least(head));
-        let is_tried =
-            |wants: &[Want]| refused.is_none_or(|refusal| refusal.due || refusal.allows(self.need(wants)));
-        let may_move = !moved && self.room() + self.arena.bytes().free >= least_of_head;
-        let room = self.room_beside();
-        let may_move = may_move && (refused.is_none() || self.never(head).is_some());
-        if (may_move || room >= least_of_head) && is_tried(head) {
-            return Some((head, !moved));
-        }
-        // Nothing needs less than a page.
-        let mut others = self.queue.firsts().take_while(|_| room > 0).map(|key| self.queue.wants(key));
-        others.find(|wants| room >= least(wants) && is_tried(wants)).map(|wants| (wants, false))
+    /// Plans a region for a waiter, to be carried out after the unlock. `false`: there is no room.
+    pub(super) fn grow_for(&mut self, key: Ticket, may_move: bool) -> bool {
+        let (wants, before) = (self.queue.wants(key).to_vec(), self.arena.bytes().total);
+        let Some(bytes) = self.plan(&wants, may_move) else { return false };
+        let has_moved = self.arena.bytes().total < before;
+        self.queue.waiting.get_mut(&key).into_iter().for_each(|waiter| waiter.replaced |= has_moved);
+        let central = self.me.clone();
+        crate::foreign::when_allowed(move || central.upgrade().into_iter().for_each(|central| central.pin(bytes)));
+        true
     }
 
     /// The last growth, if it failed and no other one is under way.
@@ -289,62 +230,59 @@ impl Core {
         self.refusal.as_ref().filter(|_| self.growing == 0)
     }
 
-    /// Notes that a growth failed. If it was one after a pause, the next pause is twice as long.
+    /// Notes that a growth failed. If it had been tried again, the next pause is twice as long.
     fn refuse(&mut self, error: Error, missing: usize) {
         self.stats.growth_failures += 1;
-        let mut refusal = Refusal::new(error, missing);
-        if let Some(before) = self.refusal.take().filter(|_| !self.queue.is_empty()) {
-            let longer = if before.due { before.pause * 2 } else { before.pause };
-            refusal.pause = longer.min(MOST_PAUSE);
-        }
-        self.refusal = Some(refusal);
+        let looks = match self.refusal.take().filter(|_| !self.queue.is_empty()) {
+            Some(before) if before.left == 0 => (2 * before.looks).min(MOST_LOOKS),
+            Some(before) => before.looks,
+            None => 1,
+        };
+        self.refusal = Some(Refusal { error, missing, looks, left: looks });
     }
 
-    /// The pause after a growth that failed is over.
-    pub(super) fn growth_is_due(&mut self) {
-        let passing = self.refusal.iter_mut().filter(|refusal| refusal.may_pass());
-        passing.for_each(|refusal| refusal.due = true);
+    /// So many looks have passed since a growth failed.
+    pub(super) fn looks_passed(&mut self, looks: u32) {
+        if let Some(refusal) = self.refusal.as_mut().filter(|refusal| refusal.may_pass()) {
+            refusal.left = refusal.left.saturating_sub(looks);
+        }
     }
 
     /// Bytes that could be pinned now.
     pub(super) fn room(&self) -> usize {
-        let held = self.arena.bytes().total + self.growing + self.leaving;
+        let held = self.arena.bytes().total + self.growing;
         self.config.capacity.saturating_sub(held) / page() * page()
     }
 
-    /// Bytes that could be pinned if every segment came back and all regions that are idle then were unpinned.
-    pub(super) fn movable(&self) -> usize {
-        if self.config.step == 0 {
-            return 0;
-        }
-        let regions = self.arena.regions();
-        let kept = regions.values().filter(|region| region.stuck).map(|region| region.bytes).sum::<usize>();
-        self.config.capacity.saturating_sub(kept + self.growing) / page() * page()
+    /// Bytes that could be pinned now for a request that has no windows: without those that are to be pinned in place
+    /// of regions that are withheld, together with the bytes of these regions.
+    pub(super) fn room_beside(&self) -> usize {
+        let replacing = self.arena.windows.iter().filter(|(_, window)| window.replaces);
+        let missing =
+            replacing.map(|(_, window)| least(self.queue.wants(window.owner)).saturating_sub(window.bytes()));
+        self.room().saturating_sub(sum(missing))
     }
 
-    /// Plans a region for these wants. Its bytes count as growing until [`CentralPool::grown`]. Where the capacity has
-    /// no room for it, idle regions are removed, the newest first, if `may_move` and if that helps. But none is removed
-    /// while another region is being pinned, nor for wants that the present regions can serve once segments come back.
-    pub(super) fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<Growth> {
-        let least = least(wants);
-        let mut going = Vec::new();
+    /// Plans a region for these wants, and returns its bytes, which the caller has pinned. They count as growing until
+    /// [`CentralPool::grown`]. Where the capacity has no room for it, idle regions are removed, the newest first, if
+    /// `may_move` and if that helps. But none is removed while another region is being pinned, nor for wants that the
+    /// present regions can serve once segments come back.
+    pub(super) fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<usize> {
+        let (least, mut left) = (least(wants), self.room_beside());
         if self.config.step == 0 {
             return None;
         }
-        let mut left = self.room_beside();
         if left < least {
-            if !may_move || self.growing > 0 || self.never(wants).is_none() {
+            if !may_move || self.growing > 0 || !self.outgrow(wants) {
                 return None;
             }
-            going = self.idle_regions();
+            let going = self.idle_regions();
             let enough = going.iter().position(|(_, len)| {
                 left += len;
                 left >= least
             });
-            going.truncate(enough? + 1);
-            self.retire(&going);
-            // This plan may count on these bytes. For other plans they are leaving, and no room yet.
-            left = self.room_beside() + going.iter().map(|(_, len)| len).sum::<usize>();
+            going[..=enough?].iter().for_each(|(id, _)| self.retire(*id));
+            left = self.room_beside();
         }
         let half = |refusal: &Refusal| refusal.missing / 2 / page() * page();
         let step = self.config.step;
@@ -352,7 +290,7 @@ impl Core {
         let bytes = most.max(self.need(wants)).min(left);
         self.growing += bytes;
         self.stats.growths += 1;
-        Some(Growth { going, bytes })
+        Some(bytes)
     }
 
     /// The regions of which nothing is used, the newest first, each with its bytes.
@@ -361,19 +299,19 @@ impl Core {
         regions.filter(|(_, region)| region.idle).map(|(id, region)| (id, region.bytes)).collect()
     }
 
-    /// Removes idle regions. Their bytes count as leaving, and not as room, until the region thread was told to unpin
-    /// them.
-    fn retire(&mut self, idle: &[(RegionId, usize)]) {
-        for (id, len) in idle {
-            self.leaving += len;
-            let gone = self.arena.retire(*id);
-            debug_assert_eq!(gone, Some(*len), "an idle region can go");
+    /// Removes an idle region, and has it unpinned before anything that is pinned from now on.
+    fn retire(&mut self, id: RegionId) {
+        if self.arena.retire(id).is_none() {
+            return;
+        }
+        if let Some(regions) = self.me.upgrade().and_then(|central| central.regions.clone()) {
+            regions.remove(id);
         }
     }
 
     /// The bytes of a region that serves these wants. An upper bound: it counts the worst case of each alignment, and
     /// regions start well aligned.
-    fn need(&self, wants: &[Want]) -> usize {
+    pub(super) fn need(&self, wants: &[Want]) -> usize {
         // A segment does not cross the edge of an extent: what does not fit before an edge comes after it.
         let extent = self.config.largest + 32;
         let need = wants.iter().fold(0usize, |at, w| {

@@ -1,15 +1,11 @@
-//! Leases: which thread caches of which pools this thread has.
+//! Leases: which thread caches of which pools this thread has, in two thread-locals.
 //!
-//! There are two thread-locals:
-//!
-//! - `CURRENT_CACHE` is the thread cache of the pool that this thread used last. A hit reads nothing else: the gate's
-//!   comparison tells whether the cache belongs to the right pool.
-//! - `LEASES` owns the leases and ends them when the thread ends. It has a destructor, which costs a check on each
-//!   access. A thread that uses several pools by turns finds its caches there.
+//! `CURRENT_CACHE` is the thread cache of the pool that this thread used last. A hit reads nothing else: the gate's
+//! comparison tells whether the cache belongs to the right pool. `LEASES` owns the leases and ends them when the thread
+//! ends. It has a destructor, which costs a check on each access.
 //!
 //! A buffer may be dropped inside the destructor of another thread-local, after `LEASES` is destroyed. Then
 //! `CURRENT_CACHE` is empty, `LEASES` cannot be reached, and the return goes to the runs under the central pool's lock.
-//!
 //! A thread cache belongs to the gate whose address it has. No other central pool can have that address: the weak count
 //! of the lease keeps the allocation, and `CURRENT_CACHE` is emptied before the lease ends.
 

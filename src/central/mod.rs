@@ -5,16 +5,15 @@
 //!
 //! 1. *hit*: this thread's cache has a segment ([`crate::freelist::cache`]: plain loads and stores);
 //! 2. *exchange*: this thread's cache takes a batch that another thread left in a transfer cache, under the lock
-//!    of that one (`transfer`);
+//!    of that one (`caches`);
 //! 3. *batch*: under the lock, a batch of neighbours from a run; the request gets one, and the thread cache the others;
 //! 4. *reclaim*: cached segments that other threads will hardly miss go back to their runs, and the request is tried
-//!    again (`reclaim`);
+//!    again (`caches`);
 //! 5. the rest is the pool's decision: to grow (`growth`), to reclaim the caches of busy threads too, to wait
 //!    (`waiting`, `queue`), or to do without.
 //!
-//! Returns go the same way down: to the thread cache, to a transfer cache, to the runs. A segment to which a waiting
-//! request may have a right goes to the lock instead, so that it meets the queue: a segment of the class that is waited
-//! for, and a segment in a window (`waiting`). All others stay on the fast path.
+//! Returns go the same way down. A segment to which a waiting request may have a right goes to the lock instead, so that
+//! it meets the queue (`waiting`).
 //!
 //! # How long a central pool lives
 //!
@@ -32,32 +31,30 @@
 //! - Nothing that lies in a window is cached, and no segment of a class that a request waits for, once waiters have
 //!   rights (`waiting`).
 //! - No waiter could be served by what is free outside of windows.
-//! - No driver call, no wake and no foreign code under the lock: the core collects [`Wake`]s, and the guard of the lock
-//!   carries them out after the unlock (`lock`).
+//! - Whoever changes the core under the lock may free memory, or room for memory, that a waiter could have. So the guard
+//!   of the lock serves the queue before it lets the lock go, and nothing else locks the core.
+//! - No driver call and no foreign code under the lock: tasks are woken and plans of regions carried out after the
+//!   unlock, by the guard's deferral ([`crate::foreign`]).
 //!
-//! # Reading order
-//!
-//! This file (taking, returning, closing), `lock`, `lease` (which cache this thread has), `transfer`, `reclaim`,
-//! `queue` and `waiting`, `growth`, `raw` (the segment as a value), `census`, `check`. The pool calls all of it.
-//! Buffers and timelines only hold [`Segment`]s and return them.
+//! Read on in `lease` (which cache this thread has), `caches`, `queue` and `waiting`, `growth`, `raw` (the segment as a
+//! value), `census`, `check`. The pool calls all of it. Buffers and timelines hold [`Segment`]s and return them.
 
 #![allow(unsafe_code)]
 
+mod caches;
 mod census;
 mod check;
 mod growth;
 mod lease;
-mod lock;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod queue;
 mod raw;
-mod reclaim;
 #[cfg(all(test, not(loom)))]
 mod tests;
-mod transfer;
 mod waiting;
 
+use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 use std::sync::{Arc, Weak};
@@ -69,19 +66,18 @@ use crate::error::{Error, Result};
 use crate::freelist::{CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, listed, mode};
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
-use crate::sync;
+use crate::sync::{self, Mutex, MutexGuard};
 use crate::telemetry::counters::ClassTally;
 use crate::telemetry::ledger::Ledger;
 
+pub(crate) use caches::ReclaimLevel;
 pub(crate) use census::OutSegment;
 use growth::Refusal;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
-use lock::CoreLock;
 use queue::WaitQueue;
 pub(crate) use queue::{Wake, Want};
 pub(crate) use raw::{Fresh, Segment, tag};
-pub(crate) use reclaim::ReclaimLevel;
 pub(crate) use waiting::LongWait;
 use waiting::{Closed, Windows};
 
@@ -129,7 +125,7 @@ pub(crate) struct CentralPool {
     config: CentralConfig,
     transfers: Vec<TransferCache>,
     /// The returns that may be for a waiter.
-    closed_classes: Closed,
+    closed: Closed,
     /// Bytes that a copier has in flight without entries of their own, on several timelines perhaps.
     unlisted: StdAtomicU64,
     /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are
@@ -142,7 +138,7 @@ pub(crate) struct CentralPool {
     extents: StdAtomicU64,
     me: Weak<Self>,
     /// What "the lock" protects.
-    core: crossbeam::utils::CachePadded<CoreLock>,
+    core: crossbeam::utils::CachePadded<Mutex<Core>>,
     /// Kept until nothing can reach the memory any more.
     regions: Option<Arc<Regions>>,
 }
@@ -172,13 +168,9 @@ struct Core {
     quarantined_segments: Vec<(u32, usize, Instant)>,
     /// Bytes of regions that are being pinned.
     growing: usize,
-    /// Bytes of regions that were retired, and that the region thread has not been told to unpin yet.
-    leaving: usize,
     /// The last growth that ended, if it failed.
     refusal: Option<Refusal>,
     stats: Stats,
-    /// What the thread that has the lock does after the unlock.
-    wakes: Vec<Wake>,
 }
 
 /// What happened on the slow path since the central pool was made.
@@ -227,13 +219,13 @@ impl CentralPool {
             transfers: listed()
                 .map(|class| TransferCache::new(config.transfer_cache, class.stride()))
                 .collect(),
-            closed_classes: Closed::default(),
+            closed: Closed::new(),
             unlisted: StdAtomicU64::new(0),
             flight: crossbeam::utils::CachePadded::default(),
             halfway: StdAtomicU64::new(0),
             extents: StdAtomicU64::new(0),
             me: me.clone(),
-            core: crossbeam::utils::CachePadded::new(CoreLock::new(Core {
+            core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
                 config: config.clone(),
                 outstanding: None,
                 left: None,
@@ -248,10 +240,8 @@ impl CentralPool {
                 quarantined: 0,
                 quarantined_segments: Vec::new(),
                 growing: 0,
-                leaving: 0,
                 refusal: None,
                 stats: Stats::default(),
-                wakes: Vec::new(),
             })),
             config,
         });
@@ -286,9 +276,8 @@ impl CentralPool {
         hit.or_else(|| self.hit_other(class, len))
     }
 
-    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute
-    /// a fence of their own. (Also where the list is empty, so that a hit looks at its outcome
-    /// once.)
+    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their own.
+    /// (Also where the list is empty, so that a hit looks at its outcome once.)
     #[cold]
     #[inline(never)]
     fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
@@ -334,8 +323,8 @@ impl CentralPool {
     #[cold]
     pub(crate) fn try_take(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
-        let single = match wants {
-            [Want { len, placement: Placement::Class(class) }] => Some((*class, *len)),
+        let single = match *wants {
+            [Want { len, placement: Placement::Class(class) }] => Some((class, len)),
             _ => None,
         };
         if let Some(fresh) = single.and_then(|(class, len)| self.refill(class, len)) {
@@ -343,7 +332,10 @@ impl CentralPool {
         }
         // Before the lock: leasing a thread cache takes the lock, too.
         let cache = self.cache();
-        let mut core = self.lock_to_take();
+        let mut core = self.lock();
+        if self.config.by_hand {
+            self.tick(&mut core);
+        }
         self.refuse_if_shut()?;
         let batch = single.zip(cache).and_then(|((class, len), cache)| {
             let descriptor = self.batch(&mut core, cache, class)?;
@@ -417,7 +409,7 @@ impl CentralPool {
         // SAFETY: as above, and it is out for good.
         let window = unsafe { core.arena.quarantine(descriptor) };
         if let Some(window) = window {
-            core.displace_window(window);
+            core.end_window(window);
         }
         core.fail_hopeless();
     }
@@ -460,7 +452,6 @@ impl CentralPool {
         while let Some(head) = core.queue.head() {
             core.end(head, Err(Error::Closed));
         }
-        self.reopen(&core);
         // Only after all owners are shut out: from here on returns are counted one by one.
         let (takes, puts, _) = core.tally().sums();
         core.left = Some(takes - puts);
@@ -544,6 +535,52 @@ impl Core {
         let left = self.left.as_mut()?;
         *left -= n;
         if *left == 0 { self.outstanding.take() } else { None }
+    }
+}
+
+/// Access to the core. Its end serves the queue if the core was changed through it.
+#[must_use = "dropping it unlocks"]
+struct Locked<'a> {
+    core: MutexGuard<'a, Core>,
+    central: &'a CentralPool,
+    changed: bool,
+}
+
+impl CentralPool {
+    /// Locks the core. The only way in.
+    fn lock(&self) -> Locked<'_> {
+        Locked { core: self.core.lock(), central: self, changed: false }
+    }
+}
+
+impl Locked<'_> {
+    /// The core for a check, or for a change of nothing that a waiter could have (the ledger, counts): the queue is not
+    /// served.
+    fn as_is(&mut self) -> &mut Core {
+        &mut self.core
+    }
+}
+
+impl Deref for Locked<'_> {
+    type Target = Core;
+
+    fn deref(&self) -> &Core {
+        &self.core
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Core {
+        self.changed = true;
+        &mut self.core
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        if self.changed {
+            self.central.turn(&mut self.core);
+        }
     }
 }
 

@@ -17,9 +17,8 @@ pub(crate) struct Segment {
     central: NonNull<CentralPool>,
     descriptor: NonNull<Descriptor>,
     /// The requested bytes, and in the lowest bits the index of the segment's list in a thread cache ([`LISTS`] for a
-    /// segment without a class, and for one whose return the ledger is to see). A return that had
-    /// to load the index from the descriptor would have to wait for that load before it could touch the list, and with
-    /// it for the checkout that found the descriptor.
+    /// segment without a class, and for one whose return the ledger is to see). So a return need not load the index
+    /// from the descriptor before it touches the list.
     tag: u64,
 }
 
@@ -89,7 +88,6 @@ impl Segment {
         self.descriptor
     }
 
-    /// First byte.
     #[inline(always)]
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.descriptor().base()

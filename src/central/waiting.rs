@@ -3,12 +3,10 @@
 //!
 //! # The rule
 //!
-//! A request waits only for bytes of its own window, and nothing that a waiter has a right to passes it by.
-//!
 //! A waiter has a right to what is free in its window, and to what comes back there. A waiter for one segment of a
 //! class has a right to each segment of the class that comes back outside of other windows, too. Everything else serves
 //! everybody, from thread caches as always. What is free outside of windows when the lock is let go serves no waiter:
-//! the guard of the lock sees to that (`lock`).
+//! the guard of the lock sees to that.
 //!
 //! # Looks
 //!
@@ -20,10 +18,10 @@
 //!
 //! A return into a thread cache looks at no segment, so it cannot know of windows. Therefore the classes to which a
 //! waiter may have a right are *closed*: those that are waited for, and those of which segments are given out inside a
-//! window. In each thread cache the limit up to which a hit may return a segment of a closed class is 0. Such a return
-//! takes the slow path. There it looks, inside of the gate and without the lock, whether the class is waited for, or
-//! the segment's address lies in a window. Then the segment goes to the lock. Else it goes into the thread cache after
-//! all. Checkouts are never closed, since nothing is cached that a waiter has a right to.
+//! window. The limit up to which a hit may return a segment of a closed class is 0, so the return takes the slow path.
+//! There it looks, inside of the gate and without the lock, whether the class is waited for, or the segment's address
+//! lies in a window. Then the segment goes to the lock, and else into the thread cache after all. Checkouts are never
+//! closed, since nothing is cached that a waiter has a right to.
 //!
 //! A class is closed while the owners are shut out of their caches and everything that was cached is in its runs. It is
 //! opened by a store: each owner lifts its own limit when it next comes by. So a waiter costs other threads one miss
@@ -34,10 +32,8 @@
 //! A window to which nothing came back during `1 << moves` looks is given up at the next one, for another if there is
 //! one: some thread may keep a buffer in it for ever. `moves` counts how often its waiter has done so, so that at last
 //! a window stays for longer than any buffer in it is kept. The next window may not overlap one that the waiter has
-//! given up, until all were tried.
-//!
-//! A request that no present region can hold waits for regions to be replaced: then whole regions are withheld for it,
-//! until all of them are free.
+//! given up, until all were tried. A request that no present region can hold has whole regions for a window: when all
+//! of them are free, a longer region is pinned in their place.
 //!
 //! # While memory is being pinned
 //!
@@ -49,15 +45,15 @@ use std::ptr::NonNull;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::growth::{growth_failure, least};
-use super::queue::{Size, Ticket, serves_all, window_pages};
+use super::growth::least;
+use super::queue::{Size, Ticket, Waiter, bytes, give_all, take_all, window_pages};
 use super::{CentralPool, Core, Fresh, Wake, Want, mode, sum};
 use crate::arena::{ClassSet, PageRange, Window, WindowId, set_of};
 use crate::error::{Error, Result, Shortage, Waited};
 use crate::foreign::Task;
-use crate::freelist::{Descriptor, listed};
+use crate::freelist::{Descriptor, LISTS, list_of, listed};
 use crate::segment::Class;
-use crate::sync::{self, AtomicU64, Ordering};
+use crate::sync::{self, AtomicU32, AtomicU64, Ordering};
 
 /// The most windows at the same time, and the most ranges that they have together. Later waiters have none until one
 /// ends.
@@ -67,59 +63,46 @@ const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
 const LOOK: Duration = Duration::from_millis(100);
 const TICKS: u32 = 64;
 
+/// What returns of a class need not look at, and what they compare.
+const OPEN: u32 = 0;
+const IN_WINDOWS: u32 = 1;
+const AWAITED: u32 = 2;
+
 /// What returns look at. It is written under the central pool's lock, and read inside of the gate, where no class is
 /// closed meanwhile: the cold side closes classes while all owners are shut out. So all accesses are relaxed, and the
 /// gate's permits order them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Closed {
-    /// The classes that requests wait for.
-    awaited: AtomicClasses,
-    /// The classes of which segments are given out in windows.
-    watched: AtomicClasses,
-    /// The addresses of the windows' ranges: of each the first, and that behind the last.
+    /// Of each class with a list: [`OPEN`], [`IN_WINDOWS`] or [`AWAITED`].
+    classes: [AtomicU32; LISTS + 1],
+    /// The addresses of the windows' ranges: of each the first, and that behind the last. Behind the last there are
+    /// zeros.
     ranges: [[AtomicU64; 2]; MOST_RANGES],
 }
 
-/// A [`ClassSet`] in two words.
-#[derive(Debug, Default)]
-struct AtomicClasses([AtomicU64; 2]);
-
-impl AtomicClasses {
-    fn has(&self, class: Class) -> bool {
-        let word = self.0[class.index() / 64].load(Ordering::Relaxed);
-        word >> (class.index() % 64) & 1 != 0
-    }
-
-    fn load(&self) -> ClassSet {
-        let [low, high] = [0, 1].map(|word: usize| ClassSet::from(self.0[word].load(Ordering::Relaxed)));
-        low | high << 64
-    }
-
-    fn store(&self, classes: ClassSet) {
-        self.0[0].store(classes as u64, Ordering::Relaxed);
-        self.0[1].store((classes >> 64) as u64, Ordering::Relaxed);
-    }
-}
-
 impl Closed {
+    pub(super) fn new() -> Self {
+        Self { classes: std::array::from_fn(|_| AtomicU32::new(OPEN)), ranges: Default::default() }
+    }
+
+    fn why(&self, class: Class) -> u32 {
+        self.classes[list_of(class)].load(Ordering::Relaxed)
+    }
+
     fn holds(&self, address: usize) -> bool {
         let ranges = self.ranges.iter().map(|r| [&r[0], &r[1]].map(|at| at.load(Ordering::Relaxed) as usize));
-        // Behind the last range there are zeros.
         ranges.take_while(|range| range[1] > 0).any(|[first, end]| first <= address && address < end)
     }
 
-    /// Whether a waiter may have a right to a segment.
-    fn meets(&self, class: Class, base: NonNull<u8>) -> bool {
-        self.awaited.has(class) || self.watched.has(class) && self.holds(base.as_ptr().addr())
-    }
-
-    fn classes(&self) -> [ClassSet; 2] {
-        [self.awaited.load(), self.watched.load()]
-    }
-
-    pub(super) fn set_classes(&self, [awaited, watched]: [ClassSet; 2]) {
-        self.awaited.store(awaited);
-        self.watched.store(watched);
+    pub(super) fn set_classes(&self, [awaited, in_windows]: [ClassSet; 2]) {
+        for class in listed() {
+            let why = match set_of(class) {
+                this if awaited & this != 0 => AWAITED,
+                this if in_windows & this != 0 => IN_WINDOWS,
+                _ => OPEN,
+            };
+            self.classes[list_of(class)].store(why, Ordering::Relaxed);
+        }
     }
 
     pub(super) fn set_ranges(&self, mut ranges: impl Iterator<Item = (usize, usize)>) {
@@ -134,16 +117,28 @@ impl Closed {
 /// What is known about windows, beside the windows themselves.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
+    /// The classes that are closed: those that are awaited, and those in windows.
+    closed: [ClassSet; 2],
     /// A search for so many pages has found no window since the last one ended.
     none_for: Option<usize>,
     /// A waiter may find a window, or needs its class closed.
-    wanted: bool,
+    pub(super) wanted: bool,
     /// The next look is planned.
-    planned: bool,
+    pub(super) planned: bool,
     /// A look has found a request waiting, and requests have waited since.
     overdue: bool,
     /// Requests on the slow path since the last look, where there is no clock.
     ticks: u32,
+}
+
+/// A request that has waited for long, how many wait with it, and why growing failed.
+#[derive(Debug)]
+pub(crate) struct LongWait {
+    pub(crate) waited: Duration,
+    pub(crate) bytes: usize,
+    pub(crate) buffers: usize,
+    pub(crate) waiting: usize,
+    pub(crate) growth: Option<Error>,
 }
 
 impl CentralPool {
@@ -160,7 +155,7 @@ impl CentralPool {
         if let Some(error) = core.hopeless(&wants) {
             return Err(error);
         }
-        if core.queue.len() >= most {
+        if core.queue.waiting.len() >= most {
             return Err(Error::QueueFull { limit: most });
         }
         core.stats.waits += 1;
@@ -170,58 +165,58 @@ impl CentralPool {
         core.windows.wanted |= match size {
             Size::Class(_) => core.queue.first(size) == Some(key),
             _ => {
-                let none = !several && core.windows.none_for.is_some_and(|none| need >= none);
-                core.arena.windows.len() < MOST_WINDOWS && !none
+                let may_find = several || core.windows.none_for.is_none_or(|none| need < none);
+                may_find && core.arena.windows.len() < MOST_WINDOWS
             }
         };
-        // The unlock serves it, if what came back since the request was tried, or was kept for a class, is not for one
-        // that has waited longer.
+        // The unlock serves it, if what came back since the request was tried is not for one that has waited longer.
         drop(core);
         Ok(key)
     }
 
-    /// Whether a waiter may have a right to a segment that comes back. Exact inside of the gate.
-    pub(super) fn closes(&self, class: Class, base: NonNull<u8>) -> bool {
-        self.closed_classes.meets(class, base)
+    /// Whether no waiter has a right to a segment that comes back, or that is in flight and would be lent again. Exact
+    /// inside of the gate. (A waiter that comes at this moment finds a segment lent.)
+    pub(crate) fn may_claim(&self, class: Class, base: NonNull<u8>) -> bool {
+        match self.closed.why(class) {
+            AWAITED => false,
+            IN_WINDOWS => !self.closed.holds(base.as_ptr().addr()),
+            _ => true,
+        }
     }
 
     /// Whether returns of the class need not take the slow path. Exact inside of the gate.
     pub(super) fn is_open(&self, class: Class) -> bool {
-        let closed = &self.closed_classes;
-        !closed.awaited.has(class) && !closed.watched.has(class)
+        self.closed.why(class) == OPEN
     }
 
-    /// Whether a segment that is in flight may be lent again: no waiter has a right to it when it comes back. (A waiter
-    /// that comes at this moment finds it lent.)
-    pub(crate) fn may_claim(&self, class: Class, base: NonNull<u8>) -> bool {
-        !self.closes(class, base)
-    }
-
-    /// Serves the queue, and chooses windows, after a change. Returns the wakes that follow.
-    pub(super) fn turn(&self, core: &mut Core) -> Vec<Wake> {
+    /// Serves the queue, and chooses windows, after a change.
+    pub(super) fn turn(&self, core: &mut Core) {
         core.serve();
         // What windows that ended meanwhile had may serve others.
         while core.windows.wanted && core.has_rights() {
             self.arrange(core, false);
             core.serve();
         }
-        self.reopen(core);
+        // Opens the classes that need not be closed any more.
+        let (closed, needed) = (core.windows.closed, core.classes_to_close());
+        self.close_classes(core, [0, 1].map(|why| closed[why] & needed[why]));
         if core.queue.is_empty() {
             core.windows.overdue = false;
-            return std::mem::take(&mut core.wakes);
+        } else if core.config.by_hand {
+            // The next call may try to grow again.
+            core.looks_passed(u32::MAX);
+        } else if !std::mem::replace(&mut core.windows.planned, true) && !cfg!(loom) {
+            let central = self.me.clone();
+            crate::timer::after(LOOK, move || {
+                let Some(central) = central.upgrade() else { return };
+                let mut core = central.lock();
+                core.windows.planned = false;
+                central.look_now(&mut core);
+            });
         }
-        if core.config.by_hand {
-            // The next call is the end of the pause.
-            core.growth_is_due();
-        } else if !core.windows.planned {
-            core.windows.planned = true;
-            core.wakes.push(Wake::Look(self.me.clone()));
-        }
-        std::mem::take(&mut core.wakes)
     }
 
-    /// Without a clock: a request that is not in the queue is a tick. After many of them there is a look, before the
-    /// request is tried.
+    /// Without a clock, a request that is not in the queue is a tick, and many of them are followed by a look.
     pub(super) fn tick(&self, core: &mut Core) {
         core.windows.ticks += u32::from(!core.queue.is_empty());
         if core.windows.ticks >= TICKS {
@@ -231,10 +226,10 @@ impl CentralPool {
         }
     }
 
-    /// Looks at the queue and the windows.
     fn look_now(&self, core: &mut Core) {
         if !core.queue.is_empty() {
             core.windows.overdue = true;
+            core.looks_passed(1);
             self.arrange(core, true);
         }
     }
@@ -250,25 +245,19 @@ impl CentralPool {
         }
         core.windows.wanted = false;
         core.choose();
-        let classes = core.closed_classes();
+        let classes = core.classes_to_close();
         for class in listed().filter(|class| (classes[0] | classes[1]) & set_of(*class) != 0) {
             core.table.quiet().for_each(|mut held| held.close(class));
         }
-        self.closed_classes.set_classes(classes);
-        self.closed_classes.set_ranges(core.arena.window_addresses());
+        self.close_classes(core, classes);
+        self.closed.set_ranges(core.arena.window_addresses());
         self.gate.readmit(mode::INSPECT, &core.table);
     }
 
-    /// Opens the classes that need not be closed any more.
-    pub(super) fn reopen(&self, core: &Core) {
-        let closed = self.closed_classes.classes();
-        if closed == [0; 2] {
-            return;
-        }
-        let needed = core.closed_classes();
-        let left = [0, 1].map(|why| closed[why] & needed[why]);
-        if left != closed {
-            self.closed_classes.set_classes(left);
+    fn close_classes(&self, core: &mut Core, classes: [ClassSet; 2]) {
+        if core.windows.closed != classes {
+            core.windows.closed = classes;
+            self.closed.set_classes(classes);
         }
     }
 
@@ -280,52 +269,41 @@ impl CentralPool {
         cached: impl Fn(Class) -> bool,
     ) -> std::result::Result<(), String> {
         for (id, window) in &core.arena.windows {
-            if !core.queue.waits(window.owner) || core.window(window.owner) != Some(id) {
+            if !core.queue.waiting.contains_key(&window.owner) || core.window(window.owner) != Some(id) {
                 return Err(format!("request {} has a window and does not wait, or has two", window.owner));
             }
         }
         for ticket in core.queue.firsts().collect::<Vec<_>>() {
-            let wants = core.queue.wants(ticket).to_vec();
-            if serves_all(&mut core.arena, &wants) {
+            let wants = core.queue.wants(ticket);
+            if let Some(taken) = take_all(&mut core.arena, wants) {
+                give_all(&mut core.arena, taken.into_iter());
                 return Err(format!("a request waits that what is free can serve: {wants:?}"));
             }
         }
         let Windows { planned, overdue, .. } = core.windows;
-        if core.queue.is_empty() && overdue {
-            return Err("no request waits, and one is overdue".into());
-        }
-        if !core.queue.is_empty() && !planned && !core.config.by_hand {
-            return Err("a request waits, and no look is planned".into());
+        let waits = !core.queue.is_empty();
+        if !waits && overdue || waits && !planned && !core.config.by_hand {
+            return Err("no request waits and one is overdue, or one waits and no look is planned".into());
         }
         if !core.has_rights() {
             return Ok(());
         }
-        let closed = &self.closed_classes;
-        let (is, needed) = (closed.classes(), core.closed_classes());
-        if [0, 1].iter().any(|why| needed[*why] & !is[*why] != 0) {
-            return Err(format!("the closed classes are {is:x?}, and {needed:x?} are needed"));
-        }
-        if let Some(class) = listed().find(|class| needed[0] & set_of(*class) != 0 && cached(*class)) {
-            return Err(format!("segments of {class:?} are cached, and a request waits for one"));
+        let [awaited, in_windows] = core.classes_to_close();
+        for class in listed() {
+            let (this, why) = (set_of(class), self.closed.why(class));
+            let needed = if awaited & this != 0 { AWAITED } else { u32::from(in_windows & this != 0) };
+            if why < needed {
+                return Err(format!("{class:?} is closed by {why}, and {needed} is needed"));
+            }
+            if needed == AWAITED && cached(class) {
+                return Err(format!("segments of {class:?} are cached, and a request waits for one"));
+            }
         }
         let mut ranges = core.arena.window_addresses();
-        match ranges.find(|(first, end)| !closed.holds(*first) || !closed.holds(end - 1)) {
+        match ranges.find(|(first, end)| !self.closed.holds(*first) || !self.closed.holds(end - 1)) {
             Some((first, end)) => Err(format!("returns do not find the window at {first:x} to {end:x}")),
             None => Ok(()),
         }
-    }
-
-    /// Looks at the queue and the windows after a time.
-    pub(super) fn look_later(central: std::sync::Weak<Self>) {
-        if cfg!(loom) {
-            return;
-        }
-        crate::timer::after(LOOK, move || {
-            let Some(central) = central.upgrade() else { return };
-            let mut core = central.lock();
-            core.windows.planned = false;
-            central.look_now(&mut core);
-        });
     }
 
     /// The outcome of a wait, which ends the key. `None`: the waiter still waits, and is woken through `waker` from now
@@ -335,18 +313,14 @@ impl CentralPool {
         if crate::os::forked() {
             return Some(Err(Error::Forked));
         }
-        let wake = waker.map(|w| Wake::Task(Task::of(w)));
-        // The replaced waker is dropped after the unlock: its task may be dropped with it, and buffers with the task.
-        let (outcome, replaced) = self.lock().as_is().queue.look(key, wake);
-        drop(replaced);
-        outcome
-    }
-
-    /// Whether a waiter still waits. The key stays valid after `false`, until [`CentralPool::look`] or
-    /// [`CentralPool::leave`] ends it.
-    #[cfg(test)]
-    pub(crate) fn waits(&self, key: usize) -> bool {
-        self.lock().queue.waits(key)
+        // Cloned before the lock: this is the program's code.
+        let task = waker.map(Task::of);
+        let mut core = self.lock();
+        let queue = &mut core.as_is().queue;
+        if let (Some(waiter), Some(task)) = (queue.waiting.get_mut(&key), task) {
+            waiter.wake = Wake::Task(task);
+        }
+        queue.ended.remove(&key)
     }
 
     /// Ends a wait early, and returns what was granted meanwhile.
@@ -355,7 +329,7 @@ impl CentralPool {
             return;
         }
         let mut core = self.lock();
-        let (outcome, waker) = core.leave(key);
+        let outcome = core.leave(key);
         core.stats.abandoned += u64::from(outcome.is_none());
         let mut last = None;
         // They go back under the lock, since a thread cache would keep them from the next waiter.
@@ -368,7 +342,6 @@ impl CentralPool {
         }
         // The next waiter may be waiting for this one's place at the head.
         drop(core);
-        drop(waker);
         // As in `put_slow`.
         drop(last);
     }
@@ -380,23 +353,19 @@ impl CentralPool {
     /// As for [`wait`](Self::wait).
     pub(crate) fn give_up(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
         let mut core = self.lock();
-        if core.queue.waits(key) {
-            core.window(key).into_iter().for_each(|id| core.displace_window(id));
+        if core.queue.waiting.contains_key(&key) {
+            core.window(key).into_iter().for_each(|id| core.end_window(id));
             core.grant(key);
         }
-        let (outcome, waker) = core.leave(key);
-        let outcome = outcome.unwrap_or_else(|| {
+        core.leave(key).unwrap_or_else(|| {
             core.stats.timeouts += 1;
             let (time, shortage) = (since.elapsed(), Some(Box::new(core.shortage(len))));
             Err(Error::Timeout(Waited { time, transfer: None, shortage }))
-        });
-        drop(core);
-        drop(waker);
-        outcome
+        })
     }
 
-    /// Waits on this thread until the waiter is served. `since` is when the request began, and `len` its
-    /// bytes, for the error.
+    /// Waits on this thread until the waiter is served. `since` is when the request began, and `len` its bytes, for the
+    /// error.
     ///
     /// # Errors
     /// The error that ended the wait; [`Error::Timeout`] when the deadline has passed.
@@ -419,7 +388,7 @@ impl CentralPool {
     }
 
     /// The first request that has waited for `age` and that no earlier call has told of, if it `may` be told of; and
-    /// whether any request waits.
+    /// whether any request waits. Of those behind it that have waited for as long no later call tells, either.
     pub(crate) fn long_wait(
         &self,
         now: Instant,
@@ -427,33 +396,25 @@ impl CentralPool {
         may: impl FnOnce() -> bool,
     ) -> (Option<LongWait>, bool) {
         let mut core = self.lock();
-        let (waiting, growth) =
-            (core.queue.len(), core.refusal.as_ref().map(|refusal| refusal.error.clone()));
-        let long = core.queue.waits_long(now, age, may).map(|(since, wants)| LongWait {
-            waited: now.saturating_duration_since(since),
-            bytes: sum(wants.iter().map(|w| w.len)),
-            buffers: wants.len(),
-            waiting,
-            growth,
-        });
-        (long, waiting > 0)
+        let Core { queue, refusal, .. } = core.as_is();
+        let waited = |waiter: &Waiter| now.saturating_duration_since(waiter.since);
+        let mut long = queue.waiting.range(queue.told..).take_while(|(_, waiter)| waited(waiter) >= age);
+        let Some((first, waiter)) = long.next().filter(|_| may()) else { return (None, !queue.is_empty()) };
+        let report = LongWait {
+            waited: waited(waiter),
+            bytes: sum(waiter.wants.iter().map(|want| want.len)),
+            buffers: waiter.wants.len(),
+            waiting: queue.waiting.len(),
+            growth: refusal.as_ref().map(|refusal| refusal.error.clone()),
+        };
+        queue.told = long.last().map_or(*first, |last| *last.0) + 1;
+        (Some(report), true)
     }
 
     /// The error for a request that finds nothing and does not wait.
     pub(crate) fn exhausted(&self, len: usize) -> Error {
-        let core = self.lock();
-        Error::Exhausted(Box::new(core.shortage(len)))
+        Error::Exhausted(Box::new(self.lock().shortage(len)))
     }
-}
-
-/// A request that has waited for long, how many wait with it, and why growing failed.
-#[derive(Debug)]
-pub(crate) struct LongWait {
-    pub(crate) waited: Duration,
-    pub(crate) bytes: usize,
-    pub(crate) buffers: usize,
-    pub(crate) waiting: usize,
-    pub(crate) growth: Option<Error>,
 }
 
 impl Core {
@@ -463,18 +424,21 @@ impl Core {
     }
 
     /// The error for wants that neither segments that may come back nor memory that may still be pinned can serve:
-    /// [`Error::Impossible`], or that of the last growth.
+    /// [`Error::Impossible`], or that of the last growth, if no shorter one would do.
     pub(super) fn hopeless(&self, wants: &[Want]) -> Option<Error> {
-        if sum(wants.iter().map(|w| w.placement.bytes()))
-            > self.config.capacity.saturating_sub(self.quarantined)
-        {
+        if bytes(wants) > self.config.capacity.saturating_sub(self.quarantined) {
             return Some(self.impossible(wants));
         }
-        let never = self.never(wants)?;
-        // A region that is being pinned, or could still be, may serve them, also one in place of regions that get idle.
-        let least = least(wants);
-        let may = self.growing > 0 || self.room() + self.leaving >= least || self.movable() >= least;
-        if may { growth_failure(self, wants) } else { Some(self.impossible(std::slice::from_ref(never))) }
+        if !self.outgrow(wants) {
+            return None;
+        }
+        let may_grow = self.config.step > 0;
+        if !may_grow && self.growing == 0 && self.room() < least(wants) {
+            return Some(self.impossible(wants));
+        }
+        let refusal = self.refused()?;
+        let is_retried = may_grow && refusal.allows(self.need(wants));
+        if is_retried { None } else { Some(refusal.error.clone()) }
     }
 
     fn impossible(&self, wants: &[Want]) -> Error {
@@ -482,12 +446,11 @@ impl Core {
         Error::Impossible { len, quarantined: self.quarantined, capacity: self.config.capacity }
     }
 
-    /// The first want that the extents cannot hold, with those of the same placement, even if every segment that is not
-    /// quarantined comes back; of several that the extents cannot hold together, the first.
-    pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
-        let together = sum(wants.iter().map(|w| w.placement.bytes()));
-        if together > self.arena.bytes().total.saturating_sub(self.quarantined) {
-            return wants.first();
+    /// Whether the extents could not hold all of these, or those of one placement, even if every segment came back. Of
+    /// quarantined segments the bytes count, and not the places.
+    pub(super) fn outgrow(&self, wants: &[Want]) -> bool {
+        if bytes(wants) > self.arena.bytes().total.saturating_sub(self.quarantined) {
+            return true;
         }
         let mut alike: Vec<(&Want, usize)> = Vec::new();
         for want in wants {
@@ -496,8 +459,7 @@ impl Core {
                 None => alike.push((want, 1)),
             }
         }
-        let never = |(want, count): &(&Want, usize)| !self.arena.could_hold(want.placement, *count);
-        alike.into_iter().find(never).map(|(want, _)| want)
+        alike.into_iter().any(|(want, count)| self.arena.fits(want.placement) < count)
     }
 
     /// Grants waiters what can be granted, and ends waits at the head that can never be served.
@@ -505,15 +467,16 @@ impl Core {
         loop {
             self.serve_from_free();
             let Some(head) = self.queue.head() else { return };
-            // With nothing out and nothing being pinned, a wait that cannot be served now never can be. (`never` looks
-            // at one placement at a time, and does not know whether buffers of several placements fit together.)
-            if self.growing > 0 || self.grow_for_head() || self.leaving > 0 || self.anything_out() {
+            // With nothing out and nothing being pinned, a wait that cannot be served now never can be. (`outgrow`
+            // looks at one placement at a time, and does not know whether buffers of several fit together.)
+            let may_come = self.arena.given_out() > self.quarantined;
+            if self.growing > 0 || self.grow_for_queue() || may_come {
                 return;
             }
             // What is withheld is free, too: it serves the head, or is unpinned for a region that does. (Regions that
             // are withheld to be replaced may have come back while others were being pinned.)
-            self.windows().into_iter().for_each(|id| self.displace_window(id));
-            if !self.grant(head) && !self.grow_for_head() {
+            self.windows().into_iter().for_each(|id| self.end_window(id));
+            if !self.grant(head) && !self.grow_for_queue() {
                 let failed = self.refused().map(|refusal| refusal.error.clone());
                 let error = failed.unwrap_or_else(|| self.impossible(self.queue.wants(head)));
                 self.end(head, Err(error));
@@ -523,21 +486,12 @@ impl Core {
 
     /// Grants waiters what is free outside of windows.
     fn serve_from_free(&mut self) {
-        let mut not = Vec::new();
-        while let Some(key) = self.queue.next(&self.arena, &not) {
-            let (had_window, size) = (self.window(key).is_some(), self.queue.waiting[&key].size);
-            if !self.grant(key) {
-                not.push(size);
-            } else if had_window {
-                // What was withheld for it may be what others wait for.
-                not.clear();
-            }
+        let mut from = 0;
+        while let Some(key) = self.queue.next(&self.arena, from) {
+            let had_window = self.window(key).is_some();
+            // What was withheld for it may be what others wait for.
+            from = if self.grant(key) && had_window { 0 } else { key + 1 };
         }
-    }
-
-    /// Whether any segment can still come back, from thread caches included.
-    pub(super) fn anything_out(&self) -> bool {
-        self.arena.given_out() > self.quarantined
     }
 
     /// Ends the waits that have become impossible. Of requests of one size the first stands for all.
@@ -552,19 +506,20 @@ impl Core {
         }
     }
 
-    /// Ends a wait, and what was withheld for it.
+    /// Ends a wait, and what was withheld for it. The waiter finds the outcome when it looks.
     pub(super) fn end(&mut self, key: Ticket, outcome: Result<Vec<Fresh>>) {
-        if let Some(waiter) = self.queue.finish(key, outcome) {
-            self.wakes.extend(waiter.wake);
+        if let Some(waiter) = self.queue.remove(key) {
+            self.queue.ended.insert(key, outcome);
+            waiter.wake.wake();
             self.pass_on(key, waiter.size);
         }
     }
 
-    /// Takes a waiter out of the queue. Returns its outcome, and a wake to be dropped after the lock is released.
-    fn leave(&mut self, key: Ticket) -> (Option<Result<Vec<Fresh>>>, Option<Wake>) {
-        let Some(waiter) = self.queue.remove(key) else { return self.queue.look(key, None) };
+    /// Takes a waiter out of the queue. Returns its outcome, if it has one.
+    fn leave(&mut self, key: Ticket) -> Option<Result<Vec<Fresh>>> {
+        let Some(waiter) = self.queue.remove(key) else { return self.queue.ended.remove(&key) };
         self.pass_on(key, waiter.size);
-        (None, waiter.wake)
+        None
     }
 
     /// A waiter of this size has left the queue: of several for the same class the next inherits its window.
@@ -575,39 +530,9 @@ impl Core {
                 let window = &mut self.arena.windows[id];
                 (window.owner, window.looks) = (heir, 0);
             }
-            None => self.displace_window(id),
+            None => self.end_window(id),
         }
     }
-
-    /// Ends a window. An owner that still waits chooses anew.
-    pub(super) fn displace_window(&mut self, id: WindowId) {
-        self.arena.release_window(id);
-        self.note_ended();
-    }
-
-    /// Notes that a window ended: a waiter that has none may find one.
-    fn note_ended(&mut self) {
-        self.windows.none_for = None;
-        self.windows.wanted |= !self.unplaced(1).is_empty();
-    }
-
-    /// Notes that there may be windows, or needs for them, that there were not.
-    pub(super) fn extended(&mut self) {
-        self.windows.none_for = None;
-        self.windows.wanted |= !self.queue.is_empty();
-    }
-
-    /// The windows.
-    fn windows(&self) -> Vec<WindowId> {
-        self.arena.windows.iter().map(|(id, _)| id).collect()
-    }
-
-    /// The window of a waiter.
-    fn window(&self, owner: Ticket) -> Option<WindowId> {
-        self.arena.windows.iter().find(|(_, window)| window.owner == owner).map(|(id, _)| id)
-    }
-
-    // --- granting ----------------------------------------------------------------------------------------------------
 
     /// Serves a waiter from what is free outside of windows. `false`: that is not enough.
     fn grant(&mut self, key: Ticket) -> bool {
@@ -635,20 +560,44 @@ impl Core {
         true
     }
 
+    // --- windows -----------------------------------------------------------------------------------------------------
+
+    /// The windows.
+    fn windows(&self) -> Vec<WindowId> {
+        self.arena.windows.iter().map(|(id, _)| id).collect()
+    }
+
+    /// The window of a waiter.
+    fn window(&self, owner: Ticket) -> Option<WindowId> {
+        self.arena.windows.iter().find(|(_, window)| window.owner == owner).map(|(id, _)| id)
+    }
+
+    /// The classes that must be closed: those that are awaited, and those of which segments are given out in windows.
+    fn classes_to_close(&self) -> [ClassSet; 2] {
+        [self.queue.awaited(), self.arena.classes_in_windows()]
+    }
+
+    /// Ends a window. An owner that still waits chooses anew, and a waiter that has no window may find one.
+    pub(super) fn end_window(&mut self, id: WindowId) {
+        self.arena.release_window(id);
+        self.seek_windows();
+    }
+
+    /// Notes that there may be windows, or needs for them, that there were not.
+    pub(super) fn seek_windows(&mut self) {
+        self.windows.none_for = None;
+        self.windows.wanted |= !self.unplaced(1).is_empty();
+    }
+
     /// A segment came back to a window: serves its owner if that is enough, or has the regions replaced.
     pub(super) fn came(&mut self, id: WindowId) {
         let Some(&Window { owner, replaces, out, .. }) = self.arena.windows.get(id) else { return };
         if replaces && out == 0 && self.growing == 0 {
-            self.displace_window(id);
-            let wants = self.queue.wants(owner).to_vec();
-            if let Some(growth) = self.plan(&wants, true) {
-                self.queue.note_replaced(owner);
-                self.wakes.push(Wake::Grow(self.me.clone(), growth));
-            }
+            self.end_window(id);
+            self.grow_for(owner, true);
         } else if !replaces {
             let wants = self.queue.wants(owner);
-            let several = || sum(wants.iter().map(|w| w.placement.bytes())) <= self.arena.bytes().free;
-            if out == 0 || wants.len() > 1 && several() {
+            if out == 0 || wants.len() > 1 && bytes(wants) <= self.arena.bytes().free {
                 self.grant_withheld(id);
             }
         }
@@ -660,18 +609,11 @@ impl Core {
         let window = self.arena.release_window(id);
         let granted = self.grant(window.owner);
         if granted {
-            self.note_ended();
+            self.seek_windows();
         } else {
             self.arena.withhold(window);
         }
         granted
-    }
-
-    // --- windows -----------------------------------------------------------------------------------------------------
-
-    /// The classes that must be closed: those that are awaited, and those of which segments are given out in windows.
-    fn closed_classes(&self) -> [ClassSet; 2] {
-        [self.queue.awaited(), self.arena.classes_in_windows()]
     }
 
     /// Serves what a new request would be served with, and ends the windows to which nothing came back for long.
@@ -683,13 +625,14 @@ impl Core {
         for id in self.windows() {
             let window = &mut self.arena.windows[id];
             window.looks += 1;
-            let Some(waiter) = self.queue.waiting.get_mut(&window.owner).filter(|_| !window.replaces) else {
-                continue;
-            };
-            if window.looks > 1 << waiter.moves.min(20) {
-                waiter.moves += 1;
-                waiter.given_up.extend(self.arena.release_window(id).ranges);
-                self.note_ended();
+            let (owner, looks, replaces) = (window.owner, window.looks, window.replaces);
+            let moves = self.queue.waiting[&owner].moves;
+            if !replaces && looks > 1 << moves.min(20) {
+                if let Some(waiter) = self.queue.waiting.get_mut(&owner) {
+                    waiter.moves += 1;
+                    waiter.given_up.extend(&self.arena.windows[id].ranges);
+                }
+                self.end_window(id);
             }
         }
     }
@@ -762,51 +705,30 @@ impl Core {
 
     /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that serves it: the present
     /// ones never can.
-    fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
-        let wants = self.queue.wants(key);
-        let may = self.config.step > 0 && self.growing == 0 && self.leaving == 0 && self.refused().is_none();
-        if !may || self.queue.replaced(key) || self.never(wants).is_none() {
+    pub(super) fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
+        let waiter = &self.queue.waiting[&key];
+        let may = self.config.step > 0 && self.growing == 0 && self.refusal.is_none();
+        if !may || waiter.replaced || !self.outgrow(&waiter.wants) {
             return None;
         }
-        let missing = least(wants).checked_sub(self.room_beside()).filter(|missing| *missing > 0)?;
+        let missing = least(&waiter.wants).checked_sub(self.room_beside()).filter(|missing| *missing > 0)?;
         self.arena.replaceable(missing, most)
-    }
-
-    /// Bytes that could be pinned now for a request that has no windows: without those that are to be pinned in place
-    /// of regions that are withheld, together with the bytes of these regions.
-    pub(super) fn room_beside(&self) -> usize {
-        let room = self.room();
-        if room == 0 {
-            return room;
-        }
-        let replacing = self.arena.windows.iter().filter(|(_, window)| window.replaces);
-        let missing =
-            replacing.map(|(_, window)| least(self.queue.wants(window.owner)).saturating_sub(window.bytes()));
-        room.saturating_sub(sum(missing))
     }
 
     /// What there is for a request of `len` bytes that is not served.
     pub(super) fn shortage(&self, len: usize) -> Shortage {
         let bytes = self.arena.bytes();
+        let owners = self.arena.windows.iter().map(|(_, window)| self.queue.wants(window.owner));
         Shortage {
             requested: len,
             free: bytes.free,
             largest: bytes.largest_free,
             withheld: bytes.withheld,
-            withheld_for: self.withheld_for(),
+            withheld_for: owners.map(|wants| sum(wants.iter().map(|want| want.len))).max().unwrap_or(0),
             capacity: self.config.capacity,
-            waiting: self.queue.len(),
+            waiting: self.queue.waiting.len(),
             growth: self.refusal.as_ref().map(|refusal| Box::new(refusal.error.clone())),
             ..Shortage::default()
         }
     }
-
-    /// The bytes that the largest request asks for that has a window.
-    pub(super) fn withheld_for(&self) -> usize {
-        let owners = self.arena.windows.iter().map(|(_, window)| self.queue.wants(window.owner));
-        owners.map(|wants| sum(wants.iter().map(|want| want.len))).max().unwrap_or(0)
-    }
 }
-
-#[cfg(all(test, not(loom)))]
-mod tests;
