@@ -11,7 +11,7 @@
 use std::panic::{RefUnwindSafe, UnwindSafe};
 
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
-use crate::copy::copier::{Canceller, FileSink, FileSource, Transfer};
+use crate::copy::copier::{FileSink, FileSource, Transfer};
 use crate::copy::{Copier, CopierBuilder};
 use crate::device::handle::Device;
 use crate::device::host::HostNode;
@@ -32,7 +32,7 @@ macro_rules! go_on {
 go_on!(Device, Stream, Pool, Copier, Sampler, HostNode);
 go_on!(PinnedBuf, StreamBuf, DeviceSlice);
 go_on!(Checkout, Checkout<Vec<PinnedBuf>>);
-go_on!(CopierBuilder, Canceller, FileSource, FileSink);
+go_on!(CopierBuilder, FileSource, FileSink);
 
 impl<T: UnwindSafe> UnwindSafe for Transfer<T> {}
 impl<T: RefUnwindSafe> RefUnwindSafe for Transfer<T> {}

@@ -15,19 +15,16 @@ use crate::stream::hold::Resource;
 /// memory: it is to the host device what a kernel is to a GPU. The [module's page](crate::host) has an example.
 ///
 /// The function gets the bytes of `reads` and of `writes`, in the order of the lists. The call returns when the
-/// function is queued. It runs once, on a thread of the crate's, after everything that was submitted to the stream
-/// before; what is submitted later comes after it. The handle tells when it has run, and may be dropped. The device
-/// memory stays allocated until then.
+/// function is queued. It runs once, on a thread of the crate's. The handle tells when it has run, and may be dropped.
+/// The device memory stays allocated until then.
 ///
 /// - **Bytes.** Both lists are copies: taken when the function's turn has come, and those of `writes` are written back
-///   as a whole when it has returned. As with kernels, the order between streams is the program's to make
-///   ([`Stream::wait_for`]): where another stream writes the same memory meanwhile, either's bytes may be found there
-///   afterwards, and there is no data race in the process. Where ranges of `writes` overlap, the later one wins.
+///   as a whole when it has returned. Where another stream writes the same memory meanwhile, either's bytes may be found
+///   there afterwards. Where ranges of `writes` overlap, the later one wins.
 /// - **Panics** are caught, and reported by an event of the target `pinpool::foreign`. The device memory stays as it
 ///   was, the handle says that the function is over, and the stream goes on.
 /// - **A device that dies** drops functions that have not begun. One that runs goes on, and what it writes is lost.
-/// - **Waiting.** The function may block, call the pool, and wait for other streams. It must not wait for its own
-///   stream, which waits for it: that never ends.
+/// - **Waiting.** The function may block, call the pool, and wait for other streams, but not for its own.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a stream of another kind of device; [`Error::Mismatch`] for memory of another device; a

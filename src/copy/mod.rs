@@ -2,13 +2,11 @@
 //!
 //! Every asynchronous call takes what it touches: the host buffer by value (or as an `Arc`), the device memory as a
 //! counted handle. What can be refused is refused before the timeline or the driver hears of it, and the error carries
-//! the buffer back. See [`crate::stream::timeline`] for what happens in between.
+//! the buffer back.
 
 #![allow(unsafe_code)]
 
-mod captured;
 pub mod copier;
-mod host;
 pub mod launch;
 
 use std::ops::{DerefMut, RangeBounds};
@@ -21,6 +19,7 @@ use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceSlice, StridedSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
+use crate::locks::Mutex;
 use crate::sealed::{KEY, Key};
 use crate::stream::Stream;
 use crate::stream::hold::{Resource, Retain};
@@ -28,13 +27,12 @@ use crate::stream::timeline::{Submission, Ticket};
 
 /// What to do where a capture is in the way.
 const OUTSIDE: &str = "submit it outside the capture";
-const HOLD_REMEDY: &str = "keep the buffer for as long as the graph instead: hold_captured";
 
 /// The sequence number of a submission whose driver call has not returned.
 const NOT_YET: u64 = u64::MAX;
 
-/// Device memory as an argument of a copy: a [`DeviceSlice`], a reference to one, or the result of
-/// slicing one, so that `stream.upload(buf, weights.slice(..))` reports a bad range as its own error. Sealed.
+/// Device memory as an argument of a copy: a [`DeviceSlice`], a reference to one, or the result of slicing one, whose
+/// error the call then reports. Sealed.
 pub trait DeviceRange {
     #[doc(hidden)]
     fn get(&self, _: Key) -> Result<&DeviceSlice>;
@@ -68,8 +66,6 @@ impl DeviceRange for Result<DeviceSlice> {
 /// # let (copier, cache) = (Copier::builder(&pool, &device).build()?, device.alloc(64 << 20)?);
 /// let even = cache.strided(..4096, 1 << 20, 64)?; // a page in each plane of 1 MiB
 /// copier.upload_pages(vec![(pool.checkout_zeroed(64 * 4096)?, even)])?.wait()?;
-/// let any = vec![cache.slice(..100)?, cache.slice(5000..5100)?];
-/// copier.upload_pages(vec![(pool.checkout_zeroed(200)?, any)])?.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub trait Places: Send {
@@ -171,19 +167,11 @@ where
 }
 
 /// The bytes that were written to a buffer. (Asked once: a value of the caller's may answer otherwise the next time.)
-///
-/// # Errors
-/// [`Error::Argument`] where there are none.
 fn written<B: Lend>(src: &B) -> Result<&[u8]> {
+    let none = "no byte of the buffer was written yet, so there is nothing to copy; write to it first \
+                (extend_from_slice, Write, BufMut), or say what was written by other means (set_len)";
     let bytes = src.bytes(KEY);
-    if !bytes.is_empty() {
-        return Ok(bytes);
-    }
-    Err(Error::Argument(
-        "no byte of the buffer was written yet, so there is nothing to copy; write to it first (extend_from_slice, \
-         Write, BufMut), or say what was written by other means (set_len)"
-            .into(),
-    ))
+    if bytes.is_empty() { Err(Error::Argument(none.into())) } else { Ok(bytes) }
 }
 
 impl Stream {
@@ -202,7 +190,7 @@ impl Stream {
     /// Copies a part of what was written to `src`.
     ///
     /// # Errors
-    /// As for [`upload`](Self::upload), and [`Error::Argument`].
+    /// As for [`upload`](Self::upload).
     pub fn upload_part<B: Lend>(
         &self,
         src: B,
@@ -229,9 +217,8 @@ impl Stream {
         result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
     }
 
-    /// The timeline's entry of a source, or of a buffer that is held, and its handle. The handle takes the buffer
-    /// before the driver is called: should the call panic, unwinding drops the handle, and then the submission, which
-    /// leaves the segment in flight.
+    /// The timeline's entry of a source, or of a buffer that is held, and its handle. Should the driver's call panic,
+    /// unwinding drops the handle, and then the submission, which leaves the segment in flight.
     #[inline]
     fn begin_from<B: Lend>(
         &self,
@@ -313,12 +300,57 @@ impl Stream {
         result.map(|()| InFlight::new(ticket, (), None))
     }
 
+    /// Copies all that was written to `src` into `landing`, which must be at least as long, in this stream's order. Both
+    /// buffers come back in flight, each by its own handle, and the target's length is then the number of bytes copied.
+    ///
+    /// **On an accelerator the call waits** until what was submitted to the stream before is complete, and then the
+    /// calling thread copies (CUDA driver API, "API synchronization behavior": "fully synchronous with respect to the
+    /// host"). On a host device it returns when the copy is queued.
+    ///
+    /// # Errors
+    /// With both buffers: [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], [`Error::Capturing`], a lost
+    /// device; [`Error::Mismatch`] for a [`StreamBuf`] of another stream. With `buffer: None` as
+    /// for [`upload`](Self::upload).
+    #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
+    pub fn copy_host<B: Lend, L: Landing>(
+        &self,
+        src: B,
+        mut landing: L,
+    ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
+        let checked = (|| {
+            self.may_use(&src)?;
+            let bytes = written(&src)?;
+            let (dst, capacity) = landing.target(self, KEY)?;
+            let len = bytes.len();
+            Error::unless_fits(len, capacity)?;
+            self.timeline().usable()?;
+            self.timeline().not_capturing("a copy between host buffers", OUTSIDE)?;
+            Ok((Transfer::OnHost { src: bytes.as_ptr(), dst, len }, len))
+        })();
+        let ((transfer, len), (src, landing)) = SubmitError::unless(checked, (src, landing))?;
+        let (source, mut sent) = match self.begin_from(src, None) {
+            Ok(sent) => sent,
+            Err(SubmitError { error, buffer }) => {
+                return Err(SubmitError { error, buffer: buffer.map(|src| (src, landing)) });
+            }
+        };
+        let unsent = |error| SubmitError { error, buffer: None };
+        // After an error the source, entered before the stream was lost, is quarantined with it.
+        let (submission, mut landed) = self.begin_into(landing, None, len).map_err(unsent)?;
+        // SAFETY: the two entries keep source and target, which are two buffers, until a mark after this call is seen
+        // complete.
+        let result = unsafe { self.driver_copy(transfer) };
+        // Under one tick or two: both are covered by a mark after the copy.
+        sent.submitted(source.commit());
+        landed.submitted(submission.commit());
+        result.map(|()| (sent, landed)).map_err(unsent)
+    }
+
     /// Keeps `buf` until everything submitted to this stream so far is done, for servers whose own kernels
     /// use it: submit these first, then hold. `stream.hold(())?.await` lets a task wait for the stream, as
     /// [`synchronize`](Self::synchronize) lets a thread.
     ///
-    /// A refused hold keeps nothing and gives the buffer back, while kernels submitted before may still use
-    /// it: keep it until they are known to be done.
+    /// A refused hold gives the buffer back, while kernels submitted before may still use it.
     ///
     /// # Errors
     /// With the buffer: [`Error::Mismatch`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a
@@ -330,16 +362,11 @@ impl Stream {
     /// [`hold`](Self::hold), with an event that many holds share: for programs that hold buffers more often than they
     /// copy, on a stream of their own, where recording an event for each costs more than all the rest.
     ///
-    /// # What it waits for
-    /// Everything that was submitted to the stream before the call, as `hold` does, and what is submitted until the
-    /// event is recorded: by the next copy or hold that records one, by the sixteenth hold that shares it, when the
-    /// handle is asked, awaited or waited for, or up to a millisecond later by a thread of the crate's. So the buffer
-    /// comes back no earlier than from `hold`, and perhaps later. (On a stream that the program cannot reach, all
-    /// submits share events, and on a per-thread default stream each hold has its own: there it is `hold`.)
-    ///
-    /// # Ordering
-    /// None is added: no stream waits for the hold. [`wait_for_copy`](Self::wait_for_copy) and
-    /// [`wait_for`](Self::wait_for) order other streams behind it, by an event that they record at once.
+    /// It waits for everything that was submitted to the stream before the call, as `hold` does, and for what is
+    /// submitted until the event is recorded: by the next copy or hold that records one, by the sixteenth hold that
+    /// shares it, when the handle is asked, awaited or waited for, or up to a millisecond later by a thread of the
+    /// crate's. No stream waits for the hold; [`wait_for_copy`](Self::wait_for_copy) and [`wait_for`](Self::wait_for)
+    /// order other streams behind it, by an event that they record at once.
     ///
     /// # The end of the stream
     /// A thread of the crate's may name the stream to the driver for as long as the event is due, and a moment longer.
@@ -348,28 +375,14 @@ impl Stream {
     ///
     /// # Errors
     /// As for [`hold`](Self::hold).
-    ///
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use pinpool::{Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # let stream = device.stream()?;
-    /// let block = Arc::new(pool.checkout(4096)?);
-    /// for _ in 0..100 {
-    ///     // ... a kernel of the program's that uses the block ...
-    ///     drop(stream.hold_patiently(block.clone())?); // the block returns by itself when all of them are complete
-    /// }
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     pub fn hold_patiently<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
         self.hold_by(buf, true)
     }
 
     /// Records the event of all holds that were made [patiently](Self::hold_patiently) so far, for a program that
-    /// destroys its stream while their handles were dropped. After a success, and when nothing is submitted to the
-    /// stream any more, the crate names it to the driver no more; what was queued on it must still be complete before
-    /// it is destroyed. The call does not wait for the device. No other thread submits to the stream meanwhile.
+    /// destroys its stream. After a success, and when nothing is submitted to the stream any more, the crate names it to
+    /// the driver no more; what was queued on it must still be complete before it is destroyed. The call does not wait
+    /// for the device. No other thread submits to the stream meanwhile.
     ///
     /// # Errors
     /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; what the driver says; the error with
@@ -380,12 +393,61 @@ impl Stream {
     }
 
     fn hold_by<B: Lend>(&self, buf: B, patient: bool) -> Result<InFlight<B>, SubmitError<B>> {
-        let checked = self.may_use(&buf).and_then(|()| self.timeline().not_capturing("a hold", HOLD_REMEDY));
+        let remedy = "keep the buffer for as long as the graph instead: hold_captured";
+        let checked = self.may_use(&buf).and_then(|()| self.timeline().not_capturing("a hold", remedy));
         let ((), buf) = SubmitError::unless(checked, buf)?;
         let (mut submission, mut flight) = self.begin_from(buf, None)?;
         submission.patient = patient;
         flight.submitted(submission.commit());
         Ok(flight)
+    }
+
+    /// Keeps `buf` for as long as the graph that this stream is being captured into: for servers whose captured kernels
+    /// and copies use the buffer.
+    ///
+    /// The buffer is kept until the graph, everything made from it (executable graphs, those updated by
+    /// `cuGraphExecUpdate` among them, clones, graphs that have it as a child) and all launches of these are gone. Then
+    /// it returns to its pool by itself. Until then it counts as checked out, and if the driver ends first, it never
+    /// returns. An `Arc` of a buffer stays readable by its other owners meanwhile.
+    ///
+    /// The order of this call and of the captured work that uses the buffer makes no difference within one capture.
+    /// After a refusal nothing is kept: the graph must not be launched when the buffer is gone.
+    ///
+    /// # Errors
+    /// With the buffer: [`Error::Mismatch`]; [`Error::Argument`] on a stream that is in no capture (use
+    /// [`hold`](Self::hold)); [`Error::Capturing`] if the capture is spoiled; [`Error::Unsupported`] on drivers before
+    /// CUDA 11.3; what the driver says; a lost device.
+    // No event says when a graph is launched for the last time. So the buffer is tied to the graph: the driver counts
+    // what a graph keeps, hands it on to what is made from the graph, and calls when all of that is gone. The device's
+    // worker then drops the buffer, since the driver's callback must do nothing of the kind.
+    pub fn hold_captured<B: Lend + 'static>(&self, buf: B) -> Result<(), SubmitError<B>> {
+        let timeline = self.timeline();
+        let usable = self.may_use(&buf).and_then(|()| timeline.usable());
+        let ((), buf) = SubmitError::unless(usable, buf)?;
+        let context = timeline.context();
+        // After a refusal the driver may still have the function; then what it finds here is nothing.
+        let kept = Arc::new(Mutex::new(Some(buf)));
+        let (theirs, home, worker) = (kept.clone(), context.clone(), context.worker().clone());
+        // Called from the driver's callback, where neither a driver call nor waiting is allowed: it only sends. Nor is
+        // the last of a context let go there, whose owner may destroy it then; the last of a worker may be.
+        let gone = Box::new(move || worker.send(move || drop((theirs, home))));
+        let not_captured = "hold_captured needs a stream that is being captured into a graph, and this one is not; use \
+                            hold where nothing is captured";
+        let spoiled = Error::Capturing {
+            what: "keeping a buffer with the graph",
+            remedy: "the capture is spoiled: end it, and begin another",
+        };
+        let error = match context.noting(context.driver().keep_with_graph(timeline.stream(), gone)) {
+            Ok(true) => return Ok(()),
+            Ok(false) => match timeline.is_capturing() {
+                Ok(false) => Error::Argument(not_captured.into()),
+                Ok(true) => spoiled,
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        let buffer = kept.lock().take();
+        Err(SubmitError { error, buffer })
     }
 
     /// Copies borrowed memory, pinned or not, to the device in stream order, and returns when the device has let go of
@@ -399,7 +461,6 @@ impl Stream {
             return Err(Error::empty());
         }
         Error::unless_fits(src.len(), dst.len())?;
-        self.may_block()?;
         let transfer = Transfer::Upload { src: src.as_ptr(), dst: dst.ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }
@@ -413,16 +474,13 @@ impl Stream {
     pub fn download_blocking(&self, src: impl DeviceRange, dst: &mut [u8]) -> Result<()> {
         let src = self.own(src)?;
         Error::unless_fits(src.len(), dst.len())?;
-        self.may_block()?;
         let transfer = Transfer::Download { src: src.ptr(), dst: dst.as_mut_ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }
     }
 
     /// What is submitted to this stream from now on starts only after `copy` is done, on whatever stream of the device
-    /// it was submitted. The caller does not wait for the copy.
-    ///
-    /// What became of a copy that failed is told by its own handle only.
+    /// it was submitted. The caller does not wait for the copy, whose own handle alone tells what became of it.
     ///
     /// # Errors
     /// As for [`wait_for`](Self::wait_for), and with what is known of the copy: that it failed or was lost.
@@ -456,15 +514,11 @@ impl Stream {
         result.inspect(|()| context.count_copied([&transfer]))
     }
 
-    /// Before anything is submitted for a blocking copy.
-    fn may_block(&self) -> Result<()> {
-        self.timeline().usable()?;
-        self.timeline().not_capturing("a blocking copy", OUTSIDE)
-    }
-
     /// # Safety
     /// As for [`crate::device::Driver::copy_blocking`].
     unsafe fn driver_copy_blocking(&self, transfer: Transfer) -> Result<()> {
+        self.timeline().usable()?;
+        self.timeline().not_capturing("a blocking copy", OUTSIDE)?;
         let context = self.timeline().context();
         // What is borrowed is with the device until this ends.
         let _deferral = crate::foreign::defer();

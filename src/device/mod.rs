@@ -103,18 +103,6 @@ pub(crate) enum Transfer {
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
-#[cfg(all(test, not(loom)))]
-impl Transfer {
-    /// Bytes.
-    pub(crate) fn len(&self) -> usize {
-        let (Self::Upload { len, .. }
-        | Self::Download { len, .. }
-        | Self::OnDevice { len, .. }
-        | Self::OnHost { len, .. }) = self;
-        *len
-    }
-}
-
 // SAFETY: addresses, which mean the same on every thread; the caller that hands them to a driver vouches for what is
 // there.
 unsafe impl Send for Transfer {}

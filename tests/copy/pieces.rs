@@ -3,15 +3,15 @@
 
 #![allow(unsafe_code, reason = "a promise about a value of its own")]
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use pinpool::copier::CopyRange;
 use pinpool::host::{Call, Failure, HostConfig};
-use pinpool::{Copier, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError, Unpinned};
+use pinpool::{DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError, Unpinned};
 
-use crate::setup::{HANG, Node, Setup, ends, until};
-use crate::support::{bytes, in_use, own_process};
+use crate::setup::{Node, Setup, ends, until};
+use crate::support::{bytes, own_process};
 
 const THREADS: usize = 4;
 
@@ -162,39 +162,6 @@ fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
     }
 }
 
-/// Pinned blocks of one place each are copied from where they are, both ways, whether the pool has segments or not. They
-/// come back in their order, with their bytes.
-#[test]
-fn blocks_of_one_place_are_copied_from_where_they_are() {
-    const COUNT: usize = 2048;
-    let s = setup(HostConfig::new(), 16 << 20);
-    let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
-    let from = builder.build().unwrap();
-    let mixed = |i: usize| i * 7919 % COUNT;
-    for (stride, room, sorted) in
-        [(LEN, true, false), (LEN + 512, true, false), (LEN, false, false), (LEN, true, true)]
-    {
-        let blocks =
-            pinned(&s, &from, (0..COUNT).map(|i| if sorted { i * stride } else { mixed(i) * stride }));
-        let places: Vec<DeviceSlice> = blocks.iter().map(|(_, place)| place.clone()).collect();
-        let taken = if room { Vec::new() } else { s.emptied() };
-        let before = s.copier.stats();
-        let came = s.copier.upload_pages(blocks).unwrap().wait().unwrap();
-        assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
-        drop(came);
-        pinned_come_back(&s, &from, &places);
-        let after = s.copier.stats();
-        assert_eq!(
-            (after.batch_bytes - before.batch_bytes, after.in_place_bytes - before.in_place_bytes),
-            (0, 2 * (COUNT * LEN) as u64),
-            "stride {stride}, room {room}, sorted {sorted}"
-        );
-        drop(taken);
-        s.all_back();
-    }
-    assert_eq!(in_use(&from), 0);
-}
-
 /// Blocks with gaps between them on the device.
 fn apart(s: &Setup, from: &Pool, count: usize) -> Vec<(PinnedBuf, DeviceSlice)> {
     pinned(s, from, (0..count).map(|i| i * (LEN + 64)))
@@ -215,52 +182,40 @@ fn both_ways(test: impl Fn(&Setup, &Pool)) {
     }
 }
 
-/// Blocks come back in whichever way the handle ends, and a dropped handle's transfer goes on.
+/// One copy of pieces or of blocks fails: the call or the handle says so, all blocks return, and nothing is lost.
 #[test]
-fn blocks_return_whichever_way_the_handle_ends() {
-    const COUNT: usize = 1500;
-    both_ways(|s, from| {
-        let places: Vec<DeviceSlice> = apart(s, from, COUNT).into_iter().map(|(_, place)| place).collect();
-        drop(s.copier.upload_pages(apart(s, from, COUNT)).unwrap());
-        until("all have gone", || {
-            s.advance();
-            s.copier.stats().in_place_bytes >= (COUNT * LEN) as u64 && in_use(from) == 0
-        });
-        pinned_come_back(s, from, &places);
-        let sent = s.copier.upload_pages(apart(s, from, COUNT)).unwrap();
-        until("it is over", || {
-            s.advance();
-            sent.is_over()
-        });
-        let came = sent.wait().unwrap();
-        assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
-    });
-}
-
-/// One copy fails: the handle says so, and all blocks return.
-#[test]
-fn a_copy_of_blocks_fails() {
+fn a_copy_fails() {
     const COUNT: usize = 300;
     both_ways(|s, from| {
+        let pieces = Pieces::new(&s.memory.slice(8 << 20..).unwrap(), 0, short(1200));
         let places: Vec<DeviceSlice> = apart(s, from, COUNT).into_iter().map(|(_, place)| place).collect();
-        for nth in [0, 63, 170] {
-            for failure in [Failure::Argument, Failure::RunsAnyway] {
-                let fault = || s.node.fail(Call::Copy, nth, failure);
-                fault();
-                let error = s.copier.upload_pages(apart(s, from, COUNT)).unwrap().wait().unwrap_err().error;
-                assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Transient), "{error}");
+        let blocks_up = || s.copier.upload_pages(apart(s, from, COUNT)).unwrap().wait().map(drop);
+        let blocks_down = || {
+            let landings = |place: &DeviceSlice| (place.clone(), from.checkout(LEN).unwrap());
+            s.copier.download_pages(places.iter().map(landings).collect()).unwrap().wait().map(drop)
+        };
+        let calls: [&dyn Fn() -> Result<()>; 4] = [
+            &|| blocks_up().map_err(|failed| failed.error),
+            &|| blocks_down().map_err(|failed| failed.error),
+            &|| s.copier.upload_slices(&pieces.all()),
+            &|| pieces.try_back(s).map(drop),
+        ];
+        // Borrowed pieces need segments.
+        let calls = if s.has_room() { &calls[..] } else { &calls[..2] };
+        for (call, nth) in calls.iter().flat_map(|call| [0, 3, 63].map(|nth| (call, nth))) {
+            for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
+                // By hand, and of pieces, there are few copies.
+                s.node.fail(Call::Copy, nth % 9, failure);
+                let error = call().unwrap_err();
+                let due =
+                    if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Transient };
+                assert_eq!(error.class(), due, "{failure:?}: {error}");
                 assert!(s.node.calm());
-                s.copier.upload_pages(apart(s, from, COUNT)).unwrap().wait().unwrap();
-                // And back.
-                fault();
-                let landings = |place: &DeviceSlice| (place.clone(), from.checkout(LEN).unwrap());
-                let down = s.copier.download_pages(places.iter().map(landings).collect()).unwrap();
-                drop(down.wait().unwrap_err());
-                assert!(s.node.calm());
-                pinned_come_back(s, from, &places);
+                call().unwrap();
             }
         }
-        assert_eq!(from.stats().quarantined_bytes, 0);
+        pinned_come_back(s, from, &places);
+        assert_eq!(s.pool.stats().quarantined_bytes + from.stats().quarantined_bytes, 0);
     });
 }
 
@@ -363,30 +318,6 @@ fn a_lost_stream_keeps_the_blocks_of_its_chunks_alone() {
     while s.node.step() {}
 }
 
-/// Blocks of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
-#[test]
-fn blocks_of_a_call_may_overlap() {
-    both_ways(|s, from| {
-        let mut pieces = pinned(s, from, (0..300).map(|i| (i % 7) * LEN + 7));
-        // Long ones over all of them.
-        pieces.extend(pinned(s, from, [3, 1000].into_iter()));
-        let came = s.copier.upload_pages(pieces).unwrap().wait().unwrap();
-        assert_eq!(came.len(), 302);
-        drop(came);
-        let pieces = pinned(s, from, (0..300).map(|i| (i % 7) * (LEN + 1)));
-        drop(s.copier.upload_pages(pieces).unwrap().wait().unwrap());
-        for place in 0..7 {
-            let mut back = vec![0; LEN];
-            let at = place * (LEN + 1);
-            s.device.stream().unwrap().download_blocking(s.memory.slice(at..at + LEN), &mut back).unwrap();
-            let sources: Vec<Vec<u8>> = (place..300).step_by(7).map(|i| bytes(i, LEN)).collect();
-            for (n, byte) in back.iter().enumerate() {
-                assert!(sources.iter().any(|source| source[n] == *byte), "place {place}, byte {n}");
-            }
-        }
-    });
-}
-
 /// Values of the program's own as blocks, neighbours on the device among others, both ways.
 #[test]
 fn registered_values_come_back_in_order() {
@@ -452,33 +383,6 @@ fn pinned_blocks_may_be_all_that_the_pool_has() {
         assert!(*s.read(place) == *bytes(seed, 1000), "piece {seed}");
     }
     s.all_back();
-}
-
-/// Of thousands of blocks one is refused: all come back in their order, and nothing was copied.
-#[test]
-fn a_refused_block_comes_back_with_all_others() {
-    const COUNT: usize = 4096;
-    let s = setup(HostConfig::new(), 1 << 20);
-    let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
-    let from = builder.build().unwrap();
-    for wrong in [0, 255, 256, 3000, COUNT - 1] {
-        let landing = |i: usize| {
-            let len = if i == wrong { 64 } else { LEN };
-            (s.memory.slice(i * 4096..i * 4096 + LEN).unwrap(), from.checkout(len).unwrap())
-        };
-        let refused = s.copier.download_pages((0..COUNT).map(landing).collect()).unwrap_err();
-        let said = format!("piece {wrong} ({LEN} bytes of device memory): {LEN} bytes do not fit into ");
-        assert!(refused.error.to_string().starts_with(&said), "{}", refused.error);
-        let back = refused.buffer.unwrap();
-        let places: Vec<u64> = back.iter().map(|(place, _)| place.address()).collect();
-        assert!(places.is_sorted() && places.len() == COUNT);
-        assert_eq!(s.copier.stats().chunks, 0);
-        let first = s.memory.slice(wrong * 4096..).unwrap().address();
-        assert!(places.contains(&first), "the piece that was refused is among them");
-        assert_eq!(back.iter().filter(|(_, buf)| buf.capacity() < LEN).count(), 1);
-        drop(back);
-        s.all_back_to(&from);
-    }
 }
 
 /// Each call with many pieces says which of them it refuses, and how long that one's device memory is.
@@ -588,35 +492,6 @@ fn pages_at_even_distances() {
     s.all_back();
 }
 
-/// A copy fails: the call or its handle says so, whichever thread packed it.
-#[test]
-fn a_copy_of_pieces_fails() {
-    for node in Node::each() {
-        let s = setup(node, 8 << 20);
-        let pieces = Pieces::new(&s.memory, 0, short(1200));
-        for nth in [0, 3, 9] {
-            for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
-                s.node.fail(Call::Copy, nth, failure);
-                let class = s.copier.upload_slices(&pieces.all()).unwrap_err().class();
-                let due =
-                    if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Transient };
-                assert_eq!(class, due, "{failure:?}");
-                s.node.fail(Call::Copy, nth, failure);
-                s.copier.upload_slices(&pieces.all()).unwrap_err();
-                s.all_back();
-                s.node.calm();
-                s.node.fail(Call::Copy, nth, failure);
-                pieces.try_back(&s).unwrap_err();
-                assert!(s.node.calm());
-                s.copier.upload_slices(&pieces.all()).unwrap();
-                pieces.come_back(&s);
-            }
-        }
-        s.all_back();
-        assert_eq!(s.pool.stats().quarantined_bytes, 0);
-    }
-}
-
 /// A thousand bytes, and another number from the `steady`-th question on.
 struct Changes {
     bytes: Vec<u8>,
@@ -665,51 +540,6 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
     s.all_back();
 }
 
-/// A call keeps the segments that it has to its end, so it goes on while other requests wait for them, and for the
-/// call.
-#[test]
-fn a_call_goes_on_with_the_segment_that_it_has() {
-    let s = setup(HostConfig::new(), 4 << 20);
-    let sources: Vec<_> = (0..2400).map(|i| bytes(i, 1000)).collect();
-    let piece = |(i, source): (usize, &Vec<u8>)| {
-        (s.filled(source), s.memory.slice(i * 1000..(i + 1) * 1000).unwrap())
-    };
-    let bufs: Vec<_> = sources.iter().enumerate().map(piece).collect();
-    // All but one segment, whatever length that has.
-    let one =
-        [1_500_000, 1 << 20, 600_000].into_iter().find_map(|len| s.pool.try_checkout(len).ok()).unwrap();
-    let rest = s.emptied();
-    drop(one);
-    let stop = AtomicBool::new(false);
-    let (send, receive) = std::sync::mpsc::channel();
-    let copier = s.copier.clone();
-    let done = std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let stopped = || stop.load(Ordering::Relaxed);
-            // The call has its segment.
-            while s.copier.stats().chunks == 0 && !stopped() {
-                std::thread::yield_now();
-            }
-            let mut kept = Vec::new();
-            while !stopped() {
-                kept.extend(s.pool.checkout_timeout(1000, Duration::from_millis(20)));
-            }
-        });
-        std::thread::spawn(move || {
-            let pieces: Vec<(&[u8], DeviceSlice)> =
-                bufs.iter().map(|(buf, place)| (&buf[..], place.clone())).collect();
-            send.send(copier.upload_slices(&pieces)).unwrap();
-        });
-        let done = receive.recv_timeout(HANG);
-        stop.store(true, Ordering::Relaxed);
-        done
-    });
-    done.expect("the call waits for a request that waits for the call").unwrap();
-    drop(rest);
-    assert!(*s.read(&s.memory.slice(..2400 * 1000).unwrap()) == *sources.concat());
-    s.all_back();
-}
-
 /// More calls fail than there are attempts to record an event.
 fn no_event_is_recorded(s: &Setup) {
     (0..2000).for_each(|nth| s.node.fail(Call::Record, nth, Failure::Argument));
@@ -751,113 +581,6 @@ fn a_segment_outlives_copies_whose_end_is_never_known() {
         assert!(back[own.clone()] == sent[own], "the copy read what another wrote to its segment");
     }
     s.pool.check().unwrap();
-}
-
-/// A pool whose memory the copier's device may not reach is refused, and so are its buffers, before anything is copied.
-#[test]
-fn a_pool_of_another_device_is_refused() {
-    let (s, other) = (setup(HostConfig::new(), 4 << 20), setup(HostConfig::new(), 1 << 20));
-    let refused = Copier::builder(&other.pool, &s.device).build().unwrap_err();
-    assert!(matches!(refused, Error::Mismatch { .. }), "{refused}");
-    let wrong = |error: Error| {
-        let Error::Piece { piece: 1, memory: 8, cause } = &error else { panic!("{error}") };
-        assert!(matches!(**cause, Error::Mismatch { .. }), "{error}");
-    };
-    // The last of two.
-    let place = |i: usize| s.memory.slice(i * 8..i * 8 + 8).unwrap();
-    let both = || [s.filled(b"neighbor"), other.filled(b"neighbor")].into_iter().enumerate();
-    let refused = s.copier.upload_pages(both().map(|(i, buf)| (buf, place(i))).collect()).unwrap_err();
-    let back = refused.buffer.unwrap();
-    assert!(back.len() == 2 && back.iter().all(|(buf, _)| **buf == *b"neighbor"));
-    wrong(refused.error);
-    let refused = s.copier.download_pages(both().map(|(i, buf)| (place(i), buf)).collect()).unwrap_err();
-    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
-    wrong(refused.error);
-    assert_eq!(s.copier.stats().chunks, 0);
-    drop(back);
-    s.all_back();
-}
-
-/// A long call ends, though other callers start short ones all the time.
-#[test]
-fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
-    let s = setup(HostConfig::new().late(Duration::from_micros(50), 1), 2 << 20);
-    let stop = AtomicBool::new(false);
-    let (told, hears) = std::sync::mpsc::channel();
-    // Checked out once: a pool that is full of short buffers gives longer ones out slowly.
-    let mut pieces = pinned(&s, &s.pool, (0..64).map(|i| i * LEN));
-    let places: Vec<_> = pieces.iter().map(|(_, place)| place.clone()).collect();
-    let ended: std::result::Result<(), _> = std::thread::scope(|scope| {
-        let (s, stop, places) = (&s, &stop, &places);
-        for t in 0..8 {
-            scope.spawn(move || {
-                while !stop.load(Ordering::Relaxed) {
-                    let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
-                    drop(s.copier.upload_pages(vec![(s.filled(&[1; 64]), place)]).unwrap());
-                }
-            });
-        }
-        scope.spawn(move || {
-            for _ in 0..2 {
-                let back = s.copier.upload_pages(pieces).unwrap().wait().unwrap();
-                assert_eq!(back.len(), 64);
-                assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)), "in their order");
-                pieces = back.into_iter().zip(places.iter().cloned()).collect();
-                told.send(()).unwrap();
-            }
-        });
-        let ended = (0..2).try_for_each(|_| hears.recv_timeout(HANG));
-        stop.store(true, Ordering::Relaxed);
-        ended
-    });
-    ended.expect("it gets through");
-    pinned_come_back(&s, &s.pool, &places);
-    s.all_back();
-}
-
-/// Checks of a pool that copiers and streams use meanwhile find nothing wrong.
-#[test]
-fn a_busy_pool_is_sound() {
-    let s = setup(HostConfig::new(), 4 << 20);
-    let streams = [(); 2].map(|()| s.device.stream().unwrap());
-    let until = Instant::now() + Duration::from_millis(1500);
-    let busy = || Instant::now() < until;
-    let place = |i: usize| s.memory.slice(i * LEN..(i + 1) * LEN).unwrap();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while busy() {
-                let pieces: Vec<_> = (100..140).map(|i| (bytes(i, LEN), place(i))).collect();
-                let pieces: Vec<_> =
-                    pieces.iter().map(|(bytes, range)| (&bytes[..], range.clone())).collect();
-                s.copier.upload_slices(&pieces).unwrap();
-            }
-        });
-        scope.spawn(|| {
-            while busy() {
-                let sent = s.copier.upload_pages(pinned(&s, &s.pool, (0..40).map(|i| i * LEN))).unwrap();
-                drop(sent.wait().unwrap());
-            }
-        });
-        scope.spawn(|| {
-            while busy() {
-                let mut sent = pinned(&s, &s.pool, std::iter::once(200 * LEN));
-                let (buf, place) = sent.remove(0);
-                s.copier.upload_slices(&[(&buf, place)]).unwrap();
-            }
-        });
-        scope.spawn(|| {
-            while busy() {
-                let buf = s.pool.checkout(LEN).unwrap();
-                drop(streams[0].hold(buf).unwrap().wait().unwrap());
-            }
-        });
-        let mut checks = 0;
-        while busy() {
-            checks += 1;
-            s.pool.check().unwrap_or_else(|wrong| panic!("check {checks}: {wrong}"));
-        }
-    });
-    s.all_back();
 }
 
 #[test]

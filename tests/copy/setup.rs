@@ -201,6 +201,11 @@ impl Setup {
         stream.download(place, self.pool.checkout(place.len()).unwrap()).unwrap().wait().unwrap()
     }
 
+    /// Whether a copier could have a segment.
+    pub fn has_room(&self) -> bool {
+        self.pool.try_checkout(1 << 20).is_ok()
+    }
+
     /// All that a copier could have as segments.
     pub fn emptied(&self) -> Vec<PinnedBuf> {
         let of = |len: usize| std::iter::from_fn(move || self.pool.try_checkout(len).ok());

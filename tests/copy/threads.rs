@@ -174,26 +174,6 @@ fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     s.all_back();
 }
 
-/// A waker that is woken since the device is lost starts another transfer, and is told.
-#[test]
-fn a_waker_starts_a_transfer_to_a_lost_device() {
-    ends("a waker on a lost device", || {
-        let s = setup(HostConfig::new(), |copier| copier.threads(1));
-        s.node.hang(true);
-        let (waker, hears) = Waiter::waker(&s, Tries::Start);
-        let mut sent = s.start(0);
-        assert!(std::pin::Pin::new(&mut sent).poll(&mut Context::from_waker(&waker)).is_pending());
-        drop(waker);
-        s.node.host().kill(0);
-        // It may have been woken before, when the chunk was taken.
-        let (_, result) = hears.recv_timeout(HANG).expect("the waker returns");
-        assert!(result.is_ok() || result.is_err_and(|error| error.is_device_lost()));
-        assert!(sent.wait().is_err_and(|refused| refused.error.is_device_lost()));
-        let refused = s.copier.upload(vec![7; LEN], s.range(1));
-        assert!(refused.is_err_and(|refused| refused.error.is_device_lost()));
-    });
-}
-
 /// Blocks sources and sinks until they are told to go on.
 #[derive(Clone, Default)]
 struct Blocks(Arc<(AtomicUsize, AtomicBool)>);

@@ -12,7 +12,7 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Canceller, FileSink, FileSource, Transfer};
+use pinpool::copier::{FileSink, FileSource, Transfer};
 use pinpool::host::HostConfig;
 use pinpool::{
     Checkout, Copier, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Registered, Request, Stream,
@@ -737,7 +737,7 @@ fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     is::<(DeviceSlice, DeviceSlice)>();
     is::<(Checkout, Checkout<Vec<PinnedBuf>>)>();
     is::<(InFlight<PinnedBuf>, InFlight<Registered<Vec<u8>>>)>();
-    is::<(Transfer<Vec<u8>>, Transfer<Vec<PinnedBuf>>, Canceller)>();
+    is::<(Transfer<Vec<u8>>, Transfer<Vec<PinnedBuf>>)>();
     is::<(FileSource, FileSink)>();
     is::<pinpool::telemetry::Sampler>();
 }

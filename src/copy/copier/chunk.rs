@@ -6,19 +6,15 @@
 //! ```
 //!
 //! Pieces that follow each other on the device, in one allocation, follow each other in the segment: they are one
-//! *stretch*, which one copy moves. Every other stretch starts at an offset that equals its device address modulo 16.
-//! So a kernel that moves bytes between a copy of the segment on the device and the stretches' places can do it by 16
-//! bytes at a time. Behind the bytes the segment has room for the table of rows that the kernel reads.
+//! *stretch*, which one copy moves. Every other stretch starts at an offset that equals its device address modulo 16,
+//! so that a kernel can move its bytes 16 at a time. Behind the bytes is the table of rows that the kernel reads.
 //!
-//! The bytes of a chunk in place stay where the program has them: in *runs*, which a copy through the ring brings to
-//! the same offsets of a slot.
+//! The bytes of a chunk in place stay where the program has them: each of its *parts* is contiguous there, and a copy
+//! through the ring brings it to the same offset of a slot.
 //!
-//! The layout is made once, when the chunk is cut off the call, and the chunk keeps it.
-//!
-//! Copies between one contiguous range on each side run at the link's speed. Many short copies in a batch do not: with
-//! 4 KiB each they reach a fifth of it, with 16 KiB half to three quarters, with 64 KiB all of it. One copy to the
-//! device ring and a kernel that spreads the bytes there reaches 0.9 of the link with pieces of 1 KiB and more; but the
-//! bytes arrive some 20 us later, which is more than a few copies take. (Measured on an H200.)
+//! On an H200 many short copies in a batch reach a fifth of the link's speed with 4 KiB each, and all of it with 64 KiB.
+//! One copy to the device ring and a kernel that spreads the bytes there reaches 0.9 with pieces of 1 KiB and more; but
+//! the bytes arrive some 20 us later, which is more than a few copies take.
 
 use super::ring::Slot;
 use super::types::{Direction, Settings};
@@ -32,14 +28,14 @@ pub(super) const ROW: usize = size_of::<SpreadRow>();
 /// long for a long row.
 pub(super) const LONGEST_ROW: usize = 16 << 10;
 
-/// Bytes of a chunk at least, unless fewer are left. At the start the link waits for the first chunks, and at the end
-/// there is nothing to be done beside the last ones: chunks there are short.
+/// Bytes of a chunk at least, unless fewer are left. The link waits for the first chunks, and nothing is to be done
+/// beside the last ones: these are short.
 pub(super) const LEAST: usize = 256 << 10;
 
 /// Stretches that are so long on average are copied at full speed by themselves.
 const LONG: usize = 48 << 10;
-/// So many copies in one batch take no longer than a kernel. One thread at a time submits batches, some microseconds a
-/// copy while others copy too, so more of them at the end of a call would last longer than the rest of it.
+/// So many copies in one batch take no longer than a kernel. More of them at the end of a call would last longer than
+/// the rest of it: submitting takes some microseconds a copy.
 const FEW: usize = 8;
 
 /// A place in a call's pieces.
@@ -62,8 +58,8 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// Cuts off the next chunk: the `bytes` up to `end`, which belong to these stretches. Its place, for errors, is the
-    /// number of the call's bytes before it.
+    /// Cuts off the next chunk: the `bytes` up to `end`, which belong to these stretches. Its place is the number of the
+    /// call's bytes before it.
     pub(super) fn cut_off(&mut self, end: Cut, bytes: usize, stretches: Vec<Stretch>) -> Chunk {
         let (index, at, landed_to) = (self.chunks, self.cut, self.cut + bytes as u64);
         self.at = end;
@@ -72,8 +68,7 @@ impl Cursor {
         self.left -= bytes as u64;
         let data = stretches.last().map_or(0, |last| last.offset + last.len);
         let rows = stretches.iter().map(|stretch| stretch.len.div_ceil(LONGEST_ROW)).sum();
-        let (parts, runs) = (Vec::new(), Vec::new());
-        Chunk { index, bytes, at, landed_to, parts, runs, stretches, data, rows }
+        Chunk { index, bytes, at, landed_to, parts: Vec::new(), stretches, data, rows }
     }
 }
 
@@ -87,10 +82,9 @@ pub(super) struct Chunk {
     pub(super) at: u64,
     /// [`Progress::landed_to`](super::Progress::landed_to) when it and all chunks before it have arrived.
     pub(super) landed_to: u64,
-    /// Where its bytes lie in its segment, in the order of the call: of pieces that are filled or drained one by one.
+    /// Where its bytes are on the host, in the order of the call: of pieces that are filled or drained one by one, or
+    /// of a chunk in place, where no stretch is in two of them.
     pub(super) parts: Vec<Part>,
-    /// Where its bytes are on the host, of a chunk in place. No stretch is in two of them.
-    pub(super) runs: Vec<Run>,
     /// Where its bytes belong on the device.
     pub(super) stretches: Vec<Stretch>,
     /// Bytes before the table, and rows of it.
@@ -99,12 +93,12 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// Whether it goes by one copy between its segment, or each of its runs, and the device ring, and a kernel that
-    /// spreads or collects the bytes there: else by a copy for each stretch, in batches. `room`: bytes of a slot.
-    pub(super) fn is_for_ring(&self, room: usize) -> bool {
-        let (stretches, copies) = (self.stretches.len(), self.runs.len().max(1));
-        let fits = self.table_at() + self.table_len() <= room;
-        fits && copies < stretches && is_scattered(stretches, self.data)
+    /// Whether it goes by so many copies (of its segment, or of each part in place) to or from a slot of the ring, with
+    /// so much room, and by a kernel there: else by a copy for each stretch, in batches.
+    pub(super) fn is_for_ring(&self, copies: usize, room: usize) -> bool {
+        let stretches = self.stretches.len();
+        let is_scattered = stretches > FEW && self.data / stretches < LONG;
+        is_scattered && copies < stretches && self.table_at() + self.table_len() <= room
     }
 
     /// Where the table is in a slot, and in a segment.
@@ -153,7 +147,7 @@ impl Chunk {
     }
 
     /// Copies between where the bytes are on the host and a slot, or where they belong on the device. `segment`: the
-    /// first of the bytes there, and how many there are; else they are in the runs. The copies stay within these, and
+    /// first of the bytes there, and how many there are; else they are in the parts. The copies stay within these, and
     /// within the slot or the stretches.
     pub(super) fn transfers(
         &self,
@@ -161,17 +155,17 @@ impl Chunk {
         segment: Option<(*mut u8, usize)>,
         slot: Option<&Slot>,
     ) -> Vec<Transfer> {
-        let segment = segment.map(|(host, len)| Run { host, offset: 0, len, block: 0 });
-        let runs = segment.as_ref().map_or(&*self.runs, std::slice::from_ref);
+        let segment = segment.map(|(host, len)| Part { host, piece: 0, from: 0, offset: 0, len });
+        let parts = segment.as_ref().map_or(&*self.parts, std::slice::from_ref);
         if let Some(slot) = slot {
-            let copy = |run: &Run| transfer(direction, run.host, slot.at(run.offset), run.len);
-            return runs.iter().map(copy).collect();
+            let copy = |part: &Part| transfer(direction, part.host, slot.at(part.offset), part.len);
+            return parts.iter().map(copy).collect();
         }
-        let mut runs = runs.iter().peekable();
+        let mut parts = parts.iter().peekable();
         let copy = |stretch: &Stretch| {
-            while runs.next_if(|run| run.offset + run.len <= stretch.offset).is_some() {}
-            let run = runs.peek()?;
-            let host = run.host.wrapping_add(stretch.offset - run.offset);
+            while parts.next_if(|part| part.offset + part.len <= stretch.offset).is_some() {}
+            let part = parts.peek()?;
+            let host = part.host.wrapping_add(stretch.offset - part.offset);
             Some(transfer(direction, host, stretch.place, stretch.len))
         };
         self.stretches.iter().filter_map(copy).collect()
@@ -183,10 +177,6 @@ impl Chunk {
     }
 }
 
-fn is_scattered(stretches: usize, bytes: usize) -> bool {
-    stretches > FEW && bytes / stretches < LONG
-}
-
 /// A copy in this direction.
 pub(super) fn transfer(direction: Direction, host: *mut u8, device: DevicePtr, len: usize) -> Transfer {
     match direction {
@@ -195,16 +185,21 @@ pub(super) fn transfer(direction: Direction, host: *mut u8, device: DevicePtr, l
     }
 }
 
-/// Bytes of one piece that lie in one chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Contiguous host memory, or bytes of one piece, in one chunk.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    /// The piece's number in the call, and where in it the part begins.
+    /// The piece's number in the call, and where in it the part begins. In place: the block's.
     pub(super) piece: usize,
     pub(super) from: usize,
-    /// Its place in the segment.
+    /// The first byte, where it has an address.
+    pub(super) host: *mut u8,
+    /// Its place in the segment, or among the bytes of the chunk.
     pub(super) offset: usize,
     pub(super) len: usize,
 }
+
+// SAFETY: an address, which means the same on every thread; each use says why it is valid.
+unsafe impl Send for Part {}
 
 impl Part {
     /// Its bytes in a segment.
@@ -213,19 +208,6 @@ impl Part {
         segment.get(self.offset..self.offset + self.len).ok_or(short)
     }
 }
-
-/// Contiguous host memory. `offset`: where its bytes are among the chunk's. `block`: which of the call's blocks it is
-/// in.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Run {
-    pub(super) host: *mut u8,
-    pub(super) offset: usize,
-    pub(super) len: usize,
-    pub(super) block: usize,
-}
-
-// SAFETY: an address, which means the same on every thread; each use says why it is valid.
-unsafe impl Send for Run {}
 
 /// How the chunks of a call grow and shrink.
 #[derive(Clone, Copy, Debug)]
@@ -238,15 +220,13 @@ pub(super) struct Ramp {
 }
 
 impl Ramp {
-    pub(super) fn new(settings: &Settings) -> Self {
-        let most = settings.chunk;
-        Self { most, least: LEAST.min(most), hands: settings.workers().max(1) }
-    }
-
-    /// For chunks that no thread fills: the link waits for none of them, and long ones cost it least.
-    pub(super) fn unfilled(settings: &Settings) -> Self {
-        let Self { most, least, .. } = Self::new(settings);
-        Self { most, least: least.max(most / 4), hands: 1 }
+    /// Of chunks that no thread fills, `in_place`, long ones cost the link least.
+    pub(super) fn new(settings: &Settings, in_place: bool) -> Self {
+        let (most, least) = (settings.chunk, LEAST.min(settings.chunk));
+        match in_place {
+            true => Self { most, least: least.max(most / 4), hands: 1 },
+            false => Self { most, least, hands: settings.workers().max(1) },
+        }
     }
 
     /// Bytes of the next chunk's segment that are used, where it has so much room.
@@ -282,37 +262,22 @@ impl Stretch {
 mod tests {
     use super::*;
 
-    /// The lengths of the chunks of a call with so many bytes.
-    fn chunks(ramp: Ramp, left: usize) -> Vec<usize> {
-        let mut cursor = Cursor { at: Cut::default(), chunks: 0, cut: 0, left: left as u64 };
-        let mut lens = Vec::new();
-        while cursor.left > 0 {
-            lens.push(ramp.next(&cursor, None).min(cursor.left as usize));
-            cursor.chunks += 1;
-            cursor.left -= lens.last().map_or(0, |len| *len as u64);
-        }
-        lens
-    }
-
-    /// In KiB: those that eight threads fill are short at both ends, so that all have some; others nearly never.
+    /// Chunks that eight threads fill are short at both ends, so that all have some; others nearly never.
     #[test]
     fn chunks_that_no_thread_fills_are_long_at_once() {
         const MOST: usize = 4 << 20;
-        let filled = chunks(Ramp { most: MOST, least: 256 << 10, hands: 9 }, 16 << 20);
-        assert!(filled.len() > 16 && filled.iter().all(|len| *len < MOST / 4), "{filled:?}");
-        let unfilled = chunks(Ramp { most: MOST, least: MOST / 4, hands: 1 }, 16 << 20);
-        assert_eq!(
-            unfilled.iter().map(|len| len >> 10).collect::<Vec<_>>(),
-            [1024, 4096, 4096, 3584, 1792, 1024, 768]
-        );
-    }
-
-    #[test]
-    fn few_or_long_stretches_go_in_batches() {
-        let cases = [(1, 4 << 20, false), (4096, 1 << 10, true), (64, LONG, false)];
-        for (stretches, len, expected) in cases {
-            assert_eq!(is_scattered(stretches, stretches * len), expected, "{stretches} of {len}");
-        }
-        assert!(!is_scattered(FEW, FEW * (LONG - 1)) && is_scattered(FEW + 1, (FEW + 1) * (LONG - 1)));
+        let chunks = |least, hands| {
+            let (ramp, mut cursor) =
+                (Ramp { most: MOST, least, hands }, Cursor { left: 16 << 20, ..Cursor::default() });
+            let next = |_| {
+                let len = ramp.next(&cursor, None).min(cursor.left as usize);
+                cursor.cut_off(Cut::default(), len, Vec::new());
+                len >> 10
+            };
+            (0..100).map(next).take_while(|len| *len > 0).collect::<Vec<_>>()
+        };
+        let filled = chunks(256 << 10, 9);
+        assert!(filled.len() > 16 && filled.iter().all(|len| *len < MOST >> 12), "{filled:?}");
+        assert_eq!(chunks(MOST / 4, 1), [1024, 4096, 4096, 3584, 1792, 1024, 768]);
     }
 }

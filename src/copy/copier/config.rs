@@ -47,15 +47,14 @@ impl CopierBuilder {
     }
 
     /// Threads that fill and drain segments. They start with the first transfer. Default: as many as there are
-    /// processors, at most 8. Beside them there is one more, which calls no source, sink or file that may block, and so
-    /// is free for other transfers while those wait.
+    /// processors, at most 8. Beside them there is one more, which calls no source, sink or file that may block.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
     }
 
     /// Bytes of a chunk, 4 KiB to 1 GiB. Default: 4 MiB, less where the pool or the [share](Self::share) is small. A
-    /// segment has three pages of 4 KiB more.
+    /// segment has 12 KiB more.
     pub fn chunk(mut self, bytes: usize) -> Self {
         self.chunk = Some(bytes);
         self
@@ -68,17 +67,16 @@ impl CopierBuilder {
         self
     }
 
-    /// Bytes of device memory for the device ring, through which small scattered pieces go. It is allocated when it is
-    /// first needed, and freed when it was unused for two seconds. Default: 64 MiB. With 0, and on devices without the
-    /// kernels for it, pieces are copied in batches.
+    /// Bytes of device memory for the ring, through which small scattered pieces go. It is allocated when it is first
+    /// needed, and freed when it was unused for two seconds. Default: 64 MiB. With 0, and on devices without the kernels
+    /// for it, pieces are copied in batches.
     pub fn ring(mut self, bytes: usize) -> Self {
         self.ring = bytes;
         self
     }
 
     /// Bulk chunks in each direction that are in flight at most. A foreground copy, or a copy of the program's own, may
-    /// have to wait until as many are copied. Default: 8, which keeps the link busy. Where the latency of such copies
-    /// counts more, 2.
+    /// have to wait until as many are copied. Default: 8, which keeps the link busy. For shorter waits, 2.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = chunks;
         self
@@ -102,55 +100,48 @@ impl CopierBuilder {
     }
 
     fn settings(&self) -> Result<Settings> {
-        self.pool.check_serves(self.device.context())?;
-        let is_by_hand = self.device.context().is_by_hand();
-        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let Self { ref pool, ref device, threads, chunk, share, ring, depth, rate } = *self;
+        pool.check_serves(device.context())?;
         for (what, value, (least, most)) in [
-            ("threads", self.threads, (1, 1 << 10)),
-            ("a depth", Some(self.depth), (1, 1 << 10)),
-            ("a chunk", self.chunk, (LEAST_CHUNK, MOST_CHUNK)),
+            ("threads", threads, (1, 1 << 10)),
+            ("a depth", Some(depth), (1, 1 << 10)),
+            ("a chunk", chunk, (LEAST_CHUNK, MOST_CHUNK)),
         ] {
             if let Some(value) = value.filter(|value| !(least..=most).contains(value)) {
                 return wrong(format!("{what} of {value}; {least} to {most} make sense"));
             }
         }
-        if self.rate == Some(0) {
+        if rate == Some(0) {
             return wrong(
                 "a rate of 0 bytes a second, which would never end; leave it out for no limit".into(),
             );
         }
-        let threads = if is_by_hand { 0 } else { self.threads.unwrap_or_else(|| cores.min(THREADS)) };
-        let (capacity, largest) = self.pool.room();
-        let share = self.share.unwrap_or_else(|| (capacity / 2).min(SHARE));
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let threads = threads.unwrap_or_else(|| cores.min(THREADS));
+        let threads = if device.context().is_by_hand() { 0 } else { threads };
+        let (capacity, largest) = pool.room();
         // The segment's header and its rounding, and the pool's class.
-        let segment = |chunk: usize| chunk + BESIDE;
         let taken = |chunk: usize| {
-            let request = Request::new(segment(chunk)).align(PAGE);
+            let request = Request::new(chunk + BESIDE).align(PAGE);
             request.segment_bytes().unwrap_or(usize::MAX)
         };
-        let fits = |chunk: &usize| segment(*chunk) <= largest && taken(*chunk) * 4 <= share;
-        let mut halves = std::iter::successors(Some(CHUNK), |chunk| Some(chunk / 2));
-        let chunk = self.chunk.or_else(|| halves.find(|chunk| *chunk <= LEAST_CHUNK || fits(chunk)));
-        let (chunk, smallest) = (chunk.unwrap_or(LEAST_CHUNK), taken(LEAST_CHUNK));
-        if let Some(share) = self.share.filter(|share| *share < smallest) {
+        let smallest = taken(LEAST_CHUNK);
+        if let Some(share) = share.filter(|share| *share < smallest) {
             return wrong(format!("a share of {share} bytes; the smallest segment takes {smallest}"));
         }
-        if segment(chunk) > largest {
+        let share = share.unwrap_or_else(|| (capacity / 2).min(SHARE));
+        let fits = |chunk: &usize| chunk + BESIDE <= largest && taken(*chunk) * 4 <= share;
+        let mut halves = std::iter::successors(Some(CHUNK), |chunk| Some(chunk / 2));
+        let chunk = chunk.or_else(|| halves.find(|chunk| *chunk <= LEAST_CHUNK || fits(chunk)));
+        let chunk = chunk.unwrap_or(LEAST_CHUNK);
+        if chunk + BESIDE > largest {
             return wrong(format!(
                 "a chunk of {chunk} bytes; the pool's largest buffer has {largest}, and {BESIDE} are needed beside the \
                  chunk: make the chunk smaller or the pool or its extents larger"
             ));
         }
-        Ok(Settings {
-            threads,
-            chunk,
-            segment: segment(chunk),
-            share,
-            segments: (share / taken(chunk)).max(1),
-            depth: self.depth,
-            rate: self.rate,
-            ring: self.ring,
-        })
+        let (segment, segments) = (chunk + BESIDE, (share / taken(chunk)).max(1));
+        Ok(Settings { threads, chunk, segment, share, segments, depth, rate, ring })
     }
 }
 

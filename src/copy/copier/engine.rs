@@ -3,9 +3,8 @@
 //! Bulk copies leave room for others: at most [`depth`](Settings) of them are in flight in each direction, and one
 //! while a foreground copy is in flight. A rate bounds the bytes a second of both directions together.
 //!
-//! Two locks say what is to be done: the scheduler's, and under it a job's. All others (of the copies in flight, the
-//! rate, the ring, the spreaders, the segments and the counts) are held for a look or a change, and none under another.
-//! What asks the driver is no lock but a [`Role`].
+//! Two locks say what is to be done: the scheduler's, and under it a job's. All others are held for a look or a change,
+//! and none under another. Who asks the driver for completions tries a lock of its own, and waits for nobody.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,8 +15,7 @@ use super::ring::{Ring, Slot};
 use super::scheduler::Scheduler;
 use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
-use super::stats::Counters;
-use super::types::{Direction, Kind, Priority, Role, Settings};
+use super::types::{Counters, Direction, Kind, Priority, Settings};
 use crate::buffer::{InFlight, Lend, PinnedBuf};
 use crate::central::Segment;
 use crate::copy::NOT_YET;
@@ -30,10 +28,10 @@ use crate::pool::Pool;
 use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::hold::{Resource, Retain};
-use crate::stream::timeline::{Submission, Ticket};
+use crate::stream::timeline::Ticket;
 
-/// Chunks that follow each other on a stream, up and down. The device loses a few microseconds where it goes from one
-/// stream to another, and more on the way down; but a stream that is never empty holds up copies on other streams.
+/// Chunks that follow each other on a stream, up and down. The device loses a few microseconds between two streams, and
+/// more on the way down; but a stream that is never empty holds up copies on other streams.
 const RUNS: [usize; 2] = [2, 8];
 /// By so much a copy may come late without lowering the rate.
 const SLACK: Duration = Duration::from_millis(10);
@@ -47,9 +45,9 @@ struct Lane {
     urgent: Stream,
     turn: AtomicUsize,
     flying: Mutex<Flying>,
-    /// Asking which copies are complete: any thread does that needs room, or looks after its own chunks, since the
-    /// thread that submitted a copy may be busy filling its next segment. Only who has the role takes copies out.
-    asks: Role,
+    /// Who asks which copies are complete, and takes them out, has this lock. Any worker may, since the one that
+    /// submitted a copy may be busy filling its next segment.
+    asks: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -59,19 +57,13 @@ struct Flying {
     sent: Vec<Sent>,
 }
 
-struct Sent {
-    ticket: Ticket,
-    then: Then,
-    priority: Priority,
-}
-
-/// What follows a chunk's copy.
-pub(super) enum Then {
-    Nothing,
-    /// The slot is free.
-    Give(Slot),
-    /// The bytes are in a slot, and the kernel spreads them.
-    Spread(Entry),
+/// A copy that was submitted, and what follows it on the device.
+pub(super) struct Sent {
+    pub(super) ticket: Ticket,
+    /// The slot that is free when the copy is complete; and what the kernel spreads then.
+    pub(super) slot: Option<Slot>,
+    pub(super) entry: Option<Entry>,
+    pub(super) priority: Priority,
 }
 
 /// See the module's page.
@@ -96,7 +88,7 @@ impl Engine {
         let lane = || -> Result<Lane> {
             let streams = (0..settings.depth).map(|_| device.stream()).collect::<Result<_>>()?;
             let urgent = device.urgent_stream()?;
-            let (turn, flying, asks) = (AtomicUsize::new(0), Mutex::default(), Role::default());
+            let (turn, flying, asks) = (AtomicUsize::new(0), Mutex::default(), Mutex::new(()));
             Ok(Lane { streams, urgent, turn, flying, asks })
         };
         let lanes = [lane()?, lane()?];
@@ -117,8 +109,7 @@ impl Engine {
 
     /// The spreaders, if the device has the kernels.
     fn spreaders(device: &Device) -> Result<Option<[Spreader; 2]>> {
-        let context = device.context().clone();
-        let loading = context.clone();
+        let (context, loading) = (device.context(), device.context().clone());
         // On the region thread: the driver may wait for other work of the process while it loads code.
         match context.worker().call(move || loading.driver().load_spread()) {
             Ok(()) => {}
@@ -141,7 +132,7 @@ impl Engine {
         self.spreaders.as_ref().map(|both| &both[direction as usize])
     }
 
-    /// Whether launches take so long, if there are any, that a chunk in this direction goes without the ring.
+    /// Whether a chunk in this direction goes without the ring: launches take long, or there are none.
     pub(super) fn is_slow(&self, direction: Direction) -> bool {
         self.spreader(direction).is_none_or(Spreader::is_slow)
     }
@@ -161,12 +152,14 @@ impl Engine {
             flying.bulk += usize::from(room);
             room
         };
-        let may = reserve() || self.land(direction) && reserve();
-        if may && !self.is_due(bytes) {
-            self.landed(direction, priority);
+        if !reserve() && !(self.land(direction) && reserve()) {
             return false;
         }
-        may
+        let is_due = self.is_due(bytes);
+        if !is_due {
+            self.landed(direction, priority);
+        }
+        is_due
     }
 
     /// Whether the rate lets a bulk copy of so many bytes go now. If so, it counts.
@@ -183,12 +176,9 @@ impl Engine {
     }
 
     /// A copy was submitted, or (`None`) was not.
-    pub(super) fn sent(&self, direction: Direction, priority: Priority, sent: Option<(Ticket, Then)>) {
+    pub(super) fn sent(&self, direction: Direction, priority: Priority, sent: Option<Sent>) {
         match sent {
-            Some((ticket, then)) => {
-                let mut flying = self.lanes[direction as usize].flying.lock();
-                flying.sent.push(Sent { ticket, then, priority });
-            }
+            Some(sent) => self.lanes[direction as usize].flying.lock().sent.push(sent),
             None => self.landed(direction, priority),
         }
     }
@@ -204,7 +194,7 @@ impl Engine {
     /// Finds out which copies of chunks are complete, and does what follows. Whether any was.
     fn land(&self, direction: Direction) -> bool {
         let lane = &self.lanes[direction as usize];
-        let Some(_role) = lane.asks.take() else { return false };
+        let Some(_alone) = lane.asks.try_lock() else { return false };
         let (mut any, mut n) = (false, 0);
         loop {
             // Asked without the lock: what follows from a completion may take long.
@@ -219,13 +209,12 @@ impl Engine {
                 Err(error) => Err(error),
             };
             any = true;
-            let Sent { then, priority, .. } = lane.flying.lock().sent.remove(n);
+            let Sent { slot, entry, priority, .. } = lane.flying.lock().sent.remove(n);
             self.landed(direction, priority);
-            match (then, self.spreader(direction)) {
-                (Then::Nothing, _) => {}
-                (Then::Give(slot), _) => self.ring.ended(slot, &said),
-                (Then::Spread(entry), Some(spreader)) if said.is_ok() => spreader.add(entry),
-                (Then::Spread(entry), _) => entry.end(&said, &self.ring),
+            slot.into_iter().for_each(|slot| self.ring.give(slot, said.is_err()));
+            match (entry, self.spreader(direction)) {
+                (Some(entry), Some(spreader)) if said.is_ok() => spreader.add(entry),
+                (entry, _) => entry.into_iter().for_each(|entry| entry.end(&said, &self.ring)),
             }
         }
     }
@@ -244,7 +233,7 @@ impl Engine {
     /// All streams.
     pub(super) fn streams(&self) -> impl Iterator<Item = &Stream> {
         let lanes = self.lanes.iter().flat_map(|lane| lane.streams.iter().chain([&lane.urgent]));
-        lanes.chain(self.spreaders.iter().flatten().map(Spreader::stream))
+        lanes.chain(self.spreaders.iter().flatten().map(|spreader| &spreader.stream))
     }
 
     /// There may be no work left: then nothing of the pool stays in use.
@@ -264,11 +253,8 @@ impl Engine {
     // --- submitting --------------------------------------------------------------------------------------------------
 
     /// Submits copies of a chunk. `buf`: its segment, or one of its own for its table; `written`: its length when they
-    /// are complete. `lent`: what keeps the bytes of a chunk in place. What the driver says comes with what is in
-    /// flight: after an error, too, these return by themselves when the device is known to be done with them.
-    ///
-    /// # Errors
-    /// Nothing was submitted.
+    /// are complete. `lent`: what keeps the bytes of a chunk in place. What is in flight comes with what the driver
+    /// says, also after an error of the driver; else an error says that nothing was submitted.
     ///
     /// # Safety
     /// The transfers stay within `buf` and what is lent, and within `memories`.
@@ -297,63 +283,32 @@ impl Engine {
         };
         let submission = timeline.begin(resource, Some(memories)).map_err(|(error, _)| error)?;
         let mut buf = buf.map(|buf| InFlight::new(ticket.clone(), buf, written));
-        // SAFETY: the entry keeps the host's and the device's memory until an event after this call is seen complete.
-        let (seq, said) = unsafe { self.copy_all(stream, transfers, submission) };
-        buf.iter_mut().for_each(|buf| buf.submitted(seq));
-        ticket.seq = seq;
-        Ok((Flight { ticket, buf, back }, said))
-    }
-
-    /// # Safety
-    /// The submission keeps all that the transfers name.
-    unsafe fn copy_all(
-        &self,
-        stream: &Stream,
-        transfers: &mut [Transfer],
-        submission: Submission<'_>,
-    ) -> (u64, Result<()>) {
-        let context = self.device.context();
-        let mut failed = None;
+        let (context, mut failed) = (self.device.context(), None);
         // Copies of one call have no order, so those that write the same bytes are in different calls.
-        transfers.sort_unstable_by_key(|transfer| written(transfer).start);
-        let mut rest = &*transfers;
-        while !rest.is_empty() {
-            let (call, later) = rest.split_at(apart(rest));
-            // SAFETY: the caller's promise.
-            unsafe {
-                context.driver().copy_many(stream.timeline().stream(), call, &mut |_, error| {
-                    failed.get_or_insert(error);
-                });
-            }
-            rest = later;
+        transfers.sort_unstable_by_key(|transfer| target(transfer).start);
+        for call in transfers.chunk_by(|one, next| target(one).end <= target(next).start) {
+            let mut fails = |_, error| _ = failed.get_or_insert(error);
+            // SAFETY: the entry keeps the host's and the device's memory until an event after this call is seen
+            // complete.
+            unsafe { context.driver().copy_many(timeline.stream(), call, &mut fails) };
         }
         let seq = submission.commit();
-        match failed {
-            Some(error) => (seq, context.noting(Err(error))),
-            None => {
-                context.count_copied(&*transfers);
-                (seq, Ok(()))
-            }
-        }
+        buf.iter_mut().for_each(|buf| buf.submitted(seq));
+        ticket.seq = seq;
+        let said = match failed {
+            Some(error) => context.noting(Err(error)),
+            None => Ok(context.count_copied(&*transfers)),
+        };
+        Ok((Flight { ticket, buf, back }, said))
     }
 }
 
 /// Which bytes of the device a copy writes.
-fn written(transfer: &Transfer) -> Range<u64> {
+fn target(transfer: &Transfer) -> Range<u64> {
     match *transfer {
         Transfer::Upload { dst: DevicePtr(start), len, .. } => start..start.saturating_add(len as u64),
         _ => 0..0,
     }
-}
-
-/// How many copies from the front of a list, which is sorted by what they write, write different bytes.
-fn apart(transfers: &[Transfer]) -> usize {
-    let mut end = 0;
-    let meets = |transfer: &Transfer| {
-        let Range { start, end: next } = written(transfer);
-        start < std::mem::replace(&mut end, next)
-    };
-    transfers.iter().position(meets).unwrap_or(transfers.len())
 }
 
 /// What copies of a chunk in place use. Its drop gives its shares back, and then says so.
@@ -395,28 +350,6 @@ impl Flight {
         match self.ticket.timeline.is_complete(self.ticket.seq)? {
             true => self.buf.map(InFlight::wait).transpose(),
             false => Err(Error::Internal("a copy's end was asked for before it was there")),
-        }
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn copies_of_a_call_write_different_bytes() {
-        let upload = |&(start, len): &(u64, usize)| {
-            let src = std::ptr::null();
-            Transfer::Upload { src, dst: DevicePtr(start), len }
-        };
-        let cases: [(&[(u64, usize)], usize); 4] = [
-            (&[(0, 10), (10, 10), (20, 1)], 3),
-            (&[(0, 4), (0, 4), (0, 4)], 1),
-            (&[(0, 100), (10, 2), (11, 2)], 1),
-            (&[(0, 2), (5, 7), (11, 2)], 2),
-        ];
-        for (spans, expected) in cases {
-            assert_eq!(apart(&spans.iter().map(upload).collect::<Vec<_>>()), expected, "{spans:?}");
         }
     }
 }

@@ -1,11 +1,8 @@
 //! Files as sources and sinks.
 //!
 //! [`Reading`] says which bytes are read past the page cache: straight into a segment, which starts on a page for that,
-//! so that a load of a model does not push everything else out of memory. For each chunk the system is asked once what
-//! it has cached; of a chunk that it has in part, stretch by stretch. Ordinary reads bring what that way does not.
-//!
-//! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
-//! becomes shorter is an error with the place where it ends now.
+//! so that a load of a model does not push everything else out of memory. Ordinary reads bring what that way does not.
+//! No file is read through a map: should it become shorter, the process would be killed.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -15,25 +12,23 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use super::source::{Fill, Sink, Source, length, read_error, shrunk, write_error};
-use super::stats::Counters;
+use super::source::{Fill, Sink, Source, leaves, length, read_error, shrunk, write_error};
+use super::types::Counters;
 use crate::buffer::PinnedBuf;
+#[allow(unused_imports, reason = "named in the pages")]
 use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
-use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen, reopen_direct, write_all_at};
+use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen_direct, write_all_at};
 use crate::sealed::Key;
 use crate::segment::PAGE;
-
-/// Of a chunk that is cached in part, stretches of so many bytes are read from the cache if they are cached as a whole.
-const STRETCH: usize = 256 << 10;
 
 /// How a file is read: [`FileSource::reading`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
-    /// Bytes in the page cache are read from there; the rest is read past the cache, once, and leaves the cache as it
-    /// is. Linux tells what is cached to processes that own the file or may write to it; where it does not tell, this
-    /// is [`Buffered`](Self::Buffered).
+    /// Chunks that the page cache has are read from there; the rest is read past the cache, which stays as it is. Linux
+    /// tells what is cached to processes that own the file or may write to it; else this is
+    /// [`Buffered`](Self::Buffered).
     #[default]
     Auto,
     /// By ordinary reads, through the page cache, which has the bytes afterwards.
@@ -46,46 +41,21 @@ pub enum Reading {
 /// are the file's own. A program's source that wraps one fills from its [range](Self::range), whose first byte is at 0.
 ///
 /// # Files that change meanwhile
-///
 /// The length is taken when the source is made; what is appended later is not read. A file that is replaced by renaming
 /// another over its name is read as it was, since it is open. One that is shorter when its end is read is an error,
-/// [`Error::Read`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut
-/// off and written up to its length again, the device gets old bytes here and new ones there, and the transfer ends
-/// well. Where another process may write to it, compare checksums, or [`Metadata::modified`] before and after, which
-/// tells writes apart as far as the file system's clock does. (The crate `pinpool-safetensors` does so for
-/// checkpoints.)
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned, Copier};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let copier = Copier::builder(&pool, &device).build()?;
-/// use pinpool::copier::FileSource;
-///
-/// let source = FileSource::open("Cargo.toml")?;
-/// let memory = device.alloc(source.len() as usize)?;
-/// copier.upload(source, &memory)?.wait()?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// [`Error::Read`]. Anything else goes unnoticed: of a file that is written to in place during the transfer the device
+/// gets old bytes here and new ones there, and the transfer ends well. Where another process may write to it, compare
+/// checksums, or [`Metadata::modified`] before and after, as the crate `pinpool-safetensors` does.
+#[derive(Debug)]
 pub struct FileSource {
     file: Arc<File>,
     /// For reading past the cache, if that can be had.
-    direct: OnceLock<Option<Arc<File>>>,
+    direct: OnceLock<Option<File>>,
     name: String,
     /// Bytes that the file had when it was opened.
     whole: u64,
     range: Range<u64>,
     reading: Reading,
-}
-
-impl std::fmt::Debug for FileSource {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("FileSource")
-            .field("name", &self.name)
-            .field("range", &self.range)
-            .field("reading", &self.reading)
-            .finish_non_exhaustive()
-    }
 }
 
 impl FileSource {
@@ -102,56 +72,45 @@ impl FileSource {
         Self::new(file, name)
     }
 
-    /// A file that is open for reading, all of it; `name` is for errors. One that was opened past the page cache
-    /// (`O_DIRECT`) is opened a second time, without: that way only whole blocks can be read, and no file ends with one
-    /// but by chance. How it is read is [`reading`](Self::reading)'s to say then, too.
+    /// A file that is open for reading, all of it; `name` is for errors. Whether it is read past the page cache is
+    /// [`reading`](Self::reading)'s to say: it is opened without `O_DIRECT`, since that way only whole blocks can be
+    /// read, and no file ends with one but by chance.
     ///
     /// # Errors
-    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT` and the
-    /// system does not open it again; where it is a folder; and where it has no length and is no regular file: pipes,
-    /// sockets and devices, block devices too, are for [`Copier::upload_read`](super::Copier::upload_read). (A
-    /// regular file may be empty.)
+    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT`; where it is a
+    /// folder; and where it has no length and is no regular file: pipes, sockets and devices, block devices too, are for
+    /// [`Copier::upload_read`](super::Copier::upload_read). (A regular file may be empty.)
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = Self::whole(&name, file.metadata())?;
-        let (file, direct) = match is_direct(&file) {
-            // The program's file stays open: a lock that was put on it (flock(2)) lasts as long.
-            true => {
-                let ordinary = reopen(&file).map_err(|error| read_error(&name, 0, &error))?;
-                (Arc::new(ordinary), Some(file).into())
-            }
-            false => (file, OnceLock::new()),
-        };
-        Ok(Self { file, direct, name, whole, range: 0..whole, reading: Reading::Auto })
+        if is_direct(&file) {
+            let text = "it was opened with O_DIRECT; open it without, and say Reading::Direct";
+            return Err(read_error(&name, 0, &io::Error::new(io::ErrorKind::InvalidInput, text)));
+        }
+        Ok(Self { file, direct: OnceLock::new(), name, whole, range: 0..whole, reading: Reading::Auto })
     }
 
     /// Bytes that a file has.
     fn whole(name: &str, metadata: io::Result<Metadata>) -> Result<u64> {
-        let refused = |kind, text| Err(read_error(name, 0, &io::Error::new(kind, text)));
         let metadata = metadata.map_err(|error| read_error(name, 0, &error))?;
-        match metadata.len() {
-            _ if metadata.is_dir() => {
-                refused(io::ErrorKind::IsADirectory, "it is a folder; name a file in it")
+        let (kind, text) = match metadata.len() {
+            _ if metadata.is_dir() => (io::ErrorKind::IsADirectory, "it is a folder; name a file in it"),
+            0 if !metadata.is_file() => {
+                (io::ErrorKind::InvalidInput, "it is no regular file and has no length; use upload_read")
             }
-            0 if !metadata.is_file() => refused(
-                io::ErrorKind::InvalidInput,
-                "it is no regular file and has no length; use upload_read",
-            ),
-            len => Ok(len),
-        }
+            len => return Ok(len),
+        };
+        Err(read_error(name, 0, &io::Error::new(kind, text)))
     }
 
     /// A part of it, by the file's offsets: what is uploaded when the whole source is. A
-    /// [`CopyRange`](super::CopyRange) must lie within it, and names the file's offsets too. Called again it names
-    /// another part, anywhere in the file.
+    /// [`CopyRange`](super::CopyRange) must lie within it. Called again it names another part, anywhere in the file.
     ///
     /// # Errors
     /// [`Error::Argument`] for a range that leaves the file, as long as it was when it was opened.
     pub fn range(mut self, range: Range<u64>) -> Result<Self> {
         if range.start > range.end || range.end > self.whole {
-            let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-            let (start, end, len) = (clip(range.start), clip(range.end), clip(self.whole));
-            return Err(Error::out_of_range(start, end, len));
+            return Err(leaves(range.start, range.end, self.whole));
         }
         self.range = range;
         Ok(self)
@@ -176,82 +135,52 @@ impl FileSource {
         self.range.is_empty()
     }
 
-    /// What errors call it.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The file for reading past the cache, if that can be had.
-    fn direct(&self, counters: &Counters) -> Option<&File> {
-        let reopen =
-            || reopen_direct(&self.file).map(Arc::new).map_err(|e| self.direct_refused(&e, counters)).ok();
-        self.direct.get_or_init(reopen).as_deref()
-    }
-
-    /// Reading past the cache was refused: ordinary reads take its place.
-    fn direct_refused(&self, error: &io::Error, counters: &Counters) {
-        counters.lock().direct_refused += 1;
-        let file = &*clean(&self.name, TEXT);
-        crate::foreign::debug!(target: "pinpool::copier", file, %error, "not read past the page cache");
-    }
-
     /// Reads `len` bytes from `at` on into an empty buffer, which has room for two pages more. The buffer begins with
     /// the page that `at` lies in, so that any page of the file can be read straight to its place.
     pub(super) fn read(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {
-        let lead = (at % PAGE as u64) as usize;
-        let (start, end) = (at - lead as u64, lead + len);
+        let lead = at % PAGE as u64;
+        let (start, end) = (at - lead, lead as usize + len);
+        let ask = || cached(&self.file, start, end);
+        let told = match self.reading {
+            // A page that the kernel moves just now seems to be missing, so what is there in part is asked for twice.
+            Reading::Auto => ask().and_then(|told| if told == Cached::Part { ask() } else { Some(told) }),
+            _ => None,
+        };
+        let is_direct = match self.reading {
+            Reading::Auto => matches!(told, Some(Cached::Nothing | Cached::Part)),
+            Reading::Buffered => false,
+            Reading::Direct => true,
+        };
+        let direct = || reopen_direct(&self.file).map_err(|error| self.not_direct(&error)).ok();
+        if let Some(direct) = if is_direct { self.direct.get_or_init(direct) } else { &None } {
+            read_on(direct, start, end, PAGE, buf).unwrap_or_else(|error| self.not_direct(&error));
+        }
+        // What is left, which is all of it or what the other way could not read.
+        let before = buf.len();
+        let said = read_on(&self.file, start, end, 1, buf);
         // The bytes before `at` are nobody's.
-        let read = |before: usize, now: usize| (now.max(lead) - before.max(lead)) as u64;
-        while buf.len() < end {
-            let (is_cached, until) = self.stretch(start, buf.len(), end);
-            let is_direct = match self.reading {
-                Reading::Auto => is_cached == Some(false),
-                Reading::Buffered => false,
-                Reading::Direct => true,
-            };
-            if let Some(direct) = if is_direct { self.direct(counters) } else { None } {
-                let before = buf.len();
-                if let Err(error) = read_on(direct, start, until, PAGE, buf) {
-                    self.direct_refused(&error, counters);
-                }
-                counters.lock().direct_bytes += read(before, buf.len());
-            }
-            // What is left, which is all of it or what the other way could not read.
-            let before = buf.len();
-            let said = read_on(&self.file, start, until, 1, buf);
-            let mut stats = counters.lock();
-            match is_cached {
-                Some(true) => stats.cached_bytes += read(before, buf.len()),
-                _ => stats.buffered_bytes += read(before, buf.len()),
-            }
-            drop(stats);
-            let there = (start + buf.len() as u64).max(at);
-            said.map_err(|error| read_error(&self.name, there, &error))?;
-            if buf.len() < until {
-                // Where it ends now, which may be far before this.
-                let end = self.file.metadata().map_or(there, |m| m.len().min(there));
-                return Err(shrunk(self.name.clone(), end, self.range.end));
-            }
+        let [direct, ordinary] = [before, buf.len()].map(|have| (have as u64).saturating_sub(lead));
+        let mut stats = counters.lock();
+        stats.direct_bytes += direct;
+        *match told {
+            Some(Cached::All) => &mut stats.cached_bytes,
+            _ => &mut stats.buffered_bytes,
+        } += ordinary - direct;
+        drop(stats);
+        let there = at + ordinary;
+        said.map_err(|error| read_error(&self.name, there, &error))?;
+        if buf.len() < end {
+            // Where it ends now, which may be far before this.
+            let end = self.file.metadata().map_or(there, |m| m.len().min(there));
+            return Err(shrunk(self.name.clone(), end, self.range.end));
         }
         Ok(())
     }
 
-    /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that
-    /// counts and is told. `start` is the file's offset of the buffer's first byte.
-    fn stretch(&self, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
-        let ask = |from: usize, to: usize| cached(&self.file, start + from as u64, to - from);
-        let told = if self.reading == Reading::Auto { ask(have, end) } else { None };
-        if told != Some(Cached::Part) {
-            return (told.map(|told| told == Cached::All), end);
-        }
-        let next = |from: usize| ((from / STRETCH + 1) * STRETCH).min(end);
-        let is_cached = |from: usize| ask(from, next(from)) == Some(Cached::All);
-        let (first, mut until) = (is_cached(have), next(have));
-        while until < end && is_cached(until) == first {
-            until = next(until);
-        }
-        (Some(first), until)
+    /// Reading past the cache was refused: ordinary reads take its place.
+    fn not_direct(&self, error: &io::Error) {
+        let file = &*clean(&self.name, TEXT);
+        crate::foreign::debug!(target: "pinpool::copier", file, %error, "not read past the page cache");
     }
 }
 
@@ -317,27 +246,9 @@ fn read_on(file: &File, start: u64, until: usize, unit: usize, buf: &mut PinnedB
 /// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are for
 /// [`Copier::download_write`](super::Copier::download_write).
 ///
-/// # What the end of a download means
-///
-/// The system has taken all bytes: any process that reads the file finds them. They are in the page cache and not on
-/// the disk yet. Should the machine stop now, they are lost. File systems that look for room only later (NFS, some
-/// quotas) have not reported yet that there is none: they do when the file is closed, which this type cannot report,
-/// and to [`sync`](Self::sync), which can.
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned, Copier};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(4096)?);
-/// # let path = std::env::temp_dir().join(format!("pinpool-sink-{}", std::process::id()));
-/// use pinpool::copier::FileSink;
-///
-/// let sink = FileSink::create(&path)?.at(512); // behind a header, for example
-/// copier.download(&memory, sink)?.wait()?;
-/// assert_eq!(std::fs::metadata(&path)?.len(), 512 + 4096);
-/// # std::fs::remove_file(path)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
+/// At the end of a download the system has taken all bytes: any process that reads the file finds them. They are in the
+/// page cache and not on the disk yet: should the machine stop, they are lost. File systems that look for room only
+/// later (NFS, some quotas) report to [`sync`](Self::sync) that there is none.
 #[derive(Debug)]
 pub struct FileSink {
     file: Arc<File>,
@@ -357,26 +268,25 @@ impl FileSink {
         Ok(Self::new(file, name))
     }
 
-    /// A file that is open for writing; `name` is for errors. Not one that was opened for appending: there the system
-    /// puts all bytes at the end, in the order in which they arrive (pwrite(2), "BUGS"), so a download to it ends with
-    /// [`Error::Write`] before a byte is written.
+    /// A file that is open for writing; `name` is for errors. A download to one that was opened for appending, where the
+    /// system puts all bytes at the end (pwrite(2), "BUGS"), ends with [`Error::Write`] before a byte is written.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
         Self { file: file.into(), name: name.into(), start: 0 }
     }
 
-    /// Where in the file the first byte goes. Default: its start. Errors tell the file's offsets.
+    /// Where in the file the first byte goes: behind a header, say. Default: its start. Errors tell the file's offsets.
     #[must_use]
     pub fn at(mut self, offset: u64) -> Self {
         self.start = offset;
         self
     }
 
-    /// Waits until everything that was written to the file is on the disk (fsync(2)), and reports errors on the way
-    /// there. The name of a new file is part of its folder: to find the file after a crash, sync the folder too.
+    /// Waits until everything that was written to the file is on the disk (fsync(2)). To find a new file after a crash,
+    /// sync the folder too, which has its name.
     ///
     /// # Errors
-    /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then
-    /// anything that was written may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
+    /// [`Error::Write`] at the offset where the sink starts, with what the system says. Then anything that was written may
+    /// be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|error| write_error(&self.name, self.start, &error))
     }
@@ -403,16 +313,17 @@ impl Sink for FileSink {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        // Asked each time, which costs nothing beside the writing: any process that shares the open file can change it.
-        if appends(&self.file) {
-            let text = "it was opened for appending, where offsets do not count; open it for writing";
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
-        }
         let end = |at: u64| at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
-        match self.start.checked_add(offset).filter(|at| end(*at).is_some()) {
-            Some(at) => write_all_at(&self.file, bytes, at).map_err(|error| self.refused(error)),
-            None => Err(io::Error::new(io::ErrorKind::InvalidInput, "no file has such an offset")),
-        }
+        let text = match self.start.checked_add(offset).filter(|at| end(*at).is_some()) {
+            None => "no file has such an offset",
+            // Asked each time, which costs nothing beside the writing: any process that shares the open file can
+            // change it.
+            Some(_) if appends(&self.file) => {
+                "it was opened for appending, where offsets do not count; open it for writing"
+            }
+            Some(at) => return write_all_at(&self.file, bytes, at).map_err(|error| self.refused(error)),
+        };
+        Err(io::Error::new(io::ErrorKind::InvalidInput, text))
     }
 
     fn lies_at(&self, offset: u64, _: Key) -> u64 {

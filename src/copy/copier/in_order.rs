@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::Copier;
 use super::job::late;
@@ -24,15 +24,13 @@ const SEGMENTS: usize = 2;
 
 impl Copier {
     /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns the number of bytes when all
-    /// are on the device. After an error too it returns only when nothing of it is in flight any more. The reader may
-    /// wait for other transfers of this copier.
+    /// are on the device. It returns when nothing of it is in flight, after an error, too. The reader may wait for other
+    /// transfers of this copier.
     ///
     /// # Errors
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
     pub fn upload_read(&self, reader: &mut impl Read, dst: impl DeviceRange) -> Result<u64> {
-        let mut call = InOrder::new(self, Direction::Up, dst, "the reader")?;
-        let said = call.read_from(reader);
-        call.end(said)
+        self.in_order(Direction::Up, dst, |call| call.read_from(reader))
     }
 
     /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all. The writer
@@ -41,9 +39,26 @@ impl Copier {
     /// # Errors
     /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).
     pub fn download_write(&self, src: impl DeviceRange, writer: &mut impl Write) -> Result<u64> {
-        let mut call = InOrder::new(self, Direction::Down, src, "the writer")?;
-        let said = call.write_to(writer);
-        call.end(said)
+        self.in_order(Direction::Down, src, |call| call.write_to(writer))
+    }
+
+    fn in_order(
+        &self,
+        direction: Direction,
+        range: impl DeviceRange,
+        run: impl FnOnce(&mut InOrder<'_>) -> Result<()>,
+    ) -> Result<u64> {
+        self.may_block()?;
+        let (memory, since, state) = (self.own(range)?, Instant::now(), InOrderState::default());
+        let name = if direction == Direction::Up { "the reader" } else { "the writer" };
+        let trace = Trace::begin(self.device().name(), direction, self.priority, memory.len() as u64, name);
+        let mut call = InOrder { copier: self, direction, name, memory, since, trace, state };
+        let said = run(&mut call);
+        // A reader that fails cancels the upload.
+        if !matches!(said, Err(Error::Read { .. })) {
+            call.state.outcome = Some(said.clone());
+        }
+        said.map(|()| call.state.done as u64)
     }
 }
 
@@ -51,48 +66,45 @@ impl Copier {
 struct InOrder<'a> {
     copier: &'a Copier,
     direction: Direction,
-    memory: DeviceSlice,
     name: &'static str,
-    /// Segments under way, the oldest first, and where in `memory` each begins.
+    memory: DeviceSlice,
+    since: Instant,
+    trace: Trace,
+    state: InOrderState,
+}
+
+#[derive(Default)]
+struct InOrderState {
+    /// Segments under way, the oldest first, and where in the memory each begins.
     sent: VecDeque<(usize, Transfer<Vec<PinnedBuf>>)>,
+    /// A segment that no copy uses.
+    spare: Option<PinnedBuf>,
     /// Bytes that were sent, and bytes that have arrived.
     begun: usize,
     done: usize,
-    since: Instant,
-    deadline: Option<Instant>,
-    trace: Option<Trace>,
+    /// Told to the span by the drop. `None`: a panic of the reader or the writer came before.
+    outcome: Option<Result<()>>,
 }
 
-impl<'a> InOrder<'a> {
-    fn new(
-        copier: &'a Copier,
-        direction: Direction,
-        range: impl DeviceRange,
-        name: &'static str,
-    ) -> Result<Self> {
-        copier.may_block()?;
-        let memory = copier.own(range)?;
-        let (sent, since) = (VecDeque::new(), Instant::now());
-        let deadline = copier.timeout.and_then(|timeout| since.checked_add(timeout));
-        let total = memory.len() as u64;
-        let trace = Some(Trace::begin(copier.device().name(), direction, copier.priority, total, name));
-        Ok(Self { copier, direction, memory, name, sent, begun: 0, done: 0, since, deadline, trace })
+impl InOrder<'_> {
+    /// What is left of the time that the call may take.
+    fn left(&self) -> Option<Duration> {
+        self.copier.timeout.map(|timeout| timeout.saturating_sub(self.since.elapsed()))
     }
 
     fn read_from(&mut self, reader: &mut impl Read) -> Result<()> {
         let mut ended = false;
-        while !ended && self.begun < self.memory.len() {
-            let free = if self.sent.len() < SEGMENTS { self.segment()? } else { None };
-            let mut buf = match free {
-                Some(buf) => buf,
-                None => self.land()?.1,
+        while !ended && self.state.begun < self.memory.len() {
+            let Some(mut buf) = self.segment()? else {
+                self.state.spare = Some(self.land()?.1);
+                continue;
             };
             ended = self.fill(&mut buf, reader)?;
             if !buf.is_empty() {
                 self.send(buf)?;
             }
         }
-        while !self.sent.is_empty() {
+        while !self.state.sent.is_empty() {
             self.land()?;
         }
         Ok(())
@@ -108,7 +120,7 @@ impl<'a> InOrder<'a> {
                 Ok(0) => ended = true,
                 Ok(n) => have += n.min(len - have),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(read_error(self.name, (self.begun + have) as u64, &error)),
+                Err(error) => return Err(read_error(self.name, (self.state.begun + have) as u64, &error)),
             }
         }
         buf.truncate(have);
@@ -116,68 +128,67 @@ impl<'a> InOrder<'a> {
     }
 
     fn write_to(&mut self, writer: &mut impl Write) -> Result<()> {
-        let mut spare = None;
         loop {
             // The next copies are under way while the writer has a segment.
-            while self.begun < self.memory.len() && self.sent.len() < SEGMENTS {
-                let free = if spare.is_some() { spare.take() } else { self.segment()? };
-                let Some(buf) = free else { break };
+            while self.state.begun < self.memory.len() {
+                let Some(buf) = self.segment()? else { break };
                 self.send(buf)?;
             }
-            if self.sent.is_empty() {
+            if self.state.sent.is_empty() {
                 return Ok(());
             }
             let (at, buf) = self.land()?;
             writer.write_all(&buf).map_err(|error| write_error(self.name, at as u64, &error))?;
-            spare = Some(buf);
+            self.state.spare = Some(buf);
         }
     }
 
     /// Bytes of the next chunk in this segment.
     fn room(&self, buf: &PinnedBuf) -> usize {
         let engine = self.copier.engine();
-        engine.settings.chunk.min(engine.segments.room(buf)).min(self.memory.len() - self.begun)
+        engine.settings.chunk.min(engine.segments.room(buf)).min(self.memory.len() - self.state.begun)
     }
 
-    /// Another segment. `None`: there is none to spare now, and one of the call's own comes back.
-    fn segment(&self) -> Result<Option<PinnedBuf>> {
+    /// A segment. `None`: there is none to spare now, and one that is under way comes back.
+    fn segment(&mut self) -> Result<Option<PinnedBuf>> {
         let segments = &self.copier.engine().segments;
-        let got = match self.sent.is_empty() {
-            true => segments.wait(self.deadline).map(Some),
-            false => segments.second(),
+        let got = match self.state.sent.len() {
+            _ if self.state.spare.is_some() => return Ok(self.state.spare.take()),
+            0 => segments.wait(self.left()).map(Some),
+            SEGMENTS.. => Ok(None),
+            _ => segments.second(),
         };
         got.map_err(|error| match error {
             Error::Timeout(_) => self.late("a segment of the pool", Some(segments.shortage())),
-            error => self.failed(self.begun, error),
+            error => self.failed(self.state.begun, error),
         })
     }
 
     /// Starts the copy of the next chunk.
     fn send(&mut self, buf: PinnedBuf) -> Result<()> {
-        let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        let copier = Copier { timeout: left, ..self.copier.clone() };
+        let copier = Copier { timeout: self.left(), ..self.copier.clone() };
         let len = if self.direction == Direction::Up { buf.len() } else { self.room(&buf) };
-        let place = self.memory.slice(self.begun..self.begun + len)?;
+        let place = self.memory.slice(self.state.begun..self.state.begun + len)?;
         let sent = match self.direction {
             Direction::Up => copier.upload_pages(vec![(buf, place)]).map_err(|refused| refused.error),
             Direction::Down => copier.download_pages(vec![(place, buf)]).map_err(|refused| refused.error),
         };
-        let sent = sent.map_err(|error| self.failed(self.begun, error))?;
-        self.sent.push_back((self.begun, sent));
-        self.begun += len;
+        let sent = sent.map_err(|error| self.failed(self.state.begun, error))?;
+        self.state.sent.push_back((self.state.begun, sent));
+        self.state.begun += len;
         Ok(())
     }
 
     /// Waits for the oldest copy: where in the memory it begins, and its segment.
     fn land(&mut self) -> Result<(usize, PinnedBuf)> {
         let none = Error::Internal("no copy is under way");
-        let (at, sent) = self.sent.pop_front().ok_or(none.clone())?;
+        let (at, sent) = self.state.sent.pop_front().ok_or(none.clone())?;
         let landed = sent.wait().map_err(|refused| match refused.error {
             Error::Timeout(_) => self.late("its caller, the rate, or copies of other transfers", None),
             error => self.failed(at, error),
         })?;
         let buf = landed.into_iter().next().ok_or(none)?;
-        self.done += buf.len();
+        self.state.done += buf.len();
         Ok((at, buf))
     }
 
@@ -188,32 +199,18 @@ impl<'a> InOrder<'a> {
     }
 
     fn late(&self, what: &str, short: Option<Error>) -> Error {
-        late(self.name, (self.done as u64, self.memory.len() as u64), what, short, self.since)
-    }
-
-    fn end(mut self, said: Result<()>) -> Result<u64> {
-        // A reader that fails cancels the upload, as the drop does.
-        if !matches!(said, Err(Error::Read { .. })) {
-            self.finish(&said);
-        }
-        said.map(|()| self.done as u64)
-    }
-
-    /// Waits until nothing is under way, and closes the span.
-    fn finish(&mut self, said: &Result<()>) {
-        while !self.sent.is_empty() {
-            let _ = self.land();
-        }
-        if let Some(trace) = self.trace.take() {
-            trace.end(said, self.done as u64, self.since.elapsed());
-        }
+        late(self.name, (self.state.done as u64, self.memory.len() as u64), what, short, self.since)
     }
 }
 
 impl Drop for InOrder<'_> {
+    /// Waits until nothing is under way, and closes the span.
     fn drop(&mut self) {
-        // By a panic of the reader or the writer, or after the end, when nothing is left.
-        let (what, done, total) = (self.name.into(), self.done as u64, self.memory.len() as u64);
-        self.finish(&Err(Error::Cancelled { what, done, total }));
+        while !self.state.sent.is_empty() {
+            let _ = self.land();
+        }
+        let (done, total) = (self.state.done as u64, self.memory.len() as u64);
+        let cancelled = || Err(Error::Cancelled { what: self.name.into(), done, total });
+        self.trace.end(&self.state.outcome.clone().unwrap_or_else(cancelled), done, self.since.elapsed());
     }
 }

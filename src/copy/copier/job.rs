@@ -6,13 +6,11 @@
 //! touches what the job reads or writes.
 //!
 //! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits until the job is over, or owned by the
-//! job.
-//!
-//! A job has one lock. No other lock of the crate is taken under it.
+//! job. A job has one lock. No other lock of the crate is taken under it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -21,7 +19,6 @@ use super::trace::Trace;
 use super::types::{Direction, Kind, Priority};
 use crate::amount::Amount;
 use crate::buffer::PinnedBuf;
-use crate::device::memory::Allocation;
 use crate::error::{Error, Result, SubmitError, Waited};
 use crate::foreign::Task;
 use crate::stream::hold::Retain;
@@ -30,7 +27,7 @@ use crate::sync::{Mutex, MutexGuard};
 use crate::timer::Planned;
 
 /// What a job moves, and how. `fill` and `drain` are called without a lock, by several threads at once, for a chunk by
-/// one thread only. Neither is called when the job is over.
+/// one thread only, and not when the job is over. Their errors are what the job ends with.
 pub(super) trait Plan: Send + Sync {
     /// Whether `fill` or `drain` may take long, since they run code of the program's or read files.
     fn may_block(&self) -> bool {
@@ -54,29 +51,21 @@ pub(super) trait Plan: Send + Sync {
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk;
 
     /// Fills the segment of a chunk that is on its way to the device, as the chunk was laid out.
-    ///
-    /// # Errors
-    /// The error that the job ends with.
     fn fill(&self, _chunk: &Chunk, _segment: &mut PinnedBuf) -> Result<()> {
         Ok(())
     }
 
     /// Takes the bytes of a chunk that has come from the device, from its segment.
-    ///
-    /// # Errors
-    /// The error that the job ends with.
     fn drain(&self, _chunk: &Chunk, _bytes: &[u8]) -> Result<()> {
         Ok(())
     }
 }
 
 /// What a handle gives back when its job is over, and has ended so. Called once.
-pub(super) trait Values: Send + Sync {
-    type Back;
-
+pub(super) trait Values<B>: Send + Sync {
     /// # Errors
     /// The job's error, with what can be given back nevertheless.
-    fn back(&self, outcome: Result<()>) -> Result<Self::Back, SubmitError<Self::Back>>;
+    fn back(&self, outcome: Result<()>) -> Result<B, SubmitError<B>>;
 }
 
 /// How a chunk ended.
@@ -128,17 +117,20 @@ impl Progress {
     }
 }
 
-pub(super) type Named = (Cow<'static, str>, Trace);
+/// The offset of those that wait for a job's end.
+pub(super) const END: u64 = u64::MAX;
 
 /// What is known of a job before it starts.
 pub(super) struct Start {
     pub(super) direction: Direction,
     pub(super) priority: Priority,
+    /// Bytes of it.
     pub(super) total: u64,
-    /// What is read or written, for errors and events, and its span. `None`: pieces of memory, whose errors have no
-    /// place.
-    pub(super) named: Option<Named>,
-    pub(super) memories: Vec<Arc<Allocation>>,
+    /// What is read or written, for errors and events. `None`: pieces of memory, whose errors have no place.
+    pub(super) name: Option<Cow<'static, str>>,
+    pub(super) trace: Option<Trace>,
+    /// The device memory. Each copy of the job keeps all of it.
+    pub(super) memories: Arc<dyn Retain>,
     /// How long it may take.
     pub(super) timeout: Option<Duration>,
     /// How long its chunks are.
@@ -147,21 +139,11 @@ pub(super) struct Start {
 
 /// See the module's page.
 pub(super) struct Job {
-    pub(super) direction: Direction,
-    pub(super) priority: Priority,
-    /// Bytes of it.
-    pub(super) total: u64,
-    /// The device memory. Each of its copies keeps all of it.
-    pub(super) memories: Arc<dyn Retain>,
-    pub(super) name: Option<Cow<'static, str>>,
+    pub(super) of: Start,
     pub(super) kind: Kind,
-    pub(super) deadline: Option<Instant>,
     since: Instant,
-    ramp: Ramp,
     plan: Arc<dyn Plan>,
     state: Mutex<JobState>,
-    /// How far it had come when it was over, for handles that do not keep the job.
-    pub(super) last: Arc<OnceLock<Progress>>,
 }
 
 #[derive(Default)]
@@ -170,7 +152,7 @@ struct JobState {
     /// Chunks that were taken and have not ended.
     active: usize,
     done: u64,
-    /// The first chunk that has not arrived; and what follows when those behind it that have arrived are the next.
+    /// The first chunk that has not arrived; and those behind it that have, each with what has landed up to its end.
     missing: usize,
     early: BTreeMap<usize, u64>,
     landed_to: u64,
@@ -185,9 +167,8 @@ struct JobState {
     /// Threads that wait for a change, each under a number of its own.
     threads: Vec<(u64, Thread)>,
     next_thread: u64,
-    /// The task that awaits the handle.
-    task: Option<Task>,
-    /// Tasks that wait until the bytes before an offset have arrived, each once.
+    /// Tasks that wait until the bytes before an offset have arrived. Of those at [`END`] there is one: the task that
+    /// awaits the handle.
     tasks: Vec<(u64, Task)>,
 }
 
@@ -211,9 +192,9 @@ impl JobState {
         }
     }
 
-    /// Whether nothing is under way, and nothing will be.
-    fn is_at_end(&self) -> bool {
-        self.active == 0 && !self.may_take()
+    /// Whether the bytes before this offset have arrived, or the job is over.
+    fn is_at(&self, offset: u64) -> bool {
+        self.over.is_some() || offset <= self.landed_to
     }
 }
 
@@ -225,11 +206,8 @@ pub(super) fn late(
     short: Option<Error>,
     since: Instant,
 ) -> Error {
-    let transfer = format!(
-        "{} of {} of {name} had arrived, and the transfer waited for {what}",
-        Amount(done),
-        Amount(total)
-    );
+    let (done, total) = (Amount(done), Amount(total));
+    let transfer = format!("{done} of {total} of {name} had arrived, and the transfer waited for {what}");
     let shortage = match short {
         Some(Error::Exhausted(shortage)) => Some(shortage),
         _ => None,
@@ -238,33 +216,22 @@ pub(super) fn late(
 }
 
 impl Job {
-    pub(super) fn new(start: Start, plan: Arc<dyn Plan>) -> Arc<Self> {
-        let Start { direction, priority, total, named, memories, timeout, ramp } = start;
-        let (name, trace) = named.unzip();
-        let since = Instant::now();
+    pub(super) fn new(mut of: Start, plan: Arc<dyn Plan>) -> Arc<Self> {
         let kind = match plan.may_block() {
             true => Kind::Blocking,
             false if plan.is_in_place() => Kind::InPlace,
             false => Kind::Staged,
         };
-        let cursor = Cursor { left: total, ..Cursor::default() };
-        let state = JobState { cursor, trace, ..JobState::default() };
-        let job = Arc::new(Self {
-            direction,
-            priority,
-            total,
-            memories: Arc::new(memories),
-            name,
-            kind,
-            deadline: timeout.and_then(|timeout| since.checked_add(timeout)),
-            since,
-            ramp,
-            plan,
-            state: Mutex::new(state),
-            last: Arc::default(),
-        });
+        let (cursor, trace) = (Cursor { left: of.total, ..Cursor::default() }, of.trace.take());
+        let state = Mutex::new(JobState { cursor, trace, ..JobState::default() });
+        let job = Arc::new(Self { of, kind, since: Instant::now(), plan, state });
         job.settle(job.state.lock());
         job
+    }
+
+    /// What errors call it.
+    pub(super) fn name(&self) -> &str {
+        self.of.name.as_deref().unwrap_or("pieces")
     }
 
     /// What the job reads or writes.
@@ -286,7 +253,7 @@ impl Job {
         if !state.may_take() {
             return None;
         }
-        let most = self.ramp.next(&state.cursor, room);
+        let most = self.of.ramp.next(&state.cursor, room);
         // Bytes are left to be taken, so a lender still waits.
         let chunk = self.plan.next(&mut state.cursor, most);
         state.active += 1;
@@ -295,16 +262,14 @@ impl Job {
 
     /// A chunk has ended. Called once for each chunk that was taken.
     pub(super) fn end(&self, chunk: &Chunk, end: End) {
-        let mut state = self.state.lock();
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
         state.active -= 1;
         match end {
             End::Arrived => {
                 state.done += chunk.bytes as u64;
                 state.early.insert(chunk.index, chunk.landed_to);
-                while let Some(landed_to) = {
-                    let missing = state.missing;
-                    state.early.remove(&missing)
-                } {
+                while let Some(landed_to) = state.early.remove(&state.missing) {
                     state.missing += 1;
                     state.landed_to = landed_to;
                 }
@@ -312,17 +277,15 @@ impl Job {
             End::Failed(error) => state.fail(chunk.index, self.failed_at(chunk.at, error)),
             End::Dropped => {}
         }
-        self.settle(state);
+        self.settle(guard);
     }
 
     /// An error, with what it is about: the first byte of a chunk.
     fn failed_at(&self, offset: u64, error: Error) -> Error {
-        match (&self.name, error) {
+        match (&self.of.name, error) {
             (None, error)
             | (_, error @ (Error::Transfer { .. } | Error::Read { .. } | Error::Write { .. })) => error,
-            (Some(name), cause) => {
-                Error::Transfer { what: name.clone().into_owned(), offset, cause: Box::new(cause) }
-            }
+            (Some(name), cause) => Error::Transfer { what: name.to_string(), offset, cause: Box::new(cause) },
         }
     }
 
@@ -350,7 +313,8 @@ impl Job {
 
     /// Has the job end at its deadline. `short`: what its pool lacks for a segment.
     pub(super) fn end_in_time(self: &Arc<Self>, short: impl FnOnce() -> Option<Error> + Send + 'static) {
-        let (Some(deadline), job) = (self.deadline, Arc::downgrade(self)) else { return };
+        let deadline = self.of.timeout.and_then(|timeout| self.since.checked_add(timeout));
+        let (Some(deadline), job) = (deadline, Arc::downgrade(self)) else { return };
         let alarm = crate::timer::at_time(deadline, move || {
             if let Some(job) = job.upgrade() {
                 job.expire(short);
@@ -366,31 +330,25 @@ impl Job {
     }
 
     /// The deadline has passed: no further chunk is taken. Chunks under way go on to their end.
-    pub(super) fn expire(&self, short: impl FnOnce() -> Option<Error>) {
+    fn expire(&self, short: impl FnOnce() -> Option<Error>) {
         let state = self.state.lock();
-        if state.over.is_some() || state.stop.is_some() {
-            return;
-        }
-        let is_idle = state.active == 0;
-        let what = match self.kind {
-            _ if is_idle => "a segment of the pool, a thread of the copier, or the transfers before it",
-            Kind::Blocking => {
-                "chunks that are under way, or what is read or written, a call of which has not returned"
-            }
-            _ => "chunks that are under way",
-        };
-        let done = state.done;
+        let (done, is_idle) = (state.done, state.active == 0);
         drop(state);
-        let name = self.name.as_deref().unwrap_or("pieces");
         // The pool's lock is taken, so without this one.
-        let short = if is_idle { short() } else { None };
-        let error = late(name, (done, self.total), what, short, self.since);
+        let (what, short) = match is_idle {
+            true => ("a segment of the pool, a thread of the copier, or the transfers before it", short()),
+            false => (
+                "chunks that are under way, or what is read or written, a call of which has not returned",
+                None,
+            ),
+        };
+        let error = late(self.name(), (done, self.of.total), what, short, self.since);
         self.stop(|state| _ = state.stop.get_or_insert(Stop::Late(error)));
     }
 
-    /// Something has changed: tells all that wait, and ends the job if nothing of it is left.
+    /// Something has changed: tells all that wait, and ends the job if nothing is under way and nothing will be.
     fn settle<'a>(&'a self, mut state: MutexGuard<'a, JobState>) {
-        if state.is_at_end() && !state.ending {
+        if state.active == 0 && !state.may_take() && !state.ending {
             state.ending = true;
             if let Some(trace) = state.trace.take() {
                 let (done, elapsed) = (state.done, self.since.elapsed());
@@ -401,20 +359,16 @@ impl Job {
                 state = self.state.lock();
             }
             state.over = Some(self.since.elapsed());
-            let _ = self.last.set(self.progress_of(&state));
         }
-        let is_over = state.over.is_some();
-        let alarm = if is_over { state.alarm.take() } else { None };
+        let alarm = state.over.and_then(|_| state.alarm.take());
         let threads = std::mem::take(&mut state.threads);
-        let landed_to = if is_over { u64::MAX } else { state.landed_to };
-        let (due, wait): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut state.tasks).into_iter().partition(|(offset, _)| *offset <= landed_to);
+        let tasks = std::mem::take(&mut state.tasks);
+        let (due, wait): (Vec<_>, _) = tasks.into_iter().partition(|(offset, _)| state.is_at(*offset));
         state.tasks = wait;
-        let tasks = due.into_iter().map(|(_, task)| task).chain(state.task.take());
         drop(state);
         alarm.into_iter().for_each(crate::timer::cancel);
         threads.iter().for_each(|(_, thread)| thread.unpark());
-        tasks.for_each(Task::wake);
+        due.into_iter().for_each(|(_, task)| task.wake());
     }
 
     pub(super) fn is_stopped(&self) -> bool {
@@ -422,50 +376,47 @@ impl Job {
     }
 
     pub(super) fn is_over(&self) -> bool {
-        self.state.lock().over.is_some()
+        self.is_at(END)
+    }
+
+    /// Whether the bytes before this offset have arrived, or the job is over.
+    pub(super) fn is_at(&self, offset: u64) -> bool {
+        self.state.lock().is_at(offset)
     }
 
     /// How it ended, if it is over.
     pub(super) fn outcome(&self) -> Option<Result<()>> {
         let state = self.state.lock();
-        state.over?;
-        Some(self.how(&state))
+        state.over.map(|_| self.how(&state))
     }
 
     fn how(&self, state: &JobState) -> Result<()> {
-        let is_short = state.done < self.total;
+        let is_short = state.done < self.of.total;
         match &state.stop {
             Some(Stop::Failed(_, error)) => Err(error.clone()),
             Some(Stop::Late(error)) if is_short => Err(error.clone()),
             _ if is_short => {
-                let what = self.name.as_deref().unwrap_or("pieces").to_owned();
-                Err(Error::Cancelled { what, done: state.done, total: self.total })
+                Err(Error::Cancelled { what: self.name().into(), done: state.done, total: self.of.total })
             }
             _ => Ok(()),
         }
     }
 
     pub(super) fn progress(&self) -> Progress {
-        self.progress_of(&self.state.lock())
+        let state = self.state.lock();
+        let elapsed = state.over.unwrap_or_else(|| self.since.elapsed());
+        let (total, landed_to, over) = (self.of.total, state.landed_to, state.over.is_some());
+        Progress { done: state.done, total, landed_to, elapsed, over }
     }
 
-    fn progress_of(&self, state: &JobState) -> Progress {
-        Progress {
-            done: state.done,
-            total: self.total,
-            landed_to: state.landed_to,
-            elapsed: state.over.unwrap_or_else(|| self.since.elapsed()),
-            over: state.over.is_some(),
-        }
-    }
-
-    /// Parks this thread until `until` holds or the deadline has passed. Whether it holds.
-    pub(super) fn wait(&self, deadline: Option<Instant>, until: impl Fn(&Progress) -> bool) -> bool {
+    /// Parks this thread until the bytes before `offset` have arrived or the job is over, or until the deadline.
+    /// `false`: it is neither.
+    pub(super) fn wait(&self, deadline: Option<Instant>, offset: u64) -> bool {
         let mut state = self.state.lock();
         state.next_thread += 1;
         let number = state.next_thread;
         loop {
-            let there = until(&self.progress_of(&state));
+            let there = state.is_at(offset);
             if there || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return there;
             }
@@ -478,29 +429,27 @@ impl Job {
         }
     }
 
-    /// The job's next change wakes the task that awaits the handle: this one, in place of the one before.
-    pub(super) fn wake_later(&self, waker: &Waker) {
+    /// Whether the bytes before `offset` have arrived or the job is over. If not, the task is woken then.
+    pub(super) fn poll(&self, waker: &Waker, offset: u64) -> bool {
         // Before the lock: cloning a waker is foreign code, and so is dropping one.
-        let task = Task::of(waker);
-        let old = self.state.lock().task.replace(task);
-        drop(old);
-    }
-
-    /// This task is woken when the bytes before `offset` have arrived, or the job is over.
-    pub(super) fn wake_landed(&self, waker: &Waker, offset: u64) {
-        let task = Task::of(waker);
+        let mut task = Some(Task::of(waker));
         let mut state = self.state.lock();
-        if !state.tasks.iter().any(|(other, waits)| *other == offset && waits.will_wake(&task)) {
-            state.tasks.push((offset, task));
+        let there = state.is_at(offset);
+        if !there {
+            let is_same = |(other, waits): &&mut (u64, Task)| {
+                *other == offset && (offset == END || task.as_ref().is_some_and(|task| waits.will_wake(task)))
+            };
+            match state.tasks.iter_mut().find(is_same) {
+                Some((_, waits)) => task = task.map(|task| std::mem::replace(waits, task)),
+                None => state.tasks.extend(task.take().map(|task| (offset, task))),
+            }
         }
-        // A task that waits already is dropped after the unlock: its drop is foreign code.
         drop(state);
+        drop(task);
+        there
     }
 
     pub(super) fn forget_tasks(&self) {
-        let mut state = self.state.lock();
-        let old = (state.task.take(), std::mem::take(&mut state.tasks));
-        drop(state);
-        drop(old);
+        let _old = std::mem::take(&mut self.state.lock().tasks);
     }
 }

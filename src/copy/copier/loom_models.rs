@@ -1,5 +1,6 @@
 //! Loom models of copiers: every chunk is taken, and no worker sleeps through a job that starts; a caller that waits
-//! for a job is woken, and what it has lent is touched by no worker any more.
+//! for a job is woken, and what it has lent is touched by no worker any more. Loom tells of a thread that sleeps for
+//! good.
 
 #![allow(unsafe_code)]
 
@@ -7,59 +8,38 @@ use std::sync::Arc;
 use std::task::{Wake, Waker};
 
 use super::chunk::{Chunk, Cursor, Cut, Ramp};
-use super::job::{End, Job, Plan, Start};
+use super::job::{END, Job, Plan, Start};
 use super::scheduler::Scheduler;
 use super::types::{Direction, Kind, Priority};
 use crate::error::Result;
-use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, step, thread};
+use crate::sync::{UnsafeCell, model, step, thread};
 
-/// What a thread of a copier does. Returns the number of chunks that it has taken.
-fn serve(scheduler: &Scheduler) -> u64 {
-    let mut taken = 0;
-    loop {
-        while let Some(job) = scheduler.first(Direction::Up, Kind::Blocking) {
-            taken += u64::from(job.take(None).is_some());
+/// A thread of a copier, which takes so many chunks at least. Returns how many it has taken.
+fn worker(scheduler: &Arc<Scheduler>, least: u64) -> loom::thread::JoinHandle<u64> {
+    let scheduler = scheduler.clone();
+    loom::thread::spawn(move || {
+        let (mut taken, mut goes_on) = (0, true);
+        while goes_on {
+            while let Some(job) = scheduler.first(Direction::Up, Kind::Blocking) {
+                taken += u64::from(job.take(None).is_some());
+            }
+            goes_on = taken < least && scheduler.park(None, Kind::Blocking);
         }
-        if !scheduler.park(None, Kind::Blocking) {
-            return taken;
-        }
-    }
+        taken
+    })
 }
 
-/// Every chunk is taken, and no worker sleeps for good: loom tells of a thread that does.
 #[test]
 fn loom_copier_workers_find_all_chunks() {
     model("copier: two workers, two jobs, and the end", 3, || {
         let scheduler = Arc::new(Scheduler::default());
-        let workers = [(); 2].map(|()| {
-            let scheduler = scheduler.clone();
-            loom::thread::spawn(move || serve(&scheduler))
-        });
+        let workers = [(); 2].map(|()| worker(&scheduler, u64::MAX));
         for chunks in [2, 1] {
-            scheduler.add(job(chunks), 1);
+            scheduler.add(job(chunks, &Memory::new()), 1);
         }
         scheduler.close();
         let taken: u64 = workers.into_iter().map(|worker| worker.join().unwrap()).sum();
         assert_eq!(taken, 3);
-    });
-}
-
-/// What was made before a poke is seen by a worker, also by one that looked for it before and parks only now.
-#[test]
-fn loom_copier_a_poked_worker_looks_again() {
-    model("copier: a worker parks, another thread pokes", 3, || {
-        let (scheduler, made) = (Arc::new(Scheduler::default()), Arc::new(AtomicU64::new(0)));
-        let worker = {
-            let (scheduler, made) = (scheduler.clone(), made.clone());
-            loom::thread::spawn(move || {
-                while made.load(Ordering::SeqCst) == 0 {
-                    let _ = scheduler.park(None, Kind::Blocking);
-                }
-            })
-        };
-        made.store(1, Ordering::SeqCst);
-        scheduler.poke();
-        worker.join().unwrap();
     });
 }
 
@@ -68,19 +48,8 @@ fn loom_copier_a_poked_worker_looks_again() {
 fn loom_copier_a_sleeper_is_woken() {
     model("copier: a worker sleeps, a job starts", 3, || {
         let scheduler = Arc::new(Scheduler::default());
-        let worker = {
-            let scheduler = scheduler.clone();
-            loom::thread::spawn(move || {
-                let mut taken = 0;
-                while taken < 1 {
-                    match scheduler.first(Direction::Up, Kind::Blocking) {
-                        Some(job) => taken += u64::from(job.take(None).is_some()),
-                        None => _ = scheduler.park(None, Kind::Blocking),
-                    }
-                }
-            })
-        };
-        scheduler.add(job(1), 2);
+        let worker = worker(&scheduler, 1);
+        scheduler.add(job(1, &Memory::new()), 2);
         worker.join().unwrap();
     });
 }
@@ -120,59 +89,51 @@ impl Plan for Memory {
     }
 }
 
-fn begin(total: u64) -> Start {
+fn job(total: u64, memory: &Arc<Memory>) -> Arc<Job> {
     let (direction, priority) = (Direction::Down, Priority::Bulk);
-    let (named, memories) = (None, Vec::new());
+    let (name, trace, memories, timeout) = (None, None, Arc::new(()), None);
     let ramp = Ramp { most: 1, least: 1, hands: 1 };
-    Start { direction, priority, total, named, memories, timeout: None, ramp }
+    Job::new(Start { direction, priority, total, name, trace, memories, timeout, ramp }, memory.clone())
 }
 
-fn job(chunks: u64) -> Arc<Job> {
-    Job::new(begin(chunks), Memory::new())
-}
-
-/// A job of two chunks, and a worker that takes what it finds of it.
-fn start(memory: &Arc<Memory>) -> (Arc<Job>, loom::thread::JoinHandle<()>) {
-    let job = Job::new(begin(2), memory.clone());
-    let worker = job.clone();
-    let worker = loom::thread::spawn(move || {
-        while let Some(chunk) = worker.take(None) {
-            step();
-            // SAFETY: the chunk was taken and has not ended.
-            let said = unsafe { worker.plan() }.drain(&chunk, &[]);
-            step();
-            worker.end(&chunk, said.into());
-        }
+/// A caller lends two chunks of memory to a job, of which a worker takes what it finds. The caller has the memory back
+/// when it has waited for the end.
+fn lent(name: &'static str, wait: fn(&Arc<Job>)) {
+    model(name, 3, move || {
+        let memory = Memory::new();
+        let job = job(2, &memory);
+        let own = job.clone();
+        let worker = loom::thread::spawn(move || {
+            while let Some(chunk) = own.take(None) {
+                step();
+                // SAFETY: the chunk was taken and has not ended.
+                let said = unsafe { own.plan() }.drain(&chunk, &[]);
+                step();
+                own.end(&chunk, said.into());
+            }
+        });
+        wait(&job);
+        memory.reuse();
+        assert!(job.outcome().is_some());
+        worker.join().unwrap();
     });
-    (job, worker)
 }
 
-/// A caller that lends memory has it back when its job is over, and is woken then.
 #[test]
 fn loom_copier_lent_memory_comes_back() {
-    model("copier: a caller lends memory", 3, || {
-        let memory = Memory::new();
-        let (job, worker) = start(&memory);
-        // With a wake-up missed it sleeps for good, which loom tells.
-        job.wait(None, |progress| progress.over);
-        memory.reuse();
+    lent("copier: a caller lends memory", |job| {
+        job.wait(None, END);
         assert!(job.outcome().is_some_and(|outcome| outcome.is_ok()));
-        worker.join().unwrap();
     });
 }
 
 /// A caller that cancels a job has its memory back when the job is over.
 #[test]
 fn loom_copier_cancelled_leaves_memory() {
-    model("copier: a caller cancels", 3, || {
-        let memory = Memory::new();
-        let (job, worker) = start(&memory);
+    lent("copier: a caller cancels", |job| {
         step();
         job.cancel();
-        job.wait(None, |progress| progress.over);
-        memory.reuse();
-        assert!(job.outcome().is_some());
-        worker.join().unwrap();
+        job.wait(None, END);
     });
 }
 
@@ -185,26 +146,18 @@ fn await_end(job: &Job) {
         }
     }
     let waker = Waker::from(Arc::new(Unparks(thread::current())));
-    while !job.is_over() {
-        job.wake_landed(&waker, u64::MAX);
-        if !job.is_over() {
-            thread::park_until(None);
-        }
+    while !job.poll(&waker, END - 1) {
+        thread::park_until(None);
     }
 }
 
 /// Each of the tasks that wait for a job is woken.
 #[test]
 fn loom_copier_all_tasks_are_woken() {
-    model("copier: two tasks wait for a job", 3, || {
-        let memory = Memory::new();
-        let (job, worker) = start(&memory);
+    lent("copier: two tasks wait for a job", |job| {
         let other = job.clone();
         let other = loom::thread::spawn(move || await_end(&other));
-        // With a wake-up missed it sleeps for good, which loom tells.
-        await_end(&job);
-        memory.reuse();
+        await_end(job);
         other.join().unwrap();
-        worker.join().unwrap();
     });
 }

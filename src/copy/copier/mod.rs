@@ -13,11 +13,14 @@
 //!
 //! let load = copier.upload(vec![8; 1 << 20], memory.slice(..1 << 20))?; // owned: goes on by itself
 //! println!("{:?} left", load.progress().remaining());
-//! load.wait()?; // or load.await, or load.cancel()
+//! assert!(load.wait_landed(4096)); // the first bytes are on the device, and can be used
+//! load.wait()?; // or load.await, or load.cancel(); the source comes back
+//! copier.upload(FileSource::open("Cargo.toml")?, memory.slice(1 << 20..))?.wait()?;
+//! let first: Vec<u8> = copier.download(memory.slice(..4096), Vec::new())?.wait()?;
 //!
 //! let mut back = vec![0; 3 << 20];
 //! copier.download_slice(&memory, &mut back)?;
-//! assert!(back[..1 << 20].iter().all(|b| *b == 8) && back[1 << 20..].iter().all(|b| *b == 7));
+//! assert!(back[..1 << 20].iter().all(|b| *b == 8) && first == back[..4096]);
 //! # Ok::<(), pinpool::Error>(())
 //! ```
 //!
@@ -35,11 +38,9 @@
 //!
 //! The copy engines of a GPU move long contiguous ranges at the link's speed, and short scattered ones at a fraction of
 //! it. So a transfer is cut into chunks: threads fill segments of the pool with them, several at once, and each segment
-//! is moved by one long copy. Where its bytes belong to one place, or few, that is where the copy goes. Where they
-//! belong to many, the copy goes to a ring of device memory, and a kernel of the crate's spreads the bytes from there.
-//! From the device, a kernel collects them, and the CPU takes them out of the segment. Pinned blocks of pages are
-//! copied from where they are. So CPU and link are busy at once, in a bounded number of segments
-//! ([`share`](CopierBuilder::share)).
+//! is moved by one long copy. Where its bytes belong to many places, the copy goes to a ring of device memory, and a
+//! kernel of the crate's spreads them from there. From the device, a kernel collects them, and the CPU takes them out of
+//! the segment. Pinned blocks of pages are copied from where they are.
 //!
 //! # Ordering
 //!
@@ -51,73 +52,35 @@
 //! - The arrival of [a part](Transfer::wait_landed) of it, for that part.
 //! - [`Copier::wait_for`]: copies that are submitted later wait for what a stream was given before.
 //!
-//! [`Transfer::order`] waits for the end for a stream. So a program that overwrites what another transfer writes or
-//! reads waits for that transfer's handle first.
+//! A program that overwrites what another transfer writes or reads waits for that transfer's handle first.
 //!
 //! # Streams of bytes
 //!
-//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An async task, which must
-//! not block, needs no copier: it checks buffers out, fills each, and uploads it by a stream. One is filled while the
-//! one before is copied.
-//!
-//! ```
-//! # use pinpool::{DeviceSlice, Pool, Stream};
-//! # struct Socket;
-//! # impl Socket { async fn read(&mut self, _: &mut [u8]) -> usize { 0 } }
-//! /// Puts all that comes to the front of device memory. How many bytes.
-//! async fn store(
-//!     socket: &mut Socket,
-//!     pool: &Pool,
-//!     stream: &Stream,
-//!     memory: &DeviceSlice,
-//! ) -> pinpool::Result<usize> {
-//!     let (mut at, mut under_way) = (0, None);
-//!     loop {
-//!         let mut buf = pool.checkout_async(1 << 20).await?;
-//!         buf.try_resize(1 << 20, 0)?;
-//!         let len = socket.read(&mut buf).await;
-//!         if len == 0 {
-//!             break;
-//!         }
-//!         buf.truncate(len);
-//!         let sent = stream.upload(buf, memory.slice(at..at + len)?)?;
-//!         at += len;
-//!         if let Some(before) = under_way.replace(sent) {
-//!             before.await?;
-//!         }
-//!     }
-//!     if let Some(last) = under_way {
-//!         last.await?;
-//!     }
-//!     Ok(at)
-//! }
-//! ```
+//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An async task needs no copier:
+//! it checks a buffer out ([`Pool::checkout_async`]), fills it, uploads it by a stream ([`Stream::upload`]), and fills the
+//! next one while that copy is under way.
 //!
 //! # A pool that others hold
 //!
 //! A copier that has segments goes on with those while the pool has no more of their length. One that has none takes
 //! the longest free range that there is, with chunks as short as that, down to 4 KiB. Where there is none, it waits in
-//! the pool's queue like any other request, and goes on with the first 20 KiB that come back in one piece. So it needs
-//! no long range where others have cut the pool up; but it does need memory that comes back, in whole pages of 4 KiB:
-//! free segments between those that somebody holds, in a run of one size, are none. Beside a cache that never gives up
-//! any of the pool, a transfer waits for ever, unless it has a deadline ([`Copier::with_timeout`]): give such a cache
-//! and the loads a pool each.
+//! the pool's queue like any other request, and goes on with the first 20 KiB that come back in one piece, in whole
+//! pages of 4 KiB. Beside a cache that never gives up any of the pool, a transfer waits for ever, unless it has a
+//! deadline ([`Copier::with_timeout`]): give such a cache and the loads a pool each.
 
-// The files, in the order to read them; the head of each says what it is for. The calls: `memory`, `bulk`, `in_order`,
-// and what a program gives: `source`, `file`. A transfer: `job`, its handle `transfer`. What moves it: `workers`,
-// `worker` and its `stages`, `scheduler`, `engine`, `segments`; on the device `ring` and `spreader`. What a chunk is:
-// `chunk`; the plans that cut transfers into chunks: `pieces`, `pages`, `ranges`.
+// The files, in the order to read them. The calls: `calls`, `in_order`, and what a program gives: `source`, `file`. A
+// transfer: `job`, its handle `transfer`. What moves it: `workers`, `worker` and its `stages`, `scheduler`, `engine`,
+// `segments`; on the device `ring` and `spreader`. What a chunk is: `chunk`; the plans: `pieces`, `ranges`.
 //
 // Invariants:
-// - A worker owns a chunk from the moment in which it takes the chunk to the chunk's end. It waits only while it owns
-//   none.
+// - A worker owns a chunk from taking it to the chunk's end. It parks only while it owns none.
 // - Memory that a caller lends is read or written by CPUs alone, but for short slices, which a driver copies. After the
 //   call has returned nothing reads or writes it.
 // - A slot of the ring is free only when the copy and the kernel that used it were seen complete.
 
 #![allow(unsafe_code)]
 
-mod bulk;
+mod calls;
 mod chunk;
 mod config;
 mod engine;
@@ -126,8 +89,6 @@ mod in_order;
 mod job;
 #[cfg(all(test, loom))]
 mod loom_models;
-mod memory;
-mod pages;
 mod pieces;
 mod ranges;
 mod ring;
@@ -135,7 +96,6 @@ mod scheduler;
 mod segments;
 mod source;
 mod spreader;
-mod stats;
 mod stores;
 mod trace;
 mod transfer;
@@ -151,9 +111,8 @@ pub use self::file::{FileSink, FileSource, Reading};
 pub use self::job::Progress;
 pub use self::ranges::{CopyRange, CopyRanges};
 pub use self::source::{Fill, Sink, Source};
-pub use self::stats::CopierStats;
-pub use self::transfer::{Canceller, Transfer};
-pub use self::types::Priority;
+pub use self::transfer::Transfer;
+pub use self::types::{CopierStats, Priority};
 
 use self::engine::Engine;
 use self::types::Settings;
@@ -163,20 +122,18 @@ use crate::error::{Error, Result};
 use crate::pool::Pool;
 use crate::stream::Stream;
 
-/// Whether the calling thread may wait for a transfer. For code that starts several transfers and waits for them
-/// afterwards: it asks before it starts the first.
+/// Whether the calling thread may wait for a transfer. Code that starts several and waits for them afterwards asks
+/// before it starts the first.
 ///
 /// # Errors
-/// [`Error::Unsupported`] on a thread of the crate, where a waker, a source or a sink is about to wait for what that
-/// very thread does.
+/// [`Error::Unsupported`] on a thread of the crate, in a waker, a source or a sink.
 pub fn may_wait() -> Result<()> {
-    let own = crate::sync::own();
-    if own.is_none() && !crate::sync::finds_out() {
-        return Ok(());
-    }
     let what = "a wait for a transfer on one of the crate's own threads: in a waker, a source or a sink; wake a task or \
                 thread of yours, and wait there";
-    Err(Error::Unsupported(what.into()))
+    match crate::sync::own().is_none() && !crate::sync::finds_out() {
+        true => Ok(()),
+        false => Err(Error::Unsupported(what.into())),
+    }
 }
 
 /// Moves data between the host and one device. A clone is another handle to the same copier. All calls may come from
@@ -185,31 +142,9 @@ pub fn may_wait() -> Result<()> {
 /// # What it uses
 /// Segments of the pool, at most [`CopierBuilder::share`] bytes, and device memory, at most [`CopierBuilder::ring`].
 /// An idle copier uses no processor time and holds no segment, and after two seconds no device memory. Beside the
-/// share, an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use two
-/// segments each at most, and one while the pool or the share has no further one.
-///
-/// # The end
-/// Dropping the last handle waits for nothing: transfers that were started go on, and then the threads end.
-///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
-/// let device = Device::open("auto")?;
-/// let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// let copier = Copier::builder(&pool, &device).build()?;
-///
-/// // A thousand blocks of a cache, each to its own place.
-/// let (cache, blocks) = (device.alloc(8 << 20)?, vec![7_u8; 1000 * 4096]);
-/// let mut slices = Vec::new();
-/// for (n, block) in blocks.chunks(4096).enumerate() {
-///     slices.push((block, cache.slice(n * 8192..n * 8192 + 4096)?));
-/// }
-/// copier.upload_slices(&slices)?;
-///
-/// let mut back = vec![0; 4096];
-/// copier.download_slice(cache.slice(999 * 8192..999 * 8192 + 4096)?, &mut back)?;
-/// assert_eq!(back, blocks[..4096]);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// share, an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use one or two
+/// segments each. Dropping the last handle waits for nothing: transfers that were started go on, and then the threads
+/// end.
 #[derive(Clone)]
 pub struct Copier {
     workers: Arc<Workers>,
@@ -234,17 +169,13 @@ impl Copier {
     }
 
     /// A handle to the same copier whose transfers end `timeout` after their call at the latest, whatever they wait
-    /// for: memory of the pool, the rate, a source. The first handle's have no deadline.
+    /// for: memory of the pool, the rate, a source. The first handle's have no deadline, and slices of up to 256 KiB
+    /// that go by a single call of the driver never have one.
     ///
     /// At the deadline no further chunk is begun, and the transfer ends with [`Error::Timeout`](crate::Error::Timeout),
-    /// whose text says how far it had come and what it waited for. Chunks that are under way come first, since a copy
-    /// that a device has begun cannot be called back: so what was lent is safe when the call, or the wait for the
-    /// handle, is over, and all memory is back. A source or sink that does not return, or a device that hangs, keeps
-    /// the transfer until it does; [`Transfer::wait_timeout`] gives up the wait alone. A transfer whose last chunks
-    /// arrive late ends well. What is on the device after the error is undefined, but for the bytes before
-    /// [`Progress::landed_to`].
-    ///
-    /// Slices of up to 256 KiB that go by a single call of the driver have no deadline.
+    /// whose text says how far it had come and what it waited for. Chunks that are under way come first: a source or
+    /// sink that does not return, or a device that hangs, keeps the transfer until it does;
+    /// [`Transfer::wait_timeout`] gives up the wait alone. A transfer whose last chunks arrive late ends well.
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self.clone() }
@@ -267,12 +198,11 @@ impl Copier {
     pub fn stats(&self) -> CopierStats {
         let engine = self.engine();
         let Settings { threads, chunk, share, .. } = engine.settings;
-        let settings = CopierStats { threads, chunk, share, ..CopierStats::default() };
         if crate::os::forked() {
-            return settings;
+            return CopierStats { threads, chunk, share, ..CopierStats::default() };
         }
-        let mut stats = CopierStats { threads, chunk, share, ..*engine.counters.lock() };
-        (stats.ring, stats.ring_refused) = engine.ring.stats();
+        let ring = engine.ring.len();
+        let mut stats = CopierStats { threads, chunk, share, ring, ..*engine.counters.lock() };
         for spreader in engine.spreaders.iter().flatten() {
             let (launches, chunks) = spreader.stats();
             stats.launches += launches;
@@ -282,8 +212,7 @@ impl Copier {
         stats
     }
 
-    /// For tests that move a device by hand, whose copiers have no threads: moves transfers on as far as that needs no
-    /// waiting. Whether anything has changed.
+    /// For tests that move a device by hand: moves transfers on without waiting. Whether anything has changed.
     #[doc(hidden)]
     pub fn reap(&self) -> bool {
         !crate::os::forked() && self.workers.advance()

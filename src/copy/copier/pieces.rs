@@ -1,35 +1,42 @@
-//! Pieces: any number of (host bytes, device range), of any lengths and alignments, as the plan of one job.
+//! Pieces: any number of (host bytes, device ranges), of any lengths and alignments, as the plan of one job; in borrowed
+//! memory, or in pinned blocks whose bytes the device copies from or to where they are.
 //!
-//! A call is looked at once before anything is copied ([`Survey`]): whether each piece can be copied, and which
-//! allocations the job keeps. Chunks are cut as workers take them, in the order of the call, so that the first copy
-//! starts while most of a long call is not cut yet.
+//! A call is looked at once before anything is copied ([`Survey`]). Chunks are cut as workers take them, in the order of
+//! the call. A call may have a hundred thousand pages, so ranges at even distances are one [`Piece`].
+//!
+//! No CPU moves the bytes of blocks. The copies of a chunk have a share of each block that they use, and the job has one
+//! of all. A block goes back when its last share is dropped.
 
-use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use super::chunk::{Chunk, Cursor, Cut, LONGEST_ROW, Part, ROW, Stretch};
 use super::engine::Engine;
-use super::job::Plan;
+use super::job::{Plan, Values};
 use super::stores;
-use crate::buffer::PinnedBuf;
+use super::types::Direction;
+use crate::buffer::{Lend, PinnedBuf};
 use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SubmitError};
+use crate::locks::Mutex;
+use crate::sealed::KEY;
 use crate::segment::PAGE;
+use crate::stream::hold::{Resource, Retain};
 
 /// Places that are equal modulo this many bytes are copied by accesses of as many bytes.
 const WIDTH: u64 = 16;
-/// A piece is cut where the segment ends only where at least so much of it fits.
+/// A piece is cut where the chunk ends only where at least so much of it fits.
 const LEAST_PART: usize = 4 << 10;
+/// Bytes of a segment beside those of the pieces: for the table, and for gaps.
+const BESIDE: usize = 2 * PAGE;
 
 /// What was found before anything is copied.
 #[derive(Default)]
 pub(super) struct Survey {
     pub(super) bytes: u64,
+    /// Each allocation at least once.
     pub(super) memories: Vec<Arc<Allocation>>,
-    /// The place among them of each, by its number.
-    known: HashMap<u64, usize>,
     /// Which of the memories the last piece was in. The pieces of a block of a cache are each in another one, and those
     /// of the next block in the same ones again.
     at: usize,
@@ -49,28 +56,26 @@ impl Survey {
                 return Ok(());
             }
         }
-        if let Some(at) = self.known.get(&number) {
-            self.at = *at;
-            return Ok(());
-        }
         memory.check_is_of(engine.device.context())?;
         self.at = self.memories.len();
-        self.known.insert(number, self.at);
         self.memories.push(memory.allocation());
         Ok(())
     }
 }
 
-/// A piece of a call.
+/// A piece of a call: ranges of one length at even distances on the device, which follow each other on the host. Most
+/// have one range. (A cache of keys and values has a block's pages like that, one in each plane.)
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     pub(super) host: *mut u8,
+    /// Bytes of a range, how many ranges there are, and the distance from one to the next.
     pub(super) len: usize,
+    pub(super) count: usize,
+    pub(super) stride: usize,
     pub(super) device: u64,
-    /// The number of the allocation that it is in.
-    pub(super) memory: u64,
-    /// Its place in what is read or written, whose pages count: of files that are read or written past the page cache,
-    /// whole ones are.
+    /// The number of the allocation that it is in; in place, of the block. What is in two of them is copied apart.
+    pub(super) group: u64,
+    /// Its place in what is read or written, where pages count.
     pub(super) at: u64,
 }
 
@@ -82,59 +87,79 @@ unsafe impl Sync for Piece {}
 impl Piece {
     /// The first bytes of device memory.
     pub(super) fn new(host: *mut u8, len: usize, memory: &DeviceSlice) -> Self {
-        Self { host, len, device: memory.address(), memory: memory.allocation_number(), at: 0 }
+        let (device, group) = (memory.address(), memory.allocation_number());
+        Self { host, len, count: 1, stride: len, device, group, at: 0 }
     }
 }
 
-/// Cuts off a chunk of so many bytes, which goes through a segment, and lays it out. A piece is cut on a page where it
-/// can be.
-pub(super) fn cut(count: usize, piece: impl Fn(usize) -> Piece, full: usize, cursor: &mut Cursor) -> Chunk {
-    let (mut at, mut bytes) = (cursor.at, 0);
+/// Cuts off a chunk of at most `full` bytes, and lays it out: for a segment, or in place. A piece is cut on a page where
+/// it can be; in place, a range only where it is longer than a chunk.
+pub(super) fn cut(
+    cursor: &mut Cursor,
+    full: usize,
+    in_place: bool,
+    piece: impl Fn(usize) -> Option<Piece>,
+) -> Chunk {
+    let (mut at, mut bytes, mut rows) = (cursor.at, 0, 0);
     let (mut parts, mut stretches): (Vec<Part>, Vec<Stretch>) = (Vec::new(), Vec::new());
-    // Rows of all stretches but the last one, and the allocation that the last one is in.
-    let (mut rows, mut memory) = (0, u64::MAX);
-    while at.piece < count {
-        let next = piece(at.piece);
-        let left = next.len - at.from;
-        if left == 0 {
-            at = Cut { piece: at.piece + 1, from: 0 };
-            continue;
-        }
-        if bytes >= full {
-            break;
-        }
-        let device = next.device.wrapping_add(at.from as u64);
-        let last = stretches.last_mut();
-        let (used, last_rows, ends) = last.as_ref().map_or((0, 0, None), |last| {
-            let ends = last.place.0.wrapping_add(last.len as u64);
-            (last.offset + last.len, last.len.div_ceil(LONGEST_ROW), Some((memory, ends)))
-        });
-        let joins = ends == Some((next.memory, device));
-        let gap = if joins { 0 } else { (device.wrapping_sub(used as u64) % WIDTH) as usize };
-        let offset = used + gap;
-        let (wanted, room) = (left.min(full - bytes), room_behind(full, offset, rows + last_rows));
-        if room < wanted && (room < LEAST_PART && used > 0) || room == 0 {
-            break;
-        }
-        let mut len = wanted.min(room);
-        if len < left {
-            let end = next.at + (at.from + len) as u64;
-            let on_page = (end / PAGE as u64 * PAGE as u64).saturating_sub(next.at + at.from as u64);
-            len = if on_page > 0 { on_page as usize } else { len };
-        }
-        match last {
-            Some(last) if joins => last.len += len,
-            _ => {
-                (rows, memory) = (rows + last_rows, next.memory);
-                stretches.push(Stretch { place: DevicePtr(device), offset, len });
+    // The group of the last stretch.
+    let mut group = None;
+    'chunk: while let Some(next) = piece(at.piece) {
+        let (mut range, mut from) = match next.len {
+            0 => (next.count, 0),
+            len => (at.from / len, at.from % len),
+        };
+        while range < next.count {
+            let (left, step) = (next.len - from, next.stride.wrapping_mul(range).wrapping_add(from));
+            let device = next.device.wrapping_add(step as u64);
+            let (last, is_new) = (stretches.last_mut(), group != Some(next.group));
+            let used = last.as_ref().map_or(0, |last| last.offset + last.len);
+            let ends = |last: &&mut Stretch| last.place.0.wrapping_add(last.len as u64) == device;
+            let joined = last.filter(|last| !in_place && !is_new && ends(last));
+            let offset = match in_place {
+                _ if joined.is_some() => used,
+                false => used + (device.wrapping_sub(used as u64) % WIDTH) as usize,
+                true if is_new => used.next_multiple_of(ROW),
+                true => used,
+            };
+            let mut len = left.min(full - bytes).min(room_behind(full, offset, rows));
+            let least = if in_place { left } else { left.min(LEAST_PART) };
+            if len == 0 || len < least && bytes > 0 {
+                break 'chunk;
             }
+            if len < left {
+                let start = next.at + at.from as u64;
+                let on_page = ((start + len as u64) / PAGE as u64 * PAGE as u64).saturating_sub(start);
+                len = if on_page > 0 { on_page as usize } else { len };
+            }
+            let rows_of = |len: usize| len.div_ceil(LONGEST_ROW);
+            match joined {
+                Some(last) => {
+                    rows += rows_of(last.len + len) - rows_of(last.len);
+                    last.len += len;
+                }
+                None => {
+                    rows += rows_of(len);
+                    stretches.push(Stretch { place: DevicePtr(device), offset, len });
+                }
+            }
+            match parts.last_mut().filter(|_| in_place && !is_new) {
+                Some(part) => part.len += len,
+                None => {
+                    let number = if in_place { next.group as usize } else { at.piece };
+                    let host = next.host.wrapping_add(at.from);
+                    parts.push(Part { piece: number, from: at.from, host, offset, len });
+                }
+            }
+            group = Some(next.group);
+            bytes += len;
+            at.from += len;
+            if len < left {
+                break 'chunk;
+            }
+            (range, from) = (range + 1, 0);
         }
-        parts.push(Part { piece: at.piece, from: at.from, offset, len });
-        bytes += len;
-        at.from += len;
-        if len < left {
-            break;
-        }
+        at = Cut { piece: at.piece + 1, from: 0 };
     }
     Chunk { parts, ..cursor.cut_off(at, bytes, stretches) }
 }
@@ -175,45 +200,38 @@ pub(super) unsafe fn fill_parts(
     Ok(())
 }
 
-/// Bytes of a segment beside those of the pieces: for the table, and for gaps.
-const BESIDE: usize = 2 * PAGE;
-
 // --- borrowed --------------------------------------------------------------------------------------------------------
 
-/// Memory that a caller lends, as so many pieces.
-pub(super) struct Borrowed<F> {
-    count: usize,
-    get: F,
-}
+/// Memory that a caller lends, in pieces.
+pub(super) struct Borrowed<F>(F);
 
 // SAFETY: see `new`.
 unsafe impl<F> Send for Borrowed<F> {}
 // SAFETY: as above.
 unsafe impl<F> Sync for Borrowed<F> {}
 
-impl<F: Fn(usize) -> Piece> Borrowed<F> {
+impl<F: Fn(usize) -> Option<Piece>> Borrowed<F> {
     /// # Safety
-    /// Several threads may call `get` at once, with numbers less than `count`. While a job uses this, the pieces can be
-    /// read, and are not written (for an upload); or can be written, and are not used otherwise (for a download).
-    pub(super) unsafe fn new(count: usize, get: F) -> Self {
-        Self { count, get }
+    /// Any thread may call `get`. While a job uses this, the pieces can be read, and are not written (for an upload); or
+    /// can be written, and are not used otherwise (for a download).
+    pub(super) unsafe fn new(get: F) -> Self {
+        Self(get)
     }
 }
 
-impl<F: Fn(usize) -> Piece> Plan for Borrowed<F> {
+impl<F: Fn(usize) -> Option<Piece>> Plan for Borrowed<F> {
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
-        cut(self.count, &self.get, most, cursor)
+        cut(cursor, most, false, &self.0)
     }
 
     fn fill(&self, chunk: &Chunk, segment: &mut PinnedBuf) -> Result<()> {
-        let host = |part: &Part| (self.get)(part.piece).host.wrapping_add(part.from);
         // SAFETY: all of the place is written. The piece can be read: the promise of `new`.
         unsafe {
             fill_parts(chunk, segment, |n, place| {
                 if let Some(next) = chunk.parts.get(n + 1) {
-                    announce(host(next), next.len);
+                    announce(next.host, next.len);
                 }
-                let src = host(&chunk.parts[n]);
+                let src = chunk.parts[n].host;
                 std::ptr::copy_nonoverlapping(src, place.as_mut_ptr().cast(), place.len());
                 Ok(())
             })
@@ -222,11 +240,12 @@ impl<F: Fn(usize) -> Piece> Plan for Borrowed<F> {
 
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         chunk.parts.iter().try_for_each(|part| {
-            let (bytes, to) = (part.of(bytes)?, (self.get)(part.piece).host.cast::<MaybeUninit<u8>>());
+            let bytes = part.of(bytes)?;
             // SAFETY: within the piece, which can be written: the promise of `new`. Each byte is in one chunk.
-            let target = unsafe { std::slice::from_raw_parts_mut(to.add(part.from), bytes.len()) };
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(part.host.cast::<MaybeUninit<u8>>(), bytes.len()) };
             // Past the caches: the memory is read later, if at all.
-            stores::stream(bytes, target);
+            stores::stream(bytes, to);
             Ok(())
         })
     }
@@ -235,11 +254,77 @@ impl<F: Fn(usize) -> Piece> Plan for Borrowed<F> {
 /// Has the processor fetch the beginnings of the pages of what is copied next: it goes on by itself within a page, and
 /// stops at each page's end.
 fn announce(at: *const u8, len: usize) {
-    /// What the processor fetches ahead within, and the lines of it that set it going.
-    const PAGE: usize = 4096;
-    const LINES: usize = 4;
-    for page in (0..len).step_by(PAGE) {
-        (0..LINES).for_each(|line| stores::fetch(at.wrapping_add(page + line * 64)));
+    // Four lines of a page set the processor going.
+    let lines = |page| (0..4).map(move |line| page + line * 64);
+    (0..len).step_by(PAGE).flat_map(lines).for_each(|line| stores::fetch(at.wrapping_add(line)));
+}
+
+// --- pinned ----------------------------------------------------------------------------------------------------------
+
+/// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
+pub(super) struct Paged<B: Lend> {
+    pieces: Vec<Piece>,
+    /// What the handle gives back, and for a download the bytes that are written to it.
+    values: Mutex<Vec<(B, Option<usize>)>>,
+    /// The job's share of each block, until it is over.
+    blocks: Mutex<Vec<Arc<dyn Retain>>>,
+}
+
+impl<B: Lend> Paged<B> {
+    /// `lent`: of each block, how the device has it, what the handle gives back, and its bytes.
+    pub(super) fn new(
+        direction: Direction,
+        pieces: Vec<Piece>,
+        lent: impl Iterator<Item = ((Resource, B), usize)>,
+    ) -> Self {
+        let lent = lent.map(|((resource, value), len)| {
+            (resource.shared(), (value, (direction == Direction::Down).then_some(len)))
+        });
+        let (blocks, values): (Vec<_>, Vec<_>) = lent.unzip();
+        Self { pieces, values: Mutex::new(values), blocks: Mutex::new(blocks) }
+    }
+}
+
+impl<B: Lend> Plan for Paged<B> {
+    fn is_in_place(&self) -> bool {
+        true
+    }
+
+    fn lend(&self, chunk: &Chunk) -> Option<Vec<Arc<dyn Retain>>> {
+        let blocks = self.blocks.lock();
+        chunk.parts.iter().map(|part| blocks.get(part.piece).cloned()).collect()
+    }
+
+    fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
+        cut(cursor, most, true, |n| self.pieces.get(n).copied())
+    }
+}
+
+impl<B: Lend> Values<Vec<B>> for Paged<B> {
+    fn back(&self, outcome: Result<()>) -> Result<Vec<B>, SubmitError<Vec<B>>> {
+        let refused = |error| SubmitError { error, buffer: None };
+        // After an error the drop lets the blocks go: the device may still use them.
+        outcome.map_err(refused)?;
+        // The job has ended well, so no chunk has a share any more: all blocks go back here.
+        let blocks = std::mem::take(&mut *self.blocks.lock());
+        drop(blocks);
+        let values = std::mem::take(&mut *self.values.lock());
+        let mut failed = None;
+        let back = values.into_iter().filter_map(|(value, written)| match failed {
+            None => value.finish(written, KEY).map_err(|error| failed = Some(error)).ok(),
+            Some(_) => {
+                value.abandon(KEY);
+                None
+            }
+        });
+        let back = back.collect();
+        failed.map_or(Ok(back), |error| Err(refused(error)))
+    }
+}
+
+impl<B: Lend> Drop for Paged<B> {
+    fn drop(&mut self) {
+        std::mem::take(self.values.get_mut()).into_iter().for_each(|(value, _)| value.abandon(KEY));
     }
 }
 
@@ -249,53 +334,85 @@ mod tests {
 
     use super::*;
 
+    /// What pieces are made of: their group, device address, length, gap between ranges, and number of ranges; and where
+    /// a piece of one range begins behind the one before, if it is to.
+    type Made = ((u64, u64, usize, usize, usize), Option<u64>);
+
+    fn made() -> impl Strategy<Value = Made> {
+        let one =
+            (0_u64..3, 0_u64..100_000, 0_usize..70_000).prop_map(|(group, at, len)| (group, at, len, 0, 1));
+        let even = (0_u64..3, 0_u64..1 << 40, 1_usize..70_000, 0_usize..1 << 20, 1_usize..40);
+        (prop_oneof![9 => one, 1 => even], prop::option::of(0_u64..3))
+    }
+
     proptest! {
-        /// Each byte of each piece is in one part, and in one stretch that leads to its place. Parts do not overlap.
-        /// Only neighbours on the device are one stretch, and the table fits behind all of them.
+        /// Each byte of each piece is in one part, and goes to its place, between a segment or a slot and the device and
+        /// between the pieces and the device. The table fits behind all of them.
         #[test]
         fn chunks_have_all_bytes_of_all_pieces(
-            places in prop::collection::vec((0_u64..3, 0_u64..100_000, 0_usize..40_000), 1..60),
-            gaps in prop::collection::vec(prop::option::of(0_u64..3), 60),
-            full in PAGE..200_000,
+            made in prop::collection::vec(made(), 1..60),
+            full in PAGE..300_000,
+            in_place in any::<bool>(),
         ) {
-            let mut pieces: Vec<Piece> = Vec::new();
-            for (&(memory, device, len), gap) in places.iter().zip(gaps) {
-                let host = std::ptr::null_mut();
-                let behind = pieces.last().zip(gap);
-                let behind = behind.map(|(last, gap)| (last.memory, last.device + last.len as u64 + gap));
-                let (memory, device) = behind.unwrap_or((memory, device));
-                pieces.push(Piece { host, len, device, memory, at: 0 });
+            let (mut pieces, mut block): (Vec<Piece>, u64) = (Vec::new(), 0);
+            for ((group, device, len, gap, count), behind) in made {
+                let mut piece = Piece { host: std::ptr::null_mut(), len, count, stride: len + gap, device, group, at: 0 };
+                let last = pieces.last().copied().zip(behind);
+                if let Some((last, gap)) = last.filter(|_| count == 1) {
+                    (piece.group, piece.device) = (last.group, last.device + last.len as u64 + gap);
+                }
+                let mut host = std::ptr::without_provenance_mut::<u8>((pieces.len() + 1) << 40);
+                if in_place {
+                    // The pieces of a block follow each other on the host.
+                    block += u64::from(group == 0);
+                    let last = pieces.last().filter(|last| last.group == block);
+                    host = last.map_or(host, |last| last.host.wrapping_add(last.len * last.count));
+                    piece.group = block;
+                }
+                pieces.push(Piece { host, ..piece });
             }
-            let left = pieces.iter().map(|piece| piece.len as u64).sum();
+            let left = pieces.iter().map(|piece| (piece.len * piece.count) as u64).sum();
             let mut cursor = Cursor { left, ..Cursor::default() };
-            let mut seen = vec![0; pieces.len()];
+            // Where each byte is on the host and on the device: the ranges that are due, and those that come.
+            let due = pieces.iter().flat_map(|piece| {
+                let range = |n| (piece.host.addr() + n * piece.len, piece.device + (n * piece.stride) as u64, piece.len);
+                (0..piece.count).map(range)
+            });
+            let mut due = due.filter(|range| range.2 > 0);
+            let mut open = None;
             while cursor.left > 0 {
-                let chunk = cut(pieces.len(), |n| pieces[n], full, &mut cursor);
+                let chunk = cut(&mut cursor, full, in_place, |n| pieces.get(n).copied());
                 prop_assert!(chunk.bytes > 0 && chunk.bytes <= full);
                 prop_assert_eq!(chunk.parts.iter().map(|part| part.len).sum::<usize>(), chunk.bytes);
-                prop_assert_eq!(chunk.stretches.iter().map(|stretch| stretch.len).sum::<usize>(), chunk.bytes);
-                let mut end = 0;
-                // Of each stretch its allocation, and where it ends.
-                let mut ends: Vec<Option<(u64, u64)>> = vec![None; chunk.stretches.len()];
-                for part in &chunk.parts {
-                    prop_assert_eq!(part.from, seen[part.piece], "in order, without a gap");
-                    prop_assert!(part.len > 0 && part.offset >= end);
-                    (seen[part.piece], end) = (part.from + part.len, part.offset + part.len);
-                    let has = |stretch: &Stretch| part.offset >= stretch.offset && end <= stretch.offset + stretch.len;
-                    let n = chunk.stretches.iter().position(has).unwrap();
-                    let stretch = &chunk.stretches[n];
-                    let Piece { device, memory, .. } = pieces[part.piece];
-                    let device = device + part.from as u64;
-                    prop_assert_eq!(stretch.place.0 + (part.offset - stretch.offset) as u64, device);
-                    prop_assert!(ends[n].is_none_or(|end| end == (memory, device)));
-                    ends[n] = Some((memory, device + part.len as u64));
+                prop_assert!(chunk.parts.is_sorted_by_key(|part| part.offset));
+                prop_assert!(chunk.table_at() + chunk.table_len() <= full + BESIDE);
+                // In a segment a stretch has several parts, each at its distance from the stretch's place; in place, a part
+                // has several stretches.
+                let (parts, stretches) = (&chunk.parts, &chunk.stretches);
+                let spans: Vec<_> = match in_place {
+                    true => stretches.iter().map(|s| (s.offset, s.len)).collect(),
+                    false => parts.iter().map(|p| (p.offset, p.len)).collect(),
+                };
+                let copies = spans.into_iter().map(|(at, len)| {
+                    let part = parts.iter().find(|p| p.offset <= at && at + len <= p.offset + p.len).unwrap();
+                    let stretch = stretches.iter().find(|s| s.offset <= at && at + len <= s.offset + s.len).unwrap();
+                    let (from, to) = (at - part.offset, (at - stretch.offset) as u64);
+                    (part.host.addr() + from, stretch.place.0 + to, len)
+                });
+                let is_wide = |s: &Stretch| s.place.0 % WIDTH == s.offset as u64 % WIDTH;
+                prop_assert!(in_place || stretches.iter().all(is_wide));
+                prop_assert!(!in_place || parts.iter().all(|part| part.offset % ROW == 0));
+                for (mut host, mut device, mut len) in copies {
+                    while len > 0 {
+                        let (from, to, left) = open.take().or_else(|| due.next()).unwrap();
+                        prop_assert_eq!((from, to), (host, device));
+                        let now = len.min(left);
+                        open = Some((from + now, to + now as u64, left - now)).filter(|range| range.2 > 0);
+                        (host, device, len) = (host + now, device + now as u64, len - now);
+                    }
                 }
-                prop_assert!(chunk.stretches.iter().all(|s| s.place.0 % WIDTH == s.offset as u64 % WIDTH));
-                let rows: usize = chunk.stretches.iter().map(|stretch| stretch.rows().count()).sum();
-                prop_assert_eq!((rows * ROW, end), (chunk.table_len(), chunk.data));
-                prop_assert!(chunk.table_at() + rows * ROW <= full + BESIDE);
             }
-            prop_assert!(pieces.iter().zip(seen).all(|(piece, seen)| piece.len == seen));
+            prop_assert!(open.is_none() && due.next().is_none());
         }
     }
 }

@@ -1,8 +1,7 @@
 //! Sources, files and sinks as the plan of one job: ranges of what is read or written, each with its place on the
 //! device.
 //!
-//! Ranges are sorted by their offsets, and those that lie one behind the other on both sides are joined, so that a
-//! thousand tensors with neighbouring places are one range.
+//! Ranges are sorted by their offsets, and those that lie one behind the other on both sides are joined.
 //!
 //! A chunk of a source or sink is packed like pieces of memory: each part is read to, or written from, its place in the
 //! segment. A chunk of a file is one contiguous range of the file, which is read at once: it starts and ends on pages
@@ -13,15 +12,16 @@ use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
-use super::chunk::{Chunk, Cursor, Cut, Part, Stretch};
+use super::chunk::{Chunk, Cursor, Cut, Stretch};
 use super::engine::Engine;
 use super::file::file_of;
 use super::job::{Plan, Values};
-use super::pieces::{Piece as Place, Survey, cut, fill_parts};
-use super::source::{Fill, Sink, Source, read_error, shrunk, write_error};
-use super::stats::Counters;
+use super::pieces::{Piece, Survey, cut, fill_parts};
+use super::source::{Fill, Sink, Source, leaves, read_error, shrunk, write_error};
 use super::stores;
+use super::types::Counters;
 use crate::buffer::PinnedBuf;
 use crate::copy::DeviceRange;
 use crate::device::DevicePtr;
@@ -113,7 +113,7 @@ pub(super) struct Ranges {
 }
 
 impl Ranges {
-    /// Looks at pieces, in any order. Those that overlap are allowed.
+    /// Looks at ranges, in any order. Those that overlap are allowed.
     pub(super) fn new(
         engine: &Engine,
         name: Cow<'static, str>,
@@ -123,37 +123,30 @@ impl Ranges {
         if pieces.is_empty() {
             return Err(Error::empty());
         }
-        let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
         for (n, piece) in pieces.iter().enumerate() {
             let len = piece.device.len();
             if piece.at.checked_add(len as u64).is_none() {
-                return Err(Error::out_of_range(clip(piece.at), usize::MAX, len));
+                return Err(leaves(piece.at, u64::MAX, len as u64));
             }
             survey.add(engine, &piece.device, len).map_err(|e| e.of_piece(n, len))?;
         }
         pieces.sort_by_key(|piece| piece.at);
-        let mut joined: Vec<CopyRange> = Vec::with_capacity(pieces.len());
-        for piece in pieces {
-            let last = joined.last_mut().filter(|last| last.end() == piece.at);
-            match last.and_then(|last| last.device.joined(&piece.device).map(|device| (last, device))) {
-                Some((last, device)) => last.device = device,
-                None => joined.push(piece),
-            }
-        }
-        joined.shrink_to_fit();
-        let end = joined.iter().map(CopyRange::end).max().unwrap_or(0);
-        Ok(Self { name, pieces: joined, end })
+        pieces.dedup_by(|next, last| {
+            let device = if last.end() == next.at { last.device.joined(&next.device) } else { None };
+            device.map(|device| last.device = device).is_some()
+        });
+        pieces.shrink_to_fit();
+        let end = pieces.iter().map(CopyRange::end).max().unwrap_or(0);
+        Ok(Self { name, pieces, end })
     }
 
     /// # Errors
-    /// [`Error::Argument`] if a piece leaves these bounds.
+    /// [`Error::Argument`] if a range leaves these bounds.
     pub(super) fn within(self, Range { start, end }: Range<u64>) -> Result<Self> {
-        let first = self.pieces.first().map_or(start, |piece| piece.at);
-        if first >= start && self.end <= end {
-            return Ok(self);
+        match self.pieces.first().map_or(start, |piece| piece.at) {
+            first if first < start || self.end > end => Err(leaves(first, self.end, end)),
+            _ => Ok(self),
         }
-        let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        Err(Error::out_of_range(clip(first), clip(self.end), clip(end)))
     }
 
     /// Whether any byte is in two ranges.
@@ -164,71 +157,52 @@ impl Ranges {
     /// What lies before and between ranges that do not overlap, and is in none.
     fn gaps(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         let starts = self.pieces.iter().map(|piece| piece.at);
-        let ends = self.pieces.iter().map(CopyRange::end);
-        std::iter::once(0)
-            .chain(ends)
-            .zip(starts)
-            .map(|(end, start)| end..start)
-            .filter(|gap| !gap.is_empty())
+        let ends = std::iter::once(0).chain(self.pieces.iter().map(CopyRange::end));
+        ends.zip(starts).map(|(end, start)| end..start).filter(|gap| !gap.is_empty())
     }
 
-    /// A piece as the layout knows it. It has no address on the host.
-    fn get(&self, n: usize) -> Place {
-        let CopyRange { device, at } = &self.pieces[n];
-        Place { at: *at, ..Place::new(std::ptr::null_mut(), device.len(), device) }
-    }
-
-    /// The offset of a place among the pieces; where none follows, the end of all.
-    fn offset(&self, cut: Cut) -> u64 {
-        self.pieces.get(cut.piece).map_or(self.end, |piece| piece.at + cut.from as u64)
-    }
-
-    /// The offset of a part.
-    fn part_at(&self, part: &Part) -> u64 {
-        self.pieces[part.piece].at + part.from as u64
-    }
-
-    /// Up to which offset everything is there when all before this place is: the first byte of what is missing.
-    fn landed_to(&self, cut: Cut) -> u64 {
-        // A later range may begin before this place, where ranges overlap.
-        let next = self.pieces.get(cut.piece + 1).map_or(u64::MAX, |piece| piece.at);
-        self.offset(cut).min(next)
+    /// The offset of a place among the ranges; where none follows, the end of all.
+    fn offset(&self, piece: usize, from: usize) -> u64 {
+        self.pieces.get(piece).map_or(self.end, |piece| piece.at + from as u64)
     }
 
     /// The next chunk, with places that are offsets.
     fn cut(&self, cursor: &mut Cursor, most: usize, of_file: bool) -> Chunk {
-        let at = self.offset(cursor.at);
+        let at = self.offset(cursor.at.piece, cursor.at.from);
         let chunk = match of_file {
-            true => self.cut_file(cursor, most),
-            false => cut(self.pieces.len(), |n| self.get(n), most, cursor),
+            true => self.cut_file(cursor, at, most),
+            // A range has no address on the host.
+            false => cut(cursor, most, false, |n| {
+                let CopyRange { device, at } = self.pieces.get(n)?;
+                Some(Piece { at: *at, ..Piece::new(std::ptr::null_mut(), device.len(), device) })
+            }),
         };
-        Chunk { at, landed_to: self.landed_to(cursor.at), ..chunk }
+        // Up to the first byte of what is missing. Where ranges overlap, a later one may begin before this place.
+        let next = self.pieces.get(cursor.at.piece + 1).map_or(u64::MAX, |piece| piece.at);
+        let landed_to = self.offset(cursor.at.piece, cursor.at.from).min(next);
+        Chunk { at, landed_to, ..chunk }
     }
 
-    /// A stretch of the file with all ranges in it, which is read at once.
-    fn cut_file(&self, cursor: &mut Cursor, most: usize) -> Chunk {
-        let start = cursor.at;
-        let at = self.offset(start);
+    /// A stretch of the file from `at` on with all ranges in it, which is read at once.
+    fn cut_file(&self, cursor: &mut Cursor, at: u64, most: usize) -> Chunk {
         let len = (most / PAGE * PAGE).max(PAGE) as u64;
-        // The next chunk starts on a page.
-        let most = (at - at % PAGE as u64).saturating_add(len);
-        let (mut cut, mut end, mut bytes) = (start, at, 0);
-        // The file's bytes lie in the segment from where they are within a page on.
-        let (lead, mut stretches) = (at % PAGE as u64, Vec::new());
+        // The file's bytes lie in the segment from where they are within a page on. The next chunk starts on a page.
+        let page = at - at % PAGE as u64;
+        let most = page.saturating_add(len);
+        let (mut cut, mut end, mut bytes, mut stretches) = (cursor.at, at, 0, Vec::new());
         while let Some(piece) = self.pieces.get(cut.piece) {
             let from = piece.at + cut.from as u64;
             // A range that overlaps another has chunks of its own.
             if bytes > 0 && (from < end || from >= most || from > end.saturating_add(GAP)) {
                 break;
             }
-            let until = piece.end().min(most);
-            let (offset, len) = ((lead + from - at) as usize, (until - from) as usize);
+            end = piece.end().min(most);
+            let (offset, len) = ((from - page) as usize, (end - from) as usize);
             let place = DevicePtr(piece.device.address() + cut.from as u64);
             stretches.push(Stretch { place, offset, len });
             bytes += len;
-            end = until;
             if piece.end() > most {
-                cut.from = (most - piece.at) as usize;
+                cut.from += len;
                 break;
             }
             cut = Cut { piece: cut.piece + 1, from: 0 };
@@ -242,15 +216,6 @@ fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
     foreign::call("a source or sink panicked: its transfer fails", call)
         .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
 }
-
-/// Where a sink in memory has its first byte.
-#[derive(Clone, Copy)]
-struct First(*mut u8);
-
-// SAFETY: an address, which means the same on every thread; each use says why it is valid.
-unsafe impl Send for First {}
-// SAFETY: as above.
-unsafe impl Sync for First {}
 
 /// What the program gave. The handle takes it when the job is over; a worker that uses it has a share meanwhile.
 struct Given<T: Send + 'static>(Mutex<Option<Arc<Owned<T>>>>);
@@ -280,21 +245,20 @@ pub(super) struct Reads<S: Source> {
     source: Given<S>,
     ranges: Ranges,
     counters: Arc<Counters>,
-    may_block: bool,
     /// Chunks are stretches of a file, each read at once.
     of_file: bool,
 }
 
 impl<S: Source> Reads<S> {
     pub(super) fn new(source: S, ranges: Ranges, counters: Arc<Counters>) -> Self {
-        let (may_block, of_file) = (source.may_block(KEY), file_of(&source).is_some());
-        Self { source: Given::new(source), ranges, counters, may_block, of_file }
+        let of_file = file_of(&source).is_some();
+        Self { source: Given::new(source), ranges, counters, of_file }
     }
 }
 
 impl<S: Source> Plan for Reads<S> {
     fn may_block(&self) -> bool {
-        self.may_block
+        self.source.share().is_ok_and(|source| source.may_block(KEY))
     }
 
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
@@ -309,24 +273,22 @@ impl<S: Source> Plan for Reads<S> {
             return file.read(chunk.at, chunk.data - start, segment, &self.counters);
         }
         let fill = |n: usize, into: &mut _| {
-            let offset = ranges.part_at(&chunk.parts[n]);
+            let offset = ranges.offset(chunk.parts[n].piece, chunk.parts[n].from);
             let mut fill = Fill::new(into);
             let filled = guarded(|| source.fill(offset, &mut fill));
-            let (left, end) = (fill.remaining(), offset + fill.filled() as u64);
+            let end = offset + fill.filled() as u64;
             filled.map_err(|error| read_error(&ranges.name, end, &error))?;
-            if left > 0 {
-                return Err(shrunk(ranges.name.clone().into_owned(), end, ranges.end));
+            match fill.remaining() {
+                0 => Ok(()),
+                _ => Err(shrunk(ranges.name.to_string(), end, ranges.end)),
             }
-            Ok(())
         };
         // SAFETY: a `Fill` counts what was written, and all of it was.
         unsafe { fill_parts(chunk, segment, fill) }
     }
 }
 
-impl<S: Source> Values for Reads<S> {
-    type Back = S;
-
+impl<S: Source> Values<S> for Reads<S> {
     fn back(&self, outcome: Result<()>) -> Result<S, SubmitError<S>> {
         self.source.back(outcome)
     }
@@ -336,9 +298,8 @@ impl<S: Source> Values for Reads<S> {
 pub(super) struct Writes<S: Sink> {
     sink: Given<S>,
     ranges: Ranges,
-    may_block: bool,
-    /// Of a sink in memory.
-    first: Option<First>,
+    /// Where a sink in memory has its first byte.
+    first: Option<AtomicPtr<u8>>,
 }
 
 impl<S: Sink> Writes<S> {
@@ -347,14 +308,13 @@ impl<S: Sink> Writes<S> {
     pub(super) fn new(mut sink: S, ranges: Ranges) -> Result<Self, SubmitError<S>> {
         let target = sink.memory(ranges.end, ranges.overlap(), KEY);
         let (first, sink) = SubmitError::unless(target, sink)?;
-        let (may_block, first) = (sink.may_block(KEY), first.map(First));
-        Ok(Self { sink: Given::new(sink), ranges, may_block, first })
+        Ok(Self { sink: Given::new(sink), ranges, first: first.map(AtomicPtr::new) })
     }
 }
 
 impl<S: Sink> Plan for Writes<S> {
     fn may_block(&self) -> bool {
-        self.may_block
+        self.sink.share().is_ok_and(|sink| sink.may_block(KEY))
     }
 
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
@@ -364,15 +324,18 @@ impl<S: Sink> Plan for Writes<S> {
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         let (ranges, sink) = (&self.ranges, self.sink.share()?);
         chunk.parts.iter().try_for_each(|part| {
-            let (offset, bytes) = (ranges.part_at(part), part.of(bytes)?);
-            let Some(First(first)) = self.first else {
+            let (offset, bytes) = (ranges.offset(part.piece, part.from), part.of(bytes)?);
+            let Some(first) = &self.first else {
                 return guarded(|| sink.put(offset, bytes))
                     .map_err(|error| write_error(&ranges.name, sink.lies_at(offset, KEY), &error));
             };
             // SAFETY: the sink has memory up to the end of its ranges, which nobody else uses before the job is over.
             // No two ranges overlap, and each byte is in one chunk.
-            let to =
-                unsafe { std::slice::from_raw_parts_mut(first.add(offset as usize).cast(), bytes.len()) };
+            let to = unsafe {
+                // Relaxed: it was written before the job was shared.
+                let first = first.load(Ordering::Relaxed).add(offset as usize);
+                std::slice::from_raw_parts_mut(first.cast(), bytes.len())
+            };
             // Past the caches: the memory is read later, if at all.
             stores::stream(bytes, to);
             Ok(())
@@ -380,9 +343,7 @@ impl<S: Sink> Plan for Writes<S> {
     }
 }
 
-impl<S: Sink> Values for Writes<S> {
-    type Back = S;
-
+impl<S: Sink> Values<S> for Writes<S> {
     fn back(&self, outcome: Result<()>) -> Result<S, SubmitError<S>> {
         let mut sink = self.sink.back(outcome)?;
         sink.has_all(&mut self.ranges.gaps(), self.ranges.end, KEY);

@@ -1,8 +1,8 @@
 //! The device ring: device memory that chunks pass through when their bytes are spread or collected there.
 //!
-//! The ring is a list of slots of a chunk's size. It is allocated when a chunk first needs a slot, and freed when no
-//! chunk has needed one for a while. If the device has too little memory for it, a shorter one is tried, and then
-//! chunks go without for a while.
+//! The ring is a list of slots of a segment's size. It is allocated when a chunk first needs a slot, and freed when no
+//! chunk has needed one for a while. If the device has too little memory, a shorter one is tried, and then chunks go
+//! without for a while.
 
 use std::time::{Duration, Instant};
 
@@ -31,13 +31,11 @@ impl Slot {
     }
 }
 
-/// What came of asking for a slot.
+/// What came of asking for a slot: one, or all are in use, or there is no ring.
 #[derive(Debug)]
 pub(super) enum Take {
     Slot(Slot),
-    /// All are in use.
     Full,
-    /// There is no ring.
     None,
 }
 
@@ -52,14 +50,13 @@ pub(super) struct Ring {
 
 #[derive(Debug, Default)]
 struct RingState {
-    memory: Option<DeviceSlice>,
     free: Vec<Slot>,
+    /// Slots that there are. Each keeps the ring's memory.
     slots: usize,
     /// A thread is allocating the ring.
     allocating: bool,
     retry: Option<Instant>,
     used: Option<Instant>,
-    refused: u64,
 }
 
 impl Ring {
@@ -69,8 +66,7 @@ impl Ring {
         Self { slot, most: bytes / slot, state: Mutex::default() }
     }
 
-    /// A slot, if one is free. The worker whose call allocates the ring frees it: it looks by [`rest`](Self::rest)
-    /// before it parks, and when that is due.
+    /// A slot, if one is free. Workers free the ring: each looks by [`rest`](Self::rest) before it parks.
     pub(super) fn take(&self, device: &Device) -> Take {
         if self.most < FEWEST {
             return Take::None;
@@ -79,7 +75,7 @@ impl Ring {
         if let Some(slot) = state.free.pop() {
             return Take::Slot(slot);
         }
-        if state.memory.is_some() {
+        if state.slots > 0 {
             return Take::Full;
         }
         // A chunk that comes while the memory is allocated does without: the call may wait for a region to be pinned.
@@ -92,13 +88,11 @@ impl Ring {
         let mut state = self.state.lock();
         state.allocating = false;
         match allocated {
-            Ok((memory, mut slots)) => {
-                let first = slots.pop();
-                (state.slots, state.free, state.memory) = (slots.len() + 1, slots, Some(memory));
-                first.map_or(Take::None, Take::Slot)
+            Ok(slots) => {
+                (state.slots, state.free) = (slots.len(), slots);
+                state.free.pop().map_or(Take::None, Take::Slot)
             }
             Err(error) => {
-                state.refused += 1;
                 state.retry = Instant::now().checked_add(RETRY);
                 drop(state);
                 crate::foreign::warn!(
@@ -110,66 +104,47 @@ impl Ring {
         }
     }
 
-    fn allocate(&self, device: &Device) -> Result<(DeviceSlice, Vec<Slot>)> {
+    fn allocate(&self, device: &Device) -> Result<Vec<Slot>> {
         let mut count = self.most;
-        loop {
+        let memory = loop {
             match device.alloc(count * self.slot) {
-                Ok(memory) => {
-                    let slot = |index: usize| {
-                        let range = index * self.slot..(index + 1) * self.slot;
-                        memory.slice(range).map(|memory| Slot { memory })
-                    };
-                    let slots = (0..count).map(slot).collect::<Result<_>>()?;
-                    return Ok((memory, slots));
-                }
-                Err(error) if error.is_device_lost() || count / 2 < FEWEST => return Err(error),
-                Err(_) => count /= 2,
+                Err(error) if !error.is_device_lost() && count / 2 >= FEWEST => count /= 2,
+                got => break got?,
             }
-        }
+        };
+        let slot = |at| memory.slice(at..at + self.slot).map(|memory| Slot { memory });
+        (0..count * self.slot).step_by(self.slot).map(slot).collect()
     }
 
-    /// Takes a slot back that no copy and no kernel uses any more.
-    pub(super) fn give(&self, slot: Slot) {
+    /// Takes a slot back that no copy and no kernel uses any more; or, `is_lost`, forgets one that a copy or a kernel
+    /// may always use. Where none is left, the next chunk allocates another ring.
+    pub(super) fn give(&self, slot: Slot, is_lost: bool) {
         let mut state = self.state.lock();
+        if is_lost {
+            state.slots -= 1;
+            std::mem::forget(slot);
+            return;
+        }
         state.used = Some(Instant::now());
         state.free.push(slot);
-    }
-
-    /// Takes a slot back, or loses it, when what used it has ended so.
-    pub(super) fn ended(&self, slot: Slot, said: &Result<()>) {
-        if said.is_ok() { self.give(slot) } else { self.lose(slot) }
-    }
-
-    /// A slot that is never given back: a copy or kernel may use it for good.
-    pub(super) fn lose(&self, slot: Slot) {
-        let mut state = self.state.lock();
-        state.slots -= 1;
-        std::mem::forget(slot);
-        if state.slots == 0 {
-            // No slot is left. The next chunk allocates another ring.
-            let memory = state.memory.take();
-            drop(state);
-            drop(memory);
-        }
     }
 
     /// Frees the ring if all slots are free, and have been for [`IDLE`]. Gives the time until another look is due.
     pub(super) fn rest(&self) -> Option<Duration> {
         let mut state = self.state.lock();
-        state.memory.as_ref()?;
         let idle = state.used.map_or(Duration::ZERO, |used| used.elapsed());
-        if state.free.len() < state.slots || idle < IDLE {
+        if state.free.len() < state.slots || state.slots > 0 && idle < IDLE {
             return Some(IDLE.saturating_sub(idle).max(Duration::from_millis(1)));
         }
-        let freed = (state.memory.take(), std::mem::take(&mut state.free));
+        state.slots = 0;
+        let freed = std::mem::take(&mut state.free);
         drop(state);
         drop(freed);
         None
     }
 
-    /// Bytes of device memory that it has, and how often it was refused.
-    pub(super) fn stats(&self) -> (usize, u64) {
-        let state = self.state.lock();
-        (state.memory.as_ref().map_or(0, |memory| memory.len()), state.refused)
+    /// Bytes of device memory that it has.
+    pub(super) fn len(&self) -> usize {
+        self.state.lock().slots * self.slot
     }
 }

@@ -1,15 +1,12 @@
 //! Which job the workers turn to, and how they sleep.
 //!
-//! Jobs wait by priority, direction and [`Kind`], and there in the order in which they were started. A worker that
-//! looks for work gets the first job of the kinds that it takes of which a chunk can be taken. Of jobs of one priority
-//! it gets one in the direction that it asks for, if there is one. Workers alternate between the directions, since the
-//! link carries both at once. Where there is no job, a worker that owns no chunk parks. Starting a job wakes as many
-//! workers as it is worth.
+//! Jobs wait by priority, direction and [`Kind`], and there in the order in which they were started. Workers alternate
+//! between the directions, since the link carries both at once. Where there is no job, a worker that owns no chunk
+//! parks. Starting a job wakes as many workers as it is worth.
 //!
 //! All of it is under one lock, under which those of jobs are taken. A worker joins the list of sleepers under the lock
 //! under which it has seen that there is nothing to do; so a job that starts later finds the worker in the list, and
-//! wakes it. A poke, by which a worker looks after the device ring, or for what another one cannot take, is remembered
-//! where no worker is in the list. `loom_models` has the models of both.
+//! wakes it. `loom_models` has the models.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -28,53 +25,25 @@ pub(super) struct Scheduler {
 
 #[derive(Default)]
 struct SchedulerState {
-    /// Of the foreground, then bulk ones; by direction.
-    jobs: [[Queues; 2]; 2],
-    next_job: u64,
-    sleepers: Vec<Sleeper>,
-    next_sleeper: u64,
-    /// No worker slept when one was to look around: the next one does not park.
-    poked: bool,
+    /// Of the foreground, then bulk ones; by direction, and there by kind. Each job has its number in the order of the
+    /// starts.
+    jobs: [[[VecDeque<(u64, Arc<Job>)>; 3]; 2]; 2],
+    /// Each with a number of its own, and the kind up to which it takes chunks.
+    sleepers: Vec<(u64, Kind, Thread)>,
+    next_number: u64,
     closed: bool,
-}
-
-struct Sleeper {
-    number: u64,
-    /// It takes chunks of this kind, and of lesser ones.
-    most: Kind,
-    thread: Thread,
-}
-
-/// Jobs of one priority and direction by kind, each with its number in the order of their starts.
-#[derive(Default)]
-struct Queues([VecDeque<(u64, Arc<Job>)>; 3]);
-
-impl Queues {
-    /// The first job of which a chunk can be taken, of this kind or a lesser one. Of a job of which none can be taken,
-    /// none ever can.
-    fn first(&mut self, most: Kind) -> Option<Arc<Job>> {
-        let kinds = &mut self.0[..=most as usize];
-        for jobs in &mut *kinds {
-            while jobs.front().is_some_and(|(_, job)| !job.may_take()) {
-                jobs.pop_front();
-            }
-        }
-        let first = kinds.iter().filter_map(VecDeque::front).min_by_key(|(number, _)| *number);
-        first.map(|(_, job)| job.clone())
-    }
 }
 
 impl Scheduler {
     /// Starts a job that is worth so many workers.
     pub(super) fn add(&self, job: Arc<Job>, workers: usize) {
-        let (rank, kind) = (usize::from(job.priority == Priority::Bulk), job.kind);
+        let (rank, kind) = (usize::from(job.of.priority == Priority::Bulk), job.kind);
         let mut state = self.state.lock();
-        state.next_job += 1;
-        let number = state.next_job;
-        state.jobs[rank][job.direction as usize].0[kind as usize].push_back((number, job));
+        let number = state.number();
+        state.jobs[rank][job.of.direction as usize][kind as usize].push_back((number, job));
         let sleepers: Vec<_> = (0..workers).map_while(|_| state.sleeper(kind)).collect();
         drop(state);
-        sleepers.iter().for_each(|sleeper| sleeper.thread.unpark());
+        sleepers.iter().for_each(Thread::unpark);
     }
 
     /// The first job of which a chunk can be taken, of this kind or a lesser one. Of one priority, one in this
@@ -85,36 +54,34 @@ impl Scheduler {
 
     /// Whether there is a chunk of this kind, or a lesser one, to be taken, now or when a segment is free.
     pub(super) fn has_work(&self, most: Kind) -> bool {
-        self.state.lock().has_work(most)
+        self.first(Direction::Up, most).is_some()
     }
 
-    /// Has one worker look around once more before it parks, though no job has started: a worker that sleeps, or else
-    /// the next that would.
+    /// Wakes a worker that sleeps for what is left to be taken. One that is awake looks for it by itself.
     pub(super) fn poke(&self) {
         let mut state = self.state.lock();
-        let kind = if state.has_work(Kind::Staged) { Kind::Staged } else { Kind::Blocking };
-        let sleeper = state.sleeper(kind);
-        state.poked |= sleeper.is_none();
+        let kinds = [Kind::Staged, Kind::Blocking];
+        let left = kinds.into_iter().find(|kind| state.first(Direction::Up, *kind).is_some());
+        let sleeper = left.and_then(|kind| state.sleeper(kind));
         drop(state);
-        sleeper.into_iter().for_each(|sleeper| sleeper.thread.unpark());
+        sleeper.iter().for_each(Thread::unpark);
     }
 
     /// Parks this thread until there may be work for it, or until the deadline. `false`: there is none, and none is to
     /// come.
     pub(super) fn park(&self, deadline: Option<Instant>, most: Kind) -> bool {
         let mut state = self.state.lock();
-        if state.has_work(most) || std::mem::take(&mut state.poked) {
+        if state.first(Direction::Up, most).is_some() {
             return true;
         }
         if state.closed {
             return false;
         }
-        state.next_sleeper += 1;
-        let number = state.next_sleeper;
-        state.sleepers.push(Sleeper { number, most, thread: thread::current() });
+        let number = state.number();
+        state.sleepers.push((number, most, thread::current()));
         drop(state);
         thread::park_until(deadline);
-        self.state.lock().sleepers.retain(|other| other.number != number);
+        self.state.lock().sleepers.retain(|(other, ..)| *other != number);
         true
     }
 
@@ -124,29 +91,38 @@ impl Scheduler {
         state.closed = true;
         let sleepers = std::mem::take(&mut state.sleepers);
         drop(state);
-        sleepers.iter().for_each(|sleeper| sleeper.thread.unpark());
+        sleepers.iter().for_each(|(.., thread)| thread.unpark());
     }
 }
 
 impl SchedulerState {
+    fn number(&mut self) -> u64 {
+        self.next_number += 1;
+        self.next_number
+    }
+
     fn first(&mut self, direction: Direction, most: Kind) -> Option<Arc<Job>> {
-        for jobs in &mut self.jobs {
+        for directions in &mut self.jobs {
             for way in [direction, direction.other()] {
-                if let Some(job) = jobs[way as usize].first(most) {
-                    return Some(job);
+                let kinds = &mut directions[way as usize][..=most as usize];
+                for jobs in &mut *kinds {
+                    // Of a job of which no chunk can be taken, none ever can.
+                    while jobs.front().is_some_and(|(_, job)| !job.may_take()) {
+                        jobs.pop_front();
+                    }
+                }
+                let first = kinds.iter().filter_map(VecDeque::front).min_by_key(|(number, _)| *number);
+                if let Some((_, job)) = first {
+                    return Some(job.clone());
                 }
             }
         }
         None
     }
 
-    fn has_work(&mut self, most: Kind) -> bool {
-        self.first(Direction::Up, most).is_some()
-    }
-
     /// Takes the worker out that fell asleep last, of those that take chunks of this kind.
-    fn sleeper(&mut self, kind: Kind) -> Option<Sleeper> {
-        let at = self.sleepers.iter().rposition(|sleeper| sleeper.most >= kind)?;
-        Some(self.sleepers.remove(at))
+    fn sleeper(&mut self, kind: Kind) -> Option<Thread> {
+        let at = self.sleepers.iter().rposition(|(_, most, _)| *most >= kind)?;
+        Some(self.sleepers.remove(at).2)
     }
 }

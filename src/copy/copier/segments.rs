@@ -6,9 +6,8 @@
 //! do not count, since it may wait for another transfer meanwhile.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
-//! Otherwise it asks again from time to time. The copier's page ("A pool that others hold") says what it takes where
-//! the pool is cut up. One with segments takes a short one at each such time, too: what has them may be blocked. A
-//! short segment returns to the pool behind its chunk: the next one is to be longer, if it can.
+//! Otherwise it asks again from time to time, and takes a short one, too: what has the others may be blocked. A short
+//! segment returns to the pool behind its chunk: the next one is to be longer, if it can.
 
 use std::future::Future as _;
 use std::pin::Pin;
@@ -85,8 +84,7 @@ impl Segments {
         }
         // A chunk that needs a segment while none is in use gets a place in the queue, so it is not held up.
         let is_busy = state.used > 0;
-        let is_early = |retry| Instant::now() < retry;
-        if state.waiting.is_none() && is_busy && state.retry.is_some_and(is_early) {
+        if state.waiting.is_none() && is_busy && state.retry.is_some_and(|retry| Instant::now() < retry) {
             return Ok(None);
         }
         state.used += 1;
@@ -129,19 +127,18 @@ impl Segments {
     /// A segment of full length; where the pool has none, the longest one that it has, if that is no shorter than
     /// `least`.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
-        let mut len = self.len;
-        loop {
-            match self.pool.for_copier(Self::request(len), Waiter::Retry) {
-                // A segment of whole pages, with its header.
-                Err(Error::Exhausted(short)) if len == self.len => {
-                    len = short.largest.min(len).saturating_sub(32)
-                }
-                Err(Error::Exhausted(_)) => return Ok(None),
-                got => return got.map(Some),
-            }
-            if len < least {
-                return Ok(None);
-            }
+        let ask = |len| self.pool.for_copier(Self::request(len), Waiter::Retry);
+        let got = match ask(self.len) {
+            // A segment of whole pages, with its header.
+            Err(Error::Exhausted(short)) => match short.largest.min(self.len).saturating_sub(32) {
+                len if len < least => return Ok(None),
+                len => ask(len),
+            },
+            got => got,
+        };
+        match got {
+            Err(Error::Exhausted(_)) => Ok(None),
+            got => got.map(Some),
         }
     }
 
@@ -161,14 +158,12 @@ impl Segments {
         Ok(self.longest(LEAST)?.map(|_left| second))
     }
 
-    /// Waits for a segment that does not count.
-    pub(super) fn wait(&self, deadline: Option<Instant>) -> Result<PinnedBuf> {
+    /// Waits for a segment that does not count, for so long at most.
+    pub(super) fn wait(&self, most: Option<Duration>) -> Result<PinnedBuf> {
         if let Some(buf) = self.longest(LEAST)? {
             return Ok(buf);
         }
-        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        let short = self.pool.for_copier(Self::request(LEAST), Waiter::Thread(left))?;
-        self.or_longer(short)
+        self.or_longer(self.pool.for_copier(Self::request(LEAST), Waiter::Thread(most))?)
     }
 
     /// What the pool lacks for a segment, as the error of a request.
@@ -176,22 +171,20 @@ impl Segments {
         self.pool.shortage(Self::request(LEAST))
     }
 
-    /// No chunk uses it any more.
-    pub(super) fn give(&self, mut buf: PinnedBuf) {
-        buf.clear();
+    /// No chunk uses it any more. `None`: it has returned to the pool by itself, or will.
+    pub(super) fn give(&self, buf: Option<PinnedBuf>) {
+        let (full, short) = match buf {
+            Some(mut buf) if buf.capacity() >= self.len => {
+                buf.clear();
+                (Some(buf), None)
+            }
+            buf => (None, buf),
+        };
         let mut state = self.state.lock();
         state.used -= 1;
-        if buf.capacity() >= self.len {
-            state.free.push(buf);
-            return;
-        }
+        state.free.extend(full);
         drop(state);
-        drop(buf);
-    }
-
-    /// One that was in use has returned to the pool by itself, or will.
-    pub(super) fn gone(&self) {
-        self.state.lock().used -= 1;
+        drop(short);
     }
 
     /// There is no work: free segments return to the pool, and the place in its queue is given up.

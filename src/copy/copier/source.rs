@@ -20,9 +20,8 @@ use crate::sealed::Key;
 /// A source of an upload that can be read anywhere, by several threads at once.
 ///
 /// Implemented for owned bytes (`Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`) and for
-/// [`FileSource`](super::FileSource). Implement it for object stores, decompressors, generators. Do not implement it by
-/// reading a mapped file: should the file become shorter, the process dies; a [`FileSource`](super::FileSource) reports
-/// an error.
+/// [`FileSource`](super::FileSource). Implement it for object stores, decompressors, generators, and not by reading a
+/// mapped file: should the file become shorter, the process dies.
 ///
 /// ```
 /// use pinpool::copier::{Fill, Source};
@@ -67,8 +66,7 @@ pub trait Source: Send + Sync + 'static {
     /// of one segment it holds up all, and must not wait for a transfer of that copier.
     ///
     /// # Errors
-    /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end
-    /// it with [`Error::Read`](crate::Error::Read).
+    /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read); so it ends after too few bytes, too.
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()>;
 
     /// Whether [`fill`](Self::fill) may block. Ours alone to say.
@@ -80,14 +78,9 @@ pub trait Source: Send + Sync + 'static {
 
 /// Bytes of a source, by its own word.
 pub(super) fn length(source: &impl Source) -> Result<u64> {
-    let len =
-        foreign::call("a source panicked when it was asked for its length: it is refused", || source.len());
-    len.ok_or_else(|| Error::Read {
-        what: "the source".into(),
-        offset: 0,
-        kind: io::ErrorKind::Other,
-        text: "it panicked when it was asked for its length".into(),
-    })
+    let panicked = "it panicked when it was asked for its length";
+    foreign::call("a source panicked when it was asked for its length: it is refused", || source.len())
+        .ok_or_else(|| read_error("the source", 0, &io::Error::other(panicked)))
 }
 
 /// What errors and events call a source or sink, by its own word.
@@ -99,33 +92,8 @@ pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'stati
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
 ///
 /// Implemented for [`FileSink`](super::FileSink), and for `Vec<u8>`, which becomes as long as the last range's end if
-/// it is shorter: what no range covers is zero, and memory that it already has is used. (Of a new one most of the time
-/// goes into touching the memory for the first time.) A vector with ranges that overlap is refused, and after an error
-/// it has its old length.
-///
-/// ```
-/// use std::sync::Mutex;
-/// use pinpool::copier::Sink;
-///
-/// /// A vector, which is as long as what is downloaded.
-/// struct Whole(Mutex<Vec<u8>>);
-///
-/// impl Sink for Whole {
-///     fn put(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
-///         let at = offset as usize;
-///         self.0.lock().unwrap()[at..at + bytes.len()].copy_from_slice(bytes);
-///         Ok(())
-///     }
-/// }
-/// # use pinpool::{Device, Pool, Unpinned, Copier};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (copier, memory) = (Copier::builder(&pool, &device).build()?, device.alloc(1000)?);
-/// # copier.upload_slice(&[2; 1000], &memory)?;
-/// let whole = copier.download(&memory, Whole(Mutex::new(vec![0; 1000])))?.wait()?;
-/// assert_eq!(whole.0.into_inner().unwrap(), [2; 1000]);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// it is shorter: what no range covers is zero, and memory that it already has is used. Ranges that overlap are refused,
+/// and after an error a vector has its old length.
 pub trait Sink: Send + Sync + 'static {
     /// What errors and progress call it.
     fn name(&self) -> Cow<'_, str> {
@@ -170,7 +138,6 @@ impl Sink for Vec<u8> {
         "a vector".into()
     }
 
-    /// A copier writes to the vector's memory itself.
     fn put(&self, _: u64, _: &[u8]) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -188,12 +155,10 @@ impl Sink for Vec<u8> {
         let wanted = usize::try_from(end).unwrap_or(usize::MAX).saturating_sub(self.len());
         self.try_reserve_exact(wanted).map_err(|e| Error::OutOfMemory { wanted, text: e.to_string() })?;
         // Touching new memory is what takes longest: on huge pages where the system has them.
-        let spare = self.spare_capacity_mut().as_mut_ptr().cast::<u8>();
-        let page = crate::os::page_size();
+        let (spare, page) = (self.spare_capacity_mut().as_mut_ptr().cast::<u8>(), crate::os::page_size());
         let front = spare.align_offset(page);
-        if let Some(first) =
-            NonNull::new(spare.wrapping_add(front)).filter(|_| wanted >= HUGE && front < wanted)
-        {
+        let first = NonNull::new(spare.wrapping_add(front));
+        if let Some(first) = first.filter(|_| wanted >= HUGE && front < wanted) {
             crate::os::advise_huge(first, (wanted - front) / page * page);
         }
         // The length stays until all is there.
@@ -216,17 +181,6 @@ impl Sink for Vec<u8> {
 
 /// The place in a pinned segment that a [`Source`] fills, from front to back. Also a [`std::io::Write`], which takes no
 /// more than fits.
-///
-/// ```
-/// use std::io::Read;
-/// use pinpool::copier::Fill;
-///
-/// /// Fills `into` from a reader, in the manner of [`Source::fill`](pinpool::copier::Source::fill).
-/// fn fill_from(reader: &mut impl Read, into: &mut Fill<'_>) -> std::io::Result<()> {
-///     let left = into.remaining() as u64;
-///     std::io::copy(&mut reader.take(left), into).map(drop)
-/// }
-/// ```
 #[derive(Debug)]
 pub struct Fill<'a> {
     place: &'a mut [MaybeUninit<u8>],
@@ -306,15 +260,15 @@ macro_rules! bytes_are_a_source {
 bytes_are_a_source!(Vec<u8>, Box<[u8]>, Arc<[u8]>, Arc<Vec<u8>>, Bytes, &'static [u8]);
 
 pub(crate) fn read_error(what: &str, offset: u64, error: &io::Error) -> Error {
-    let (kind, text) = match error.raw_os_error() {
-        // These two have no stable kind of their own.
-        Some(libc::EMFILE | libc::ENFILE) => {
-            let text = format!("{error}; raise the limit on open files (ulimit -n), or close some");
-            (io::ErrorKind::QuotaExceeded, text)
-        }
-        _ => (error.kind(), error.to_string()),
-    };
-    Error::Read { what: what.into(), offset, kind, text }
+    let (what, mut kind, mut text) = (what.into(), error.kind(), error.to_string());
+    // These two have no stable kind of their own.
+    if let Some(libc::EMFILE | libc::ENFILE) = error.raw_os_error() {
+        (kind, text) = (
+            io::ErrorKind::QuotaExceeded,
+            text + "; raise the limit on open files (ulimit -n), or close some",
+        );
+    }
+    Error::Read { what, offset, kind, text }
 }
 
 pub(super) fn write_error(what: &str, offset: u64, error: &io::Error) -> Error {
@@ -328,4 +282,10 @@ pub(super) fn shrunk(what: String, end: u64, len: u64) -> Error {
          writes to it"
     );
     Error::Read { what, offset: end, kind: io::ErrorKind::UnexpectedEof, text }
+}
+
+/// The error of a range that leaves what is read or written.
+pub(super) fn leaves(start: u64, end: u64, len: u64) -> Error {
+    let [start, end, len] = [start, end, len].map(|n| usize::try_from(n).unwrap_or(usize::MAX));
+    Error::out_of_range(start, end, len)
 }

@@ -3,9 +3,7 @@
 //! There is one spreader for each direction. A chunk that is in a slot joins the list of those that wait. At most one
 //! kernel of a spreader is in flight, and each launch takes all chunks that wait when it starts: beside other work that
 //! fills the device, a launch waits for some of that work to end, and a launch for each chunk would wait as often.
-//!
-//! No thread belongs to a spreader. [`Spreader::advance`] does what can be done now: it asks whether the launch is
-//! complete, and starts the next one. Doing so is a role that one thread has at a time. Workers call it in their loop.
+//! Workers call [`Spreader::advance`] in their loop.
 //!
 //! Where launches take long all the same, the device is busy with long-running work. Then chunks go without the ring
 //! for a while ([`Spreader::is_slow`]).
@@ -15,7 +13,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::ring::{Ring, Slot};
-use super::types::Role;
 use crate::device::memory::Allocation;
 use crate::device::{SPREAD_RUNS, SpreadRun, SpreadWay};
 use crate::error::{Error, Result};
@@ -42,7 +39,7 @@ pub(super) struct Entry {
 impl Entry {
     /// The kernel is complete, or was never submitted, or will never be known to be complete.
     pub(super) fn end(self, said: &Result<()>, ring: &Ring) {
-        self.slot.into_iter().for_each(|slot| ring.ended(slot, said));
+        self.slot.into_iter().for_each(|slot| ring.give(slot, said.is_err()));
         let _ = self.done.set(said.clone());
     }
 }
@@ -56,7 +53,6 @@ struct Launch {
 #[derive(Default)]
 struct SpreadState {
     waiting: VecDeque<Entry>,
-    /// Only who advances puts a launch here, and takes it out.
     flying: Option<Launch>,
     /// Until when the ring is avoided.
     avoid: Option<Instant>,
@@ -67,19 +63,16 @@ struct SpreadState {
 /// See the module's page.
 pub(super) struct Spreader {
     way: SpreadWay,
-    stream: Stream,
+    pub(super) stream: Stream,
     state: Mutex<SpreadState>,
-    advances: Role,
+    /// Who advances has this lock. Others do not wait for it.
+    advances: Mutex<()>,
 }
 
 impl Spreader {
     /// `stream`: one of the crate's own, for the kernels alone.
     pub(super) fn new(way: SpreadWay, stream: Stream) -> Self {
-        Self { way, stream, state: Mutex::default(), advances: Role::default() }
-    }
-
-    pub(super) fn stream(&self) -> &Stream {
-        &self.stream
+        Self { way, stream, state: Mutex::default(), advances: Mutex::new(()) }
     }
 
     /// A chunk waits for the next launch.
@@ -102,18 +95,16 @@ impl Spreader {
 
     /// Does what can be done now. Whether anything has changed.
     pub(super) fn advance(&self, ring: &Ring) -> bool {
-        let Some(_role) = self.advances.take() else { return false };
-        let mut state = self.state.lock();
-        let mut changed = false;
-        if let Some(Launch { ticket, .. }) = &state.flying {
-            let ticket = ticket.clone();
-            drop(state);
+        let Some(_alone) = self.advances.try_lock() else { return false };
+        let flying = self.state.lock().flying.as_ref().map(|launch| launch.ticket.clone());
+        let changed = flying.is_some();
+        if let Some(ticket) = flying {
             let said = match ticket.timeline.poll_complete(ticket.seq) {
                 Ok(false) => return false,
                 Ok(true) => Ok(()),
                 Err(error) => Err(error),
             };
-            state = self.state.lock();
+            let mut state = self.state.lock();
             let landed = state.flying.take();
             let took = landed.as_ref().map_or(Duration::ZERO, |launch| launch.since.elapsed());
             if took > SLOW {
@@ -122,9 +113,8 @@ impl Spreader {
             drop(state);
             let entries = landed.into_iter().flat_map(|launch| launch.entries);
             entries.for_each(|entry| entry.end(&said, ring));
-            state = self.state.lock();
-            changed = true;
         }
+        let mut state = self.state.lock();
         let count = state.waiting.len().min(SPREAD_RUNS);
         let entries: Vec<Entry> = state.waiting.drain(..count).collect();
         drop(state);

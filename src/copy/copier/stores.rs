@@ -1,14 +1,11 @@
 //! Copying between memory and segments: by the library's `memcpy`, or by stores that go past the caches. Fetching
 //! ahead.
 //!
-//! *Into segments*, which the device reads next: through the caches, from which the device is served. Stores past them
-//! ("non-temporal") send every byte to memory, and the device fetches it from there. On an H200 machine eight threads
-//! reach 0.76 of the link's speed so, and 0.92 through the caches, as long as the segments in use fit into these. Which
-//! loop makes the ordinary stores does not matter: `memcpy`, `rep movsb` and AVX-512 are equally fast.
+//! *Into segments*, which the device reads next: through the caches, from which the device is served. On an H200 machine
+//! eight threads reach 0.76 of the link's speed past them, and 0.92 through them, while the segments in use fit there.
 //!
 //! *Out of segments*: past the caches. An ordinary store reads each line first, and with few threads the memory is the
-//! limit then. With sixteen threads the two ways are about equal (0.94 to 0.96 of the link). The loop moves 32 bytes at
-//! a time (AVX2); whole lines are no faster. Processors without it copy through the caches.
+//! limit then. Processors without AVX2 copy through the caches.
 
 use std::mem::MaybeUninit;
 

@@ -1,7 +1,6 @@
 //! The plain data that the copier's parts share: they import this file, and it imports none of them.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
+use crate::locks::Mutex;
 use crate::segment::PAGE;
 
 /// Bytes of a segment beside the chunk's: a file's chunk begins within a page and is read to the end of one; behind it
@@ -55,10 +54,7 @@ pub(super) enum Direction {
 
 impl Direction {
     pub(super) fn other(self) -> Self {
-        match self {
-            Self::Up => Self::Down,
-            Self::Down => Self::Up,
-        }
+        if self == Self::Up { Self::Down } else { Self::Up }
     }
 }
 
@@ -73,24 +69,40 @@ pub(super) enum Kind {
     Blocking,
 }
 
-/// A role that one thread has at a time. Others do not wait for it.
-#[derive(Debug, Default)]
-pub(super) struct Role(AtomicBool);
-
-impl Role {
-    /// Takes the role, until the drop of what this gives.
-    pub(super) fn take(&self) -> Option<Taken<'_>> {
-        // Acquire: pairs with the release in the drop of the one before.
-        let is_free = !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Acquire);
-        is_free.then(|| Taken(self))
-    }
+/// Counts of a copier since it was built, and its settings: [`Copier::stats`](super::Copier::stats). They are of one
+/// moment only while nothing is copied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CopierStats {
+    /// Threads that fill and drain segments. One more, which never blocks on a program's code, is not counted.
+    pub threads: usize,
+    /// Bytes of a chunk.
+    pub chunk: usize,
+    /// Bytes of the pool that the copier uses at most.
+    pub share: usize,
+    /// Chunks that were moved. A short slice counts as one.
+    pub chunks: u64,
+    /// Bytes that went through the device ring, spread or collected there by a kernel.
+    pub ring_bytes: u64,
+    /// Bytes that went between a segment and their places by copies, and those of short slices.
+    pub batch_bytes: u64,
+    /// Bytes of pinned blocks, and of readers and writers, that were copied from or to where they are without the ring.
+    pub in_place_bytes: u64,
+    /// Bytes of files that were read from the page cache.
+    pub cached_bytes: u64,
+    /// Bytes of files that were read past the page cache.
+    pub direct_bytes: u64,
+    /// Bytes of files that were read in the ordinary way, cached or not.
+    pub buffered_bytes: u64,
+    /// Kernels that were launched.
+    pub launches: u64,
+    /// Chunks that they worked on.
+    pub launched_chunks: u64,
+    /// Bytes of device memory that the ring has now.
+    pub ring: usize,
+    /// Whether the device has the kernels. Without them all pieces are copied in batches.
+    pub has_kernels: bool,
 }
 
-pub(super) struct Taken<'a>(&'a Role);
-
-impl Drop for Taken<'_> {
-    fn drop(&mut self) {
-        // Release: pairs with the acquire in `take`.
-        self.0.0.store(false, Ordering::Release);
-    }
-}
+/// What is counted so far; what is not counted is filled in when a program asks.
+pub(super) type Counters = Mutex<CopierStats>;

@@ -5,19 +5,16 @@
 //!
 //! ```text
 //!   up:    take, fill -> Ready -> (slot, permit) -> Copying -> [Spreading] -> end
-//!   down:  take -> Ready -> (slot) -> [Collecting] -> Collected -> (permit) -> Copying -> Landed -> end
+//!   down:  take -> Ready -> (slot) -> [Collecting -> Ready] -> (permit) -> Copying -> Landed -> end
 //! ```
 //!
-//! The stages in brackets are those of chunks that go through the device ring. A worker has at most [`MOST`] segments.
-//! Pinned blocks of the program's go the same way, without a segment: the device reads or writes them where they are,
-//! and no CPU moves their bytes. Their chunks have no `Landed`.
+//! The stages in brackets are those of chunks that go through the device ring. Chunks of pinned blocks go the same way,
+//! without a segment and `Landed`.
 //!
 //! Nothing waits in the loop: each round looks at each chunk, lets the spreaders go on, takes another chunk if there is
-//! room, and writes the bytes of one chunk that has landed. To fill a chunk and to write one take as long as several
-//! copies, and the link would be idle for so long if the worker had not submitted all that it can before. Only a worker
-//! that owns no chunk parks. So a worker that sleeps holds nothing that another one needs. Sources, sinks and files may
-//! block: a worker that is about to call one owns chunks of that job only. One thread never does, and is free for the
-//! other jobs.
+//! room, and writes the bytes of one chunk that has landed. Only a worker that owns no chunk parks, so one that sleeps
+//! holds nothing that another one needs. Sources, sinks and files may block: a worker that is about to call one owns
+//! chunks of that job only. One thread never does, and is free for other jobs.
 
 mod stages;
 
@@ -32,8 +29,7 @@ use super::types::{Direction, Kind, Priority};
 use crate::error::{Error, Result};
 use crate::foreign;
 
-/// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit, or for a stream that
-/// waits.
+/// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit.
 const MOST: usize = 3;
 const MOST_URGENT: usize = 5;
 /// Chunks of a worker at most, those included that have no segment any more.
@@ -59,8 +55,8 @@ impl Worker {
         Self { engine, owned: Vec::new(), most, next: Direction::Up }
     }
 
-    /// Looks at all chunks, takes another one, and drains one. Whether anything has changed. To fill and to drain a
-    /// chunk are the long steps, so the chunks are looked at between the two.
+    /// Looks at all chunks, takes another one, and drains one. To fill and to drain a chunk are the long steps, so the
+    /// chunks are looked at between the two. Whether anything has changed.
     pub(super) fn round(&mut self) -> bool {
         let mut changed = self.turn();
         if self.take_any() {
@@ -96,18 +92,13 @@ impl Worker {
     /// A chunk has ended.
     fn end(&self, owned: Owned, end: End) {
         let engine = &self.engine;
-        if owned.staged {
-            match owned.buf {
-                Some(buf) => engine.segments.give(buf),
-                None => engine.segments.gone(),
-            }
+        match (owned.staged, owned.buf) {
+            (true, buf) => engine.segments.give(buf),
+            (false, table) => drop(table),
         }
-        match (owned.slot, &end) {
-            (None, _) => {}
-            // A copy or a kernel may still use it.
-            (Some(slot), End::Failed(_)) => engine.ring.lose(slot),
-            (Some(slot), _) => engine.ring.give(slot),
-        }
+        // After a failure a copy or a kernel may still use the slot.
+        let is_lost = matches!(end, End::Failed(_));
+        owned.slot.into_iter().for_each(|slot| engine.ring.give(slot, is_lost));
         engine.counters.lock().chunks += 1;
         // Before a caller can hear of the end: nothing of the pool is in use without work.
         engine.rest();
@@ -125,7 +116,7 @@ impl Worker {
     /// Whether the worker may take another chunk of this job.
     fn has_room(&self, job: &Job) -> bool {
         let busy = self.owned.iter().filter(|owned| owned.job.kind != Kind::InPlace).count();
-        let segments = if job.priority == Priority::Foreground { MOST_URGENT } else { MOST };
+        let segments = if job.of.priority == Priority::Foreground { MOST_URGENT } else { MOST };
         self.owned.len() < MOST_CHUNKS && (job.kind == Kind::InPlace || busy < segments)
     }
 
@@ -157,16 +148,17 @@ impl Worker {
     /// never let it have one.
     fn take_any(&mut self) -> bool {
         let engine = self.engine.clone();
-        let Some(first) = engine.scheduler.first(self.next, self.most) else { return false };
-        let taken = match self.take(&first) {
+        let first = engine.scheduler.first(self.next, self.most);
+        let taken = first.and_then(|first| match self.take(&first) {
             true => Some(first),
             // Chunks that need no segment would go on for ever where the job waits for the worker's own to end.
             false if self.has_to_wait(&first) => None,
             false => engine.scheduler.first(self.next, Kind::InPlace).filter(|other| self.take(other)),
-        };
-        let Some(job) = taken else { return false };
-        self.next = job.direction.other();
-        true
+        });
+        taken.is_some_and(|job| {
+            self.next = job.of.direction.other();
+            true
+        })
     }
 
     /// Takes a chunk of a job, if there is a segment for it or it needs none.
@@ -175,28 +167,27 @@ impl Worker {
             return false;
         }
         let segments = &self.engine.segments;
-        let got = match job.kind {
-            Kind::InPlace => Ok(None),
-            kind => segments.take(job.priority, kind),
+        let segment = match job.kind {
+            Kind::InPlace => None,
+            kind => match segments.take(job.of.priority, kind) {
+                Ok(None) => return false,
+                Ok(segment) => segment,
+                Err(error) => {
+                    // With a lost device a pool says that it has nothing more to give, which is not the cause.
+                    job.fail(self.engine.device.lost().unwrap_or(error));
+                    return true;
+                }
+            },
         };
-        let segment = match got {
-            Ok(segment) => segment,
-            Err(error) => {
-                // With a lost device a pool says that it has nothing more to give, which is not the cause.
-                job.fail(self.engine.device.lost().unwrap_or(error));
-                return true;
-            }
-        };
-        if segment.is_none() && job.kind != Kind::InPlace {
-            return false;
-        }
         let Some(chunk) = job.take(segment.as_ref().map(|buf| segments.room(buf))) else {
-            segment.into_iter().for_each(|buf| segments.give(buf));
+            if segment.is_some() {
+                segments.give(segment);
+            }
             self.engine.rest();
             return false;
         };
         let mut owned = Owned::new(job.clone(), chunk, segment);
-        if job.direction == Direction::Up {
+        if job.of.direction == Direction::Up {
             self.leave_to_others(job);
         }
         match survived(|| owned.prepare(&self.engine)) {
@@ -210,16 +201,14 @@ impl Worker {
     /// other chunks: they are of the same job, or there is none. An upload's chunk that is owned has been filled.
     fn has_to_wait(&self, job: &Arc<Job>) -> bool {
         let blocks = |job: &Job| job.kind == Kind::Blocking;
-        self.owned.iter().any(|Owned { job: other, .. }| {
-            let may_hold_up = blocks(job) || blocks(other) && other.direction == Direction::Down;
-            may_hold_up && !Arc::ptr_eq(other, job)
-        })
+        let holds_up = |other: &Job| blocks(job) || blocks(other) && other.of.direction == Direction::Down;
+        self.owned.iter().any(|Owned { job: other, .. }| holds_up(other) && !Arc::ptr_eq(other, job))
     }
 
     /// Before a call of this job's work that may block: another worker is to look for what is left, since this one does
     /// not for a while.
     fn leave_to_others(&self, job: &Job) {
-        if job.kind == Kind::Blocking && self.engine.scheduler.has_work(Kind::Blocking) {
+        if job.kind == Kind::Blocking {
             self.engine.scheduler.poke();
         }
     }

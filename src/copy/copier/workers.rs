@@ -7,19 +7,16 @@ use std::time::{Duration, Instant};
 
 use super::chunk::LEAST;
 use super::engine::Engine;
-use super::job::{Job, Progress};
+use super::job::Job;
 use super::types::Kind;
 use super::worker::Worker;
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::locks::Mutex;
 
-/// How long a waiting thread sleeps between two looks at a device by hand.
-const PAUSE: Duration = Duration::from_millis(1);
-/// Looks without any change after which a device by hand, which has nothing left to do, never will change. After the
-/// first of them a thread sleeps between two looks: the reaper, which may be in the middle of asking, needs the time.
+/// Looks without any change after which a device by hand, which has nothing left to do, never will change. After ten of
+/// them a thread sleeps between two looks: the reaper, which may be in the middle of asking, needs the time.
 const STILL: u32 = 100;
-const YIELDS: u32 = 10;
 
 /// What a copier's handles share. Its drop lets the threads end, when all jobs are over.
 pub(super) struct Workers {
@@ -36,13 +33,8 @@ impl Workers {
         Self { engine, started: Mutex::new(0), inline }
     }
 
-    /// Whether the copier has no threads, since its device is moved by hand.
-    fn is_inline(&self) -> bool {
-        self.engine.settings.threads == 0
-    }
-
-    /// Starts the threads that are missing. One is enough. The last one never blocks; where it cannot be
-    /// started, jobs that block hold up the others.
+    /// Starts the threads that are missing. One is enough. Where the last one, which never blocks, cannot be started,
+    /// jobs that block hold up the others.
     pub(super) fn start(&self) -> Result<()> {
         let mut started = self.started.lock();
         while *started < self.engine.settings.workers() {
@@ -62,10 +54,9 @@ impl Workers {
                 Ok(_) => *started += 1,
                 Err(_) if *started > 0 => return Ok(()),
                 Err(error) => {
-                    return Err(Error::Unavailable {
-                        device: self.engine.device.name().into(),
-                        why: format!("no thread could be started: {error}"),
-                    });
+                    let (device, why) =
+                        (self.engine.device.name().into(), format!("no thread could be started: {error}"));
+                    return Err(Error::Unavailable { device, why });
                 }
             }
         }
@@ -77,43 +68,35 @@ impl Workers {
         if job.is_over() {
             return;
         }
-        let chunks = usize::try_from(job.total).unwrap_or(usize::MAX) / LEAST + 1;
+        let chunks = usize::try_from(job.of.total).unwrap_or(usize::MAX) / LEAST + 1;
         self.engine.scheduler.add(job.clone(), chunks);
         self.advance();
     }
 
-    /// Waits until `until` holds of a job. Whether it does.
-    pub(super) fn wait(
-        &self,
-        job: &Job,
-        deadline: Option<Instant>,
-        until: impl Fn(&Progress) -> bool,
-    ) -> bool {
-        if self.is_inline() {
-            self.step_until(job, &until);
+    /// Waits until the bytes of a job before `offset` have arrived, or it is over. `false`: the deadline came first.
+    pub(super) fn wait(&self, job: &Job, deadline: Option<Instant>, offset: u64) -> bool {
+        if self.engine.settings.threads == 0 {
+            self.step_until(job, offset);
         }
-        job.wait(deadline, until)
+        job.wait(deadline, offset)
     }
 
     // --- without threads ---------------------------------------------------------------------------------------------
 
     /// Does what can be done without waiting, on a copier without threads. Whether anything has changed.
     pub(super) fn advance(&self) -> bool {
-        if !self.is_inline() {
-            return false;
-        }
-        self.as_worker(|worker| {
-            let mut any = false;
-            while worker.round() {
-                any = true;
-            }
-            any
-        })
-        .unwrap_or(false)
+        let rounds = |worker: &mut Worker| {
+            std::iter::repeat_with(|| worker.round()).take_while(|moved| *moved).count()
+        };
+        self.as_worker(rounds).is_some_and(|moved| moved > 0)
     }
 
-    /// Runs the one worker on this thread. `None`: another thread is it now.
+    /// Runs the one worker of a copier without threads on this thread. `None`: there is none, or another thread is it
+    /// now.
     fn as_worker<R>(&self, run: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+        if self.engine.settings.threads > 0 {
+            return None;
+        }
         let mut worker = self.inline.lock().take()?;
         let said = run(&mut worker);
         self.engine.segments.rest();
@@ -121,11 +104,11 @@ impl Workers {
         Some(said)
     }
 
-    /// Waits until `until` holds of a job: the device moves only when it is told to. Where nothing is left to move,
+    /// Moves a device by hand until it is so, which moves only when it is told to. Where nothing is left to move,
     /// nothing will change any more, and the job fails.
-    fn step_until(&self, job: &Job, until: impl Fn(&Progress) -> bool) {
+    fn step_until(&self, job: &Job, offset: u64) {
         let mut still = 0;
-        while !until(&job.progress()) {
+        while !job.is_at(offset) {
             if self.engine.device.context().advance() | self.advance() {
                 still = 0;
                 continue;
@@ -136,10 +119,7 @@ impl Workers {
                 job.fail(Error::Timeout(Duration::ZERO.into()));
                 self.as_worker(Worker::abandon);
             }
-            match still > YIELDS {
-                true => std::thread::sleep(PAUSE),
-                false => crate::sync::yield_now(),
-            }
+            std::thread::sleep(Duration::from_millis(u64::from(still > 10)));
         }
     }
 }

@@ -3,7 +3,6 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::Arc;
 
 use crate::support::downloaded;
 use pinpool::Error;
@@ -106,7 +105,7 @@ fn direct(file: &tempfile::NamedTempFile) -> Option<File> {
     opened.ok()
 }
 
-/// Also where it was opened past the page cache.
+/// A file that was opened past the page cache is refused.
 #[test]
 fn files_go_up_in_every_way_of_reading() {
     let rig = Rig::plain();
@@ -114,22 +113,23 @@ fn files_go_up_in_every_way_of_reading() {
     let (file, len) = (file_of(&bytes), bytes.len());
     for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
         for range in [0..len, 1..len, 1..len - 2, 4096..len - 1, 70_001..2_000_003] {
-            let opened = FileSource::open(file.path()).unwrap();
-            let direct = direct(&file).map(|opened| FileSource::new(opened, "direct").unwrap());
-            for source in [Some(opened), direct].into_iter().flatten() {
-                let source = source.reading(reading).range(range.start as u64..range.end as u64).unwrap();
-                if let Err(failed) = copier.upload(source, &memory).unwrap().wait() {
-                    panic!("{reading:?} {range:?}: {}", failed.error);
-                }
-                let back = downloaded(&copier, memory.slice(..range.len()));
-                assert!(back == bytes[range.clone()], "{reading:?} {range:?}");
-                copier.upload_slice(&vec![0; len], &memory).unwrap();
+            let source = FileSource::open(file.path()).unwrap();
+            let source = source.reading(reading).range(range.start as u64..range.end as u64).unwrap();
+            if let Err(failed) = copier.upload(source, &memory).unwrap().wait() {
+                panic!("{reading:?} {range:?}: {}", failed.error);
             }
+            let back = downloaded(&copier, memory.slice(..range.len()));
+            assert!(back == bytes[range.clone()], "{reading:?} {range:?}");
+            copier.upload_slice(&vec![0; len], &memory).unwrap();
         }
+    }
+    if let Some(opened) = direct(&file) {
+        let refused = FileSource::new(opened, "direct").unwrap_err().to_string();
+        assert!(refused.contains("O_DIRECT") && refused.contains("Reading::Direct"), "{refused}");
     }
     let stats = copier.stats();
     let read = stats.cached_bytes + stats.direct_bytes + stats.buffered_bytes;
-    assert!(read >= 4 * 4 * 1_900_000, "{stats:?}");
+    assert!(read >= 3 * 4 * 1_900_000, "{stats:?}");
     rig.all_is_back();
 }
 
@@ -250,7 +250,8 @@ fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache()
     let bytes = pattern(24 << 20, 10);
     let Some(file) = disk_file(&bytes) else { return };
     let memory = rig.device.alloc(bytes.len()).unwrap();
-    // Whole chunks of it, and a part of one. The kernel reads no more than that into the cache.
+    // Whole chunks of it, and parts of two, which are read as a whole. The kernel reads no more than that into the
+    // cache.
     cold::read_nothing_ahead(file.as_file());
     std::os::unix::fs::FileExt::read_exact_at(file.as_file(), &mut vec![0; 10 << 20], 5 << 20).unwrap();
     let warm = cold::cached_pages(file.as_file());
@@ -264,9 +265,10 @@ fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache()
     assert!((warm - warm / 16..=warm).contains(&cached), "{cached} pages are cached, {warm} were");
     let cold_bytes = bytes.len() as u64 - (warm * 4096) as u64;
     assert!(
-        read <= cold_bytes + (1 << 20),
+        read <= cold_bytes + (9 << 20),
         "{read} bytes were read, {cold_bytes} were not cached: {stats:?}"
     );
+    assert!(stats.cached_bytes > 0, "{stats:?}");
     assert_eq!(stats.cached_bytes + stats.direct_bytes, bytes.len() as u64, "{stats:?}");
     rig.all_is_back();
 }
@@ -320,16 +322,4 @@ fn a_wrapped_part_of_a_file_is_read_from_the_parts_first_byte() {
     copier.upload(part(), vec![end]).unwrap().wait().unwrap();
     assert!(downloaded(&copier, memory.slice(..10)) == bytes[590..600]);
     rig.all_is_back();
-}
-
-#[test]
-fn a_file_opened_past_the_cache_stays_open_and_so_a_lock_on_it() {
-    let file = file_of(&[1; 4096]);
-    let Some(opened) = direct(&file) else { return };
-    // A lock (flock(2)) ends when the file that it was taken through is closed, which is when its last owner goes.
-    let opened = Arc::new(opened);
-    let source = FileSource::new(opened.clone(), "locked").unwrap();
-    assert_eq!(Arc::strong_count(&opened), 2, "the source keeps it");
-    drop(source);
-    assert_eq!(Arc::strong_count(&opened), 1);
 }

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::{downloaded, in_use};
-use pinpool::copier::{Canceller, Fill, Priority, Transfer};
+use pinpool::copier::{Fill, Priority, Transfer};
 use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::{Copier, Error};
 
-use super::{Rig, Whole, io, pattern, sink, source, until};
+use super::{Rig, pattern, sink, source, until};
 
 #[test]
 fn settings_that_make_no_sense_are_refused_and_say_why() {
@@ -124,54 +124,6 @@ fn while_a_foreground_copy_is_on_the_wire_bulk_chunks_go_one_by_one() {
     load.wait().unwrap();
     first.wait().unwrap();
     assert!(downloaded(&copier, &memory) == bytes);
-    rig.all_is_back();
-}
-
-#[test]
-fn the_foreground_goes_before_what_has_landed_in_bulk() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(1).build().unwrap();
-    let first = copier.with_priority(Priority::Foreground);
-    // Longer than what is copied on the caller's own thread.
-    let (bytes, small) = (pattern(300_000, 3), rig.device.alloc(300_000).unwrap());
-    let memory = rig.device.alloc(6 << 20).unwrap();
-    copier.upload_slice(&pattern(6 << 20, 2), &memory).unwrap();
-    let slow = sink(|_, _: &[u8]| {
-        std::thread::sleep(Duration::from_millis(30));
-        Ok(())
-    });
-    let saves = copier.download(&memory, slow).unwrap();
-    while saves.progress().done < 200_000 {
-        std::thread::yield_now();
-    }
-    first.upload_slice(&bytes, &small).unwrap();
-    assert!(downloaded(&first, &small) == bytes);
-    let done = saves.progress();
-    assert!(!done.over && done.done < 4 << 20, "it had to wait for the whole of it: {done:?}");
-    saves.cancel();
-    drop(saves);
-    rig.all_is_back();
-}
-
-#[test]
-fn transfers_that_need_no_worker_do_not_keep_workers_from_others() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(2).build().unwrap();
-    let (bytes, memory) = (pattern(100_000, 5), rig.device.alloc(100_000).unwrap());
-    let small = rig.device.alloc(1000).unwrap();
-    copier.upload_slice(&bytes, &memory).unwrap();
-    for round in 0..1000_u64 {
-        let back = copier.download(&memory, Whole::default()).unwrap();
-        // Somewhere between the arrival of a chunk and a worker's next look for one.
-        let since = Instant::now();
-        while since.elapsed() < Duration::from_micros(round % 200) {
-            std::hint::spin_loop();
-        }
-        // On this thread alone.
-        copier.download_write(&small, &mut io::sink()).unwrap();
-        let Ok(back) = back.wait_timeout(Duration::from_secs(5)) else { panic!("{round}: no worker drains") };
-        assert!(back.unwrap().into_vec() == bytes);
-    }
     rig.all_is_back();
 }
 
@@ -362,47 +314,19 @@ fn the_foreground_finds_a_segment_beside_all_that_wait_for_the_rate() {
         std::thread::scope(|scope| {
             let loads: Vec<_> =
                 memory[..5].iter().map(|memory| copier.upload(vec![1; LEN], memory).unwrap()).collect();
-            let cancellers: Vec<_> = loads.iter().map(Transfer::canceller).collect();
+            let loads = &*loads.leak();
             for load in loads {
-                scope.spawn(|| drop(load.wait()));
+                scope.spawn(|| load.wait_landed(u64::MAX));
             }
             // They take what they can get.
             std::thread::sleep(Duration::from_millis(50));
             let urgent = copier.with_priority(Priority::Foreground);
             let sent = urgent.upload(vec![2; LEN], &memory[5]).unwrap().wait_timeout(Duration::from_secs(20));
-            cancellers.iter().for_each(Canceller::cancel);
+            loads.iter().for_each(Transfer::cancel);
             let said =
                 sent.unwrap_or_else(|_| panic!("{threads} threads: the foreground waits for the rate"));
             said.unwrap();
         });
         rig.all_is_back();
     }
-}
-
-#[test]
-fn what_has_landed_is_used_beside_the_rest() {
-    const LEN: usize = 3 << 20;
-    const LANDED: usize = 300_000;
-    let rig = Rig::plain();
-    // One thread sends the chunks in their order. Of several any may be the first.
-    let copier = rig.builder().threads(1).rate(1 << 20).build().unwrap();
-    let (bytes, memory) = (pattern(LEN, 6), rig.device.alloc(LEN).unwrap());
-    let load = copier.upload(bytes.clone(), &memory).unwrap();
-    // The rest takes more than two seconds.
-    assert!(load.wait_landed(LANDED as u64));
-    let landed = memory.slice(..LANDED).unwrap();
-    // By the same copier.
-    let mut back = vec![0; LANDED];
-    let foreground = copier.with_priority(Priority::Foreground);
-    foreground.download_slices(&mut [(landed.clone(), &mut back[..])]).unwrap();
-    assert!(back == bytes[..LANDED]);
-    // By a stream, which the load does not hold up.
-    let (stream, other) = (rig.device.stream().unwrap(), rig.device.alloc(LANDED).unwrap());
-    drop(stream.copy(&landed, &other).unwrap());
-    back[..].fill(0);
-    stream.download_blocking(&other, &mut back).unwrap();
-    assert!(back == bytes[..LANDED]);
-    assert!(!load.is_over(), "all of it was beside the load");
-    load.wait().unwrap();
-    rig.all_is_back();
 }

@@ -11,24 +11,6 @@ use pinpool::copier::CopyRange;
 use super::{Rig, block_on, pattern, reader, with};
 
 #[test]
-fn slices_go_up_and_come_back() {
-    for rig in [Rig::plain(), Rig::late()] {
-        let copier = rig.copier();
-        for len in [1, 63, 4096, 65_536, 65_537, 1 << 20, (5 << 20) + 17] {
-            let bytes = pattern(len, len as u64);
-            let memory = rig.device.alloc(len + 5).unwrap();
-            copier.upload_slice(&bytes, memory.slice(3..).unwrap()).unwrap();
-            let mut back = vec![0; len + 2];
-            copier.download_slice(memory.slice(3..3 + len), &mut back).unwrap();
-            assert!(back[..len] == bytes, "{len}");
-            assert_eq!(back[len..], [0, 0]);
-            assert!(downloaded(&copier, memory.slice(3..3 + len)) == bytes, "{len}");
-        }
-        rig.all_is_back();
-    }
-}
-
-#[test]
 fn owned_bytes_go_up_by_themselves_and_come_back() {
     let rig = Rig::late();
     let (copier, bytes, memory) = with(&rig, 3 << 20, 2);

@@ -2,7 +2,6 @@
 //! wrong, what is left behind, and how it behaves beside others.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-mod ending;
 mod files;
 mod manners;
 mod memory;

@@ -1,6 +1,5 @@
 //! What the caller's own thread brings or takes: where it ends, what it costs, and both at once.
 
-use std::io::Read;
 use std::sync::mpsc::{channel, sync_channel};
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use pinpool::copier::Priority;
 use pinpool::host::{Call, Failure, Fault};
 use pinpool::{Copier, Error};
 
-use super::{HANG, Rig, Whole, first, io, pattern, reader, told, until, with, writer};
+use super::{HANG, Rig, Whole, first, io, pattern, reader, writer};
 
 #[test]
 fn a_reader_may_end_where_a_chunk_does() {
@@ -26,25 +25,6 @@ fn a_reader_may_end_where_a_chunk_does() {
         let back = downloaded(&copier, &memory);
         assert!(back[..len] == bytes[..len] && back[len..].iter().all(|byte| *byte == 0xa5), "{len}");
     }
-    rig.all_is_back();
-}
-
-#[test]
-fn a_reader_of_small_parts_fills_chunks() {
-    let rig = Rig::plain();
-    let (copier, _, memory) = with(&rig, 1 << 20, 1);
-    let (mut left, mut given) = (300_000, 0);
-    let mut small = reader(|into| {
-        given += into.len() as u64;
-        let n = into.len().min(left).min(1000);
-        // What is behind the bytes that are there is as the last call left it.
-        into.fill(7);
-        left -= n;
-        Ok(n)
-    });
-    assert_eq!(copier.upload_read(&mut small, &memory).unwrap(), 300_000);
-    assert!(given > 300_000);
-    assert!(downloaded(&copier, memory.slice(..300_000).unwrap()).iter().all(|byte| *byte == 7));
     rig.all_is_back();
 }
 
@@ -92,28 +72,6 @@ fn a_download_can_be_read_by_an_upload_of_the_same_copier() {
     round_trip(&rig, rig.copier());
     round_trip(&rig, rig.copier().with_priority(Priority::Foreground));
     round_trip(&rig, rig.builder().share(300 << 10).build().unwrap());
-    rig.all_is_back();
-}
-
-/// A slow writer keeps no more than its half from others.
-#[test]
-fn a_slow_writer_of_the_foreground_leaves_room() {
-    let rig = Rig::plain();
-    let urgent = rig.copier().with_priority(Priority::Foreground);
-    let (from, to) = (rig.device.alloc(4 << 20).unwrap(), rig.device.alloc(4 << 20).unwrap());
-    let bytes = pattern(4 << 20, 3);
-    urgent.upload_slice(&bytes, &from).unwrap();
-    let mut slow = writer(|nth, part| {
-        if nth == 2 {
-            // All that the writer's transfer may have has landed.
-            std::thread::sleep(Duration::from_millis(100));
-            let load = urgent.upload(bytes.clone(), &to).unwrap();
-            assert!(load.wait_timeout(HANG).is_ok(), "it has segments of its own");
-        }
-        Ok(part.len())
-    });
-    urgent.download_write(&from, &mut slow).unwrap();
-    assert!(downloaded(&urgent, &to) == bytes);
     rig.all_is_back();
 }
 
@@ -182,33 +140,6 @@ fn writers_of_two_downloads_may_wait_for_others() {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         rig.all_is_back();
     }
-}
-
-/// Chunks that were read and that no worker had taken when the reader failed leave the copier's share.
-#[test]
-fn readers_that_fail_leave_no_segment_in_use() {
-    let rig = Rig::plain();
-    // One thread, and room for few segments.
-    let copier = rig.builder().threads(1).share(500 << 10).build().unwrap();
-    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let chunk = copier.stats().chunk;
-    for round in 0..12 {
-        // The only worker.
-        let (told, source) = told(chunk, 0);
-        let held = copier.upload(source, &memory[0]).unwrap();
-        until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
-        let bytes = pattern(2 * chunk + 10, round);
-        let broken = reader(|_| Err(io::Error::other("the line is dead")));
-        let failed = copier.upload_read(&mut (&bytes[..]).chain(broken), &memory[1]).unwrap_err();
-        assert!(matches!(failed, Error::Read { .. }), "round {round}: {failed}");
-        // With a segment too few the reader would have had to wait for the worker.
-        assert!(!held.progress().over, "round {round}: segments are still in use");
-        drop(told);
-        held.wait().unwrap();
-    }
-    let after = copier.upload(vec![3; 4 * chunk], &memory[1]).unwrap();
-    after.wait_timeout(HANG).expect("a segment is left").unwrap();
-    rig.all_is_back();
 }
 
 /// A copy that is refused, and runs all the same, ends the call with segments filled, in flight and not taken yet.

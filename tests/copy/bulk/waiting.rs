@@ -10,7 +10,7 @@ use pinpool::copier::{FileSink, Fill, Priority, Source};
 use pinpool::host::HostConfig;
 use pinpool::{Error, Request};
 
-use super::{HANG, Rig, Whole, file_of, first, io, pattern, reader, sink, source, told, until};
+use super::{HANG, Rig, Whole, file_of, io, pattern, reader, source, told, until};
 
 /// Bytes that the copier cannot take for memory.
 fn opaque(bytes: Vec<u8>) -> impl Source {
@@ -19,30 +19,6 @@ fn opaque(bytes: Vec<u8>) -> impl Source {
         into.push(&bytes[offset as usize..]);
         Ok(())
     })
-}
-
-#[test]
-fn what_needs_no_segment_goes_past_what_waits_for_one() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(2).share(100 << 10).build().unwrap();
-    let bytes = pattern(1 << 20, 2);
-    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let mut pinned = rig.pool.checkout(1 << 20).unwrap();
-    pinned.try_extend_from_slice(&bytes).unwrap();
-    // The only segment.
-    let (told, source) = told(64 << 10, 0);
-    let slow = copier.upload(source, &memory[0]).unwrap();
-    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 2 << 19);
-    let staged = copier.upload(opaque(bytes.clone()), &memory[1]).unwrap();
-    let plain = copier.upload_pages(vec![(pinned, memory[2].slice(..).unwrap())]).unwrap();
-    plain.wait_timeout(HANG).expect("it waits for no segment").unwrap();
-    assert!(!staged.is_over());
-    drop(told);
-    assert!(slow.wait_timeout(HANG).is_ok() && staged.wait_timeout(HANG).is_ok());
-    for memory in &memory[1..] {
-        assert!(downloaded(&copier, memory) == bytes);
-    }
-    rig.all_is_back();
 }
 
 /// The worker that waits in the pool's queue for all of them leaves it, and another has to join it.
@@ -119,36 +95,6 @@ fn a_reader_leaves_a_segment_to_the_transfer_that_it_waits_for() {
     assert!(downloaded(&copier, &memory[0]) == bytes);
 }
 
-/// The reader may be waiting for one of the other transfers.
-#[test]
-fn a_reader_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back() {
-    let rig = Rig::new(HostConfig::new(), 2 << 20);
-    let copier = rig.copier();
-    let bytes = pattern(200_000, 4);
-    let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
-    copier.upload_slice(&bytes, &memory[0]).unwrap();
-    rig.all_is_back();
-    let beside = || {
-        for upload in [false, true] {
-            let all = rig.emptied();
-            let third = rig.device.alloc(200_000).unwrap();
-            let waits: Box<dyn FnOnce() -> bool> = if upload {
-                let load = copier.upload(bytes.clone(), &third).unwrap();
-                Box::new(move || load.wait_timeout(HANG).is_ok())
-            } else {
-                let load = copier.download(&memory[0], Whole::default()).unwrap();
-                Box::new(move || load.wait_timeout(HANG).is_ok())
-            };
-            std::thread::sleep(Duration::from_millis(50));
-            drop(all);
-            assert!(waits(), "upload: {upload}");
-        }
-    };
-    copier.upload_read(&mut reads(beside, &bytes), &memory[1]).unwrap();
-    assert!(downloaded(&copier, &memory[1]) == bytes);
-    rig.all_is_back();
-}
-
 #[test]
 fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
     let rig = Rig::plain();
@@ -177,69 +123,6 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
             assert!(staged());
         }
     }
-    rig.all_is_back();
-}
-
-/// A chunk that lands for its caller is in flight no more, and wakes no worker by that.
-#[test]
-fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
-    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 16 << 20);
-    let copier = rig.builder().depth(1).build().unwrap();
-    let bytes = pattern(1 << 20, 8);
-    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
-    let beside = || {
-        let Ok(back) = copier.download(&memory[1], Whole::default()).unwrap().wait_timeout(HANG) else {
-            panic!("no thread tells it")
-        };
-        assert!(back.unwrap().into_vec() == bytes);
-    };
-    copier.download_write(&memory[0], &mut first(beside)).unwrap();
-    rig.all_is_back();
-}
-
-/// A waiter that looks up from time to time does not go back to the end of the pool's queue for that.
-#[test]
-fn who_waits_for_the_pool_keeps_his_place() {
-    let rig = Rig::new(HostConfig::new(), 2 << 20);
-    let copier = rig.builder().threads(2).build().unwrap();
-    let (bytes, memory) = (pattern(1 << 20, 9), rig.device.alloc(1 << 20).unwrap());
-    let all = rig.emptied();
-    let load = copier.upload(bytes.clone(), &memory).unwrap();
-    until("it waits for the pool", || rig.pool.stats().waiting == 1);
-    // Longer than a waiter waits at a time.
-    std::thread::sleep(Duration::from_millis(900));
-    let stats = rig.pool.stats();
-    assert!(stats.waiting == 1 && stats.timeouts == 0, "no waiter has given up: {stats:?}");
-    drop(all);
-    assert!(load.wait_timeout(HANG).is_ok());
-    assert!(downloaded(&copier, &memory) == bytes);
-    rig.all_is_back();
-}
-
-/// An arrival makes room for a copy and brings a chunk to be drained: two workers are woken.
-#[test]
-fn a_place_on_the_wire_is_told_beside_what_has_landed() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(2).depth(1).build().unwrap();
-    let memory = [0, 1].map(|_| rig.device.alloc(64 << 10).unwrap());
-    let (told, hears) = std::sync::mpsc::channel::<()>();
-    let hears = std::sync::Mutex::new(hears);
-    rig.node.hang(0);
-    let waits = sink(move |_, _| {
-        _ = hears.lock().unwrap().recv_timeout(2 * HANG);
-        Ok(())
-    });
-    let slow = copier.download(&memory[0], waits).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
-    let plain = copier.download(&memory[1], Whole::default()).unwrap();
-    // Both workers have looked for a place.
-    std::thread::sleep(Duration::from_millis(50));
-    rig.node.resume(0);
-    let over = plain.wait_timeout(HANG).is_ok();
-    drop(told);
-    slow.wait().unwrap();
-    assert!(over, "no worker was told of the place");
     rig.all_is_back();
 }
 
@@ -282,64 +165,6 @@ fn readers_and_writers_are_served_while_all_workers_are_busy() {
         assert!(slow.wait().is_err());
         rig.all_is_back();
     }
-}
-
-/// The same beside a transfer that needs neither workers nor segments, and keeps the link busy.
-#[test]
-fn a_reader_is_served_beside_a_busy_wire() {
-    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 3), 256 << 20);
-    let copier = rig.builder().threads(1).depth(2).build().unwrap();
-    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let mut pinned = rig.pool.checkout(128 << 20).unwrap();
-    pinned.try_resize(128 << 20, 1).unwrap();
-    let place = rig.device.alloc(128 << 20).unwrap();
-    let (told, source) = told(64 << 10, 0);
-    let slow = copier.upload(source, &memory[0]).unwrap();
-    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
-    let all = rig.emptied();
-    let wire = copier.upload_pages(vec![(pinned, place.slice(..).unwrap())]).unwrap();
-    let (done, hears_done) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut reads = reads(|| done.send(wire.is_over()).unwrap(), &[7; 1000]);
-            copier.upload_read(&mut reads, &memory[1]).unwrap();
-        });
-        std::thread::sleep(Duration::from_millis(400));
-        drop(all);
-        let read = hears_done.recv_timeout(HANG);
-        wire.cancel();
-        drop(told);
-        assert_eq!(read, Ok(false), "no thread asks the pool");
-    });
-    slow.wait().unwrap();
-    drop(wire);
-    rig.all_is_back();
-}
-
-/// However much other work goes on.
-#[test]
-fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
-    let rig = Rig::plain();
-    let copier = rig.builder().threads(1).rate(4 << 20).build().unwrap();
-    let memory = [0, 1, 2].map(|_| rig.device.alloc(64 << 20).unwrap());
-    let all = rig.emptied();
-    let busy = copier.download(&memory[1], Whole::default()).unwrap();
-    let (done, hears) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let first = copier.with_priority(Priority::Foreground);
-            let few = memory[2].slice(..300 << 10).unwrap();
-            first.download_write(&few, &mut Vec::new()).unwrap();
-            done.send(busy.is_over()).unwrap();
-        });
-        std::thread::sleep(Duration::from_millis(500));
-        drop(all);
-        let heard = hears.recv_timeout(HANG / 2);
-        busy.cancel();
-        assert_eq!(heard, Ok(false), "no thread asks the pool");
-    });
-    drop(busy);
-    rig.all_is_back();
 }
 
 /// Each copier asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile

@@ -4,11 +4,12 @@ use std::sync::{Arc, OnceLock};
 
 use crate::buffer::PinnedBuf;
 use crate::copy::copier::chunk::{Chunk, transfer};
-use crate::copy::copier::engine::{Engine, Flight, Then};
+use crate::copy::copier::engine::{Engine, Flight, Sent};
 use crate::copy::copier::job::{End, Job};
 use crate::copy::copier::ring::{Slot, Take};
 use crate::copy::copier::spreader::Entry;
 use crate::copy::copier::types::{Direction, Kind};
+use crate::device::Transfer;
 use crate::error::{Error, Result};
 use crate::pool::Waiter;
 use crate::stream::hold::Retain;
@@ -17,13 +18,10 @@ use crate::stream::timeline::Ticket;
 type Done = Arc<OnceLock<Result<()>>>;
 
 pub(super) enum Stage {
-    /// Filled, or in place: waits for a slot or a permit.
+    /// Waits for a slot or a permit. The bytes are where the copy begins: filled, in place, or collected.
     Ready,
-    /// Down: the table is on its way, in the chunk's segment or in one of its own, and the kernel collects the bytes
-    /// behind it.
+    /// Down: the table is on its way, and the kernel collects the bytes behind it.
     Collecting(Flight, Done),
-    /// Down: the bytes are in the slot, or (without a slot) where they are, and the chunk waits for a permit.
-    Collected,
     /// The bytes are on their way. What follows on the device is the engine's, which has the slot now; with `Done` a
     /// kernel spreads them.
     Copying(Flight, Option<Done>),
@@ -36,10 +34,9 @@ pub(super) enum Stage {
     Refused(Ticket, Error),
 }
 
-/// What came of a look at a chunk.
+/// What came of a look at a chunk: it is in the same stage, in another one, or has ended.
 pub(super) enum Step {
     Same,
-    /// It is in another stage.
     Moved,
     Ended(End),
 }
@@ -52,7 +49,8 @@ fn failed(error: Error) -> Step {
 pub(super) struct Owned {
     pub(super) job: Arc<Job>,
     pub(super) chunk: Chunk,
-    /// It has a segment of the copier's share: this one, but while that is in flight.
+    /// It has a segment of the copier's share: this one, but while that is in flight. Else `buf` is a small one of its
+    /// own, for the table of a chunk in place.
     pub(super) staged: bool,
     pub(super) buf: Option<PinnedBuf>,
     pub(super) slot: Option<Slot>,
@@ -68,19 +66,31 @@ impl Owned {
 
     /// Chooses the way, and fills the segment of an upload.
     pub(super) fn prepare(&mut self, engine: &Engine) -> Result<()> {
-        let (job, chunk, direction) = (&self.job, &self.chunk, self.job.direction);
+        let (job, chunk, direction) = (&self.job, &self.chunk, self.job.of.direction);
         // While a call of the program writes bytes from the ring, it may wait for transfers that need the ring, and
         // this worker would have a part of it.
         let may_hold_up = direction == Direction::Down && job.kind == Kind::Blocking;
         let may_use_ring = !may_hold_up && !engine.is_slow(direction);
-        self.by_ring = may_use_ring && chunk.is_for_ring(engine.settings.segment);
-        let Some(buf) = &mut self.buf else { return Ok(()) };
-        self.by_ring &= chunk.is_for_ring(buf.capacity());
-        if direction == Direction::Up {
-            // SAFETY: the chunk was taken and has not ended.
-            unsafe { job.plan() }.fill(chunk, buf)?;
+        let copies = if self.staged { 1 } else { chunk.parts.len() };
+        self.by_ring = may_use_ring && chunk.is_for_ring(copies, engine.settings.segment);
+        match &mut self.buf {
+            Some(buf) => {
+                self.by_ring &= chunk.is_for_ring(copies, buf.capacity());
+                if direction == Direction::Up {
+                    // SAFETY: the chunk was taken and has not ended.
+                    unsafe { job.plan() }.fill(chunk, buf)?;
+                }
+                chunk.close(direction, buf, self.by_ring);
+            }
+            None if self.by_ring => {
+                let table = engine.segments.pool.for_copier(chunk.table_len().into(), Waiter::Retry);
+                self.buf = table.ok();
+                self.by_ring = self.buf.is_some();
+                // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
+                self.buf.iter_mut().for_each(|table| unsafe { chunk.write_table(table.as_mut_ptr()) });
+            }
+            None => {}
         }
-        chunk.close(direction, buf, self.by_ring);
         Ok(())
     }
 
@@ -94,21 +104,15 @@ impl Owned {
     /// Moves the chunk on, if it can be.
     pub(super) fn step(&mut self, engine: &Engine) -> Step {
         match &self.stage {
-            Stage::Ready | Stage::Collected | Stage::Landed if self.job.is_stopped() => {
-                Step::Ended(End::Dropped)
-            }
+            Stage::Ready | Stage::Landed if self.job.is_stopped() => Step::Ended(End::Dropped),
             Stage::Ready => self.ready(engine),
             Stage::Collecting(_, done) => match done.get() {
                 None => Step::Same,
                 Some(Ok(())) => self.collected(),
                 Some(Err(error)) => failed(error.clone()),
             },
-            Stage::Collected => self.copy(engine),
             Stage::Copying(flight, _) if flight.is_over() => self.copied(engine),
-            Stage::Spreading(done) => match done.get() {
-                Some(said) => Step::Ended(said.clone().into()),
-                None => Step::Same,
-            },
+            Stage::Spreading(done) => done.get().map_or(Step::Same, |said| Step::Ended(said.clone().into())),
             Stage::Copying(..) | Stage::Landed => Step::Same,
             Stage::Refused(ticket, error) => match ticket.timeline.poll_complete(ticket.seq) {
                 Ok(false) => Step::Same,
@@ -124,11 +128,11 @@ impl Owned {
 
     /// Sends the chunk off, by way of a slot of the ring or without.
     fn ready(&mut self, engine: &Engine) -> Step {
-        let direction = self.job.direction;
-        if self.by_ring {
+        let direction = self.job.of.direction;
+        if self.by_ring && self.slot.is_none() {
             match engine.ring.take(&engine.device) {
                 Take::Full if !engine.is_slow(direction) => return Step::Same,
-                Take::Full | Take::None => {}
+                Take::Full | Take::None => self.by_ring = false,
                 Take::Slot(slot) if direction == Direction::Down => return self.collect(engine, slot),
                 Take::Slot(slot) => self.slot = Some(slot),
             }
@@ -136,30 +140,21 @@ impl Owned {
         self.copy(engine)
     }
 
-    /// The table of a chunk in place: in a small segment of its own, which returns by itself.
-    fn table(&self, engine: &Engine) -> Option<PinnedBuf> {
-        let pool = &engine.segments.pool;
-        let mut table = pool.for_copier(self.chunk.table_len().into(), Waiter::Retry).ok()?;
-        // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
-        unsafe { self.chunk.write_table(table.as_mut_ptr()) };
-        Some(table)
+    /// The copy of the chunk's table from its segment to the slot.
+    fn table(&self, buf: &mut PinnedBuf, slot: &Slot) -> Transfer {
+        let (at, len) = (self.chunk.table_at(), self.chunk.table_len());
+        let from = if self.staged { at } else { 0 };
+        transfer(Direction::Up, buf.as_mut_ptr().wrapping_add(from), slot.at(at), len)
     }
 
     /// Has the bytes of the chunk collected in a slot.
     fn collect(&mut self, engine: &Engine, slot: Slot) -> Step {
-        let (at, len) = (self.chunk.table_at(), self.chunk.table_len());
-        let Some(spreader) = engine.spreader(Direction::Down) else {
-            return failed(Error::Internal("a slot without kernels"));
+        let (Some(spreader), Some(mut buf)) = (engine.spreader(Direction::Down), self.buf.take()) else {
+            return failed(Error::Internal("a slot without kernels or a table"));
         };
-        let (buf, from) = if self.staged { (self.buf.take(), at) } else { (self.table(engine), 0) };
-        let Some(mut buf) = buf else {
-            engine.ring.give(slot);
-            return self.copy(engine);
-        };
-        let copy = transfer(Direction::Up, buf.as_mut_ptr().wrapping_add(from), slot.at(at), len);
-        let ring = slot.memory.allocation();
+        let (mut copy, ring) = ([self.table(&mut buf, &slot)], slot.memory.allocation());
         // On the kernel's stream, so that the kernel comes after it. SAFETY: within the segment and the slot.
-        let sent = unsafe { engine.submit(spreader.stream(), (Some(buf), None), None, &mut [copy], ring) };
+        let sent = unsafe { engine.submit(&spreader.stream, (Some(buf), None), None, &mut copy, ring) };
         let (entry, done) = self.entry(&slot);
         self.slot = Some(slot);
         match sent {
@@ -177,29 +172,25 @@ impl Owned {
 
     /// Nothing uses the slot, if there is one.
     fn give_slot(&mut self, engine: &Engine) {
-        self.slot.take().into_iter().for_each(|slot| engine.ring.give(slot));
+        self.slot.take().into_iter().for_each(|slot| engine.ring.give(slot, false));
     }
 
     /// The bytes are in the slot. The table's copy comes before the kernel on the same stream, so it is complete.
     fn collected(&mut self) -> Step {
-        let Stage::Collecting(flight, _) = std::mem::replace(&mut self.stage, Stage::Collected) else {
+        let Stage::Collecting(flight, _) = std::mem::replace(&mut self.stage, Stage::Ready) else {
             return Step::Same;
         };
-        match flight.end() {
-            Ok(buf) => {
-                self.buf = buf.filter(|_| self.staged);
-                Step::Moved
-            }
-            Err(error) => failed(error),
-        }
+        flight.end().map_or_else(failed, |buf| {
+            self.buf = buf.filter(|_| self.staged);
+            Step::Moved
+        })
     }
 
     /// What a kernel does for the chunk in a slot, which is not given back then.
     fn entry(&self, slot: &Slot) -> (Entry, Done) {
         let done = Done::default();
-        let (run, memories, ring) =
-            (self.chunk.spread(slot), self.job.memories.clone(), slot.memory.allocation());
-        (Entry { run, memories, ring, slot: None, done: done.clone() }, done)
+        let (run, memories) = (self.chunk.spread(slot), self.job.of.memories.clone());
+        (Entry { run, memories, ring: slot.memory.allocation(), slot: None, done: done.clone() }, done)
     }
 
     /// What keeps the chunk's bytes, unless they are in a segment.
@@ -214,27 +205,21 @@ impl Owned {
 
     /// Submits the copies of the chunk: between the host and the slot, or the places on the device.
     fn copy(&mut self, engine: &Engine) -> Step {
-        let (direction, priority, bytes) = (self.job.direction, self.job.priority, self.chunk.bytes);
+        let (direction, priority, bytes) = (self.job.of.direction, self.job.of.priority, self.chunk.bytes);
         let is_up = direction == Direction::Up;
         if !engine.may_send(direction, priority, bytes) {
-            self.stage = if is_up { Stage::Ready } else { Stage::Collected };
             if is_up {
                 // It has nothing in the slot yet.
                 self.give_slot(engine);
             }
             return Step::Same;
         }
-        let needs_table = is_up && !self.staged && self.slot.is_some();
-        let mut buf = if needs_table { self.table(engine) } else { self.buf.take() };
-        if needs_table && buf.is_none() {
-            self.give_slot(engine);
-        }
+        let (mut buf, slot) = (self.buf.take().filter(|_| self.staged || self.slot.is_some()), &self.slot);
         let segment = buf.as_mut().filter(|_| self.staged);
         let segment = segment.map(|buf| (buf.as_mut_ptr(), if is_up { buf.len() } else { self.chunk.data }));
-        let mut transfers = self.chunk.transfers(direction, segment, self.slot.as_ref());
-        if let (true, Some(table), Some(slot)) = (needs_table, &mut buf, &self.slot) {
-            let (place, len) = (slot.at(self.chunk.table_at()), self.chunk.table_len());
-            transfers.push(transfer(direction, table.as_mut_ptr(), place, len));
+        let mut transfers = self.chunk.transfers(direction, segment, slot.as_ref());
+        if let (false, Some(buf), Some(slot)) = (self.staged, &mut buf, slot) {
+            transfers.push(self.table(buf, slot));
         }
         let mut stats = engine.counters.lock();
         *match self.slot {
@@ -245,7 +230,7 @@ impl Owned {
         drop(stats);
         let memories: Arc<dyn Retain> = match &self.slot {
             Some(slot) => slot.memory.allocation(),
-            None => self.job.memories.clone(),
+            None => self.job.of.memories.clone(),
         };
         let stream = engine.stream(direction, priority);
         let buf = (buf, (!is_up).then_some(self.chunk.data));
@@ -255,15 +240,13 @@ impl Owned {
         });
         match sent {
             Ok((flight, Ok(()))) => {
-                let (then, done) = match self.slot.take() {
-                    None => (Then::Nothing, None),
-                    Some(slot) if !is_up => (Then::Give(slot), None),
-                    Some(slot) => {
-                        let (entry, done) = self.entry(&slot);
-                        (Then::Spread(Entry { slot: Some(slot), ..entry }), Some(done))
-                    }
-                };
-                engine.sent(direction, priority, Some((flight.ticket.clone(), then)));
+                let (mut slot, mut entry, mut done) = (self.slot.take(), None, None);
+                if let Some(slot) = slot.take_if(|_| is_up) {
+                    let (spread, when) = self.entry(&slot);
+                    (entry, done) = (Some(Entry { slot: Some(slot), ..spread }), Some(when));
+                }
+                let ticket = flight.ticket.clone();
+                engine.sent(direction, priority, Some(Sent { ticket, slot, entry, priority }));
                 self.moved(Stage::Copying(flight, done))
             }
             Ok((flight, Err(error))) => {
@@ -287,17 +270,13 @@ impl Owned {
             Ok(buf) => buf.filter(|_| self.staged),
             Err(error) => return failed(error),
         };
-        match (self.job.direction, buf) {
-            (Direction::Up, buf) => {
-                self.staged = false;
-                buf.into_iter().for_each(|buf| engine.segments.give(buf));
-                done.map_or(Step::Ended(End::Arrived), |done| self.moved(Stage::Spreading(done)))
-            }
-            (Direction::Down, None) => Step::Ended(End::Arrived),
-            (Direction::Down, buf) => {
-                self.buf = buf;
-                Step::Moved
-            }
+        if self.job.of.direction == Direction::Down && self.staged {
+            self.buf = buf;
+            return Step::Moved;
         }
+        if std::mem::take(&mut self.staged) {
+            engine.segments.give(buf);
+        }
+        done.map_or(Step::Ended(End::Arrived), |done| self.moved(Stage::Spreading(done)))
     }
 }

@@ -1,14 +1,15 @@
-//! The calls for memory: borrowed bytes, and pinned blocks of many pages.
+//! The calls for borrowed bytes, for sources and sinks, and for pinned blocks of many pages.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::chunk::Ramp;
-use super::engine::Engine;
-use super::job::{Job, Named, Plan, Start, Values};
-use super::pages::{Paged, Pages};
-use super::pieces::{Borrowed, Piece, Survey};
+use super::file::bounds;
+use super::job::{END, Job, Plan, Start, Values};
+use super::pieces::{Borrowed, Paged, Piece, Survey};
+use super::ranges::{CopyRange, CopyRanges, Ranges, Reads, Writes};
+use super::source::{self, Sink, Source};
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::types::{Direction, Priority};
@@ -26,6 +27,11 @@ use crate::stream::hold::Resource;
 /// a driver's copy from or to memory that is not pinned is slower.
 const AT_ONCE: usize = 256 << 10;
 
+type Name = Option<Cow<'static, str>>;
+
+/// What a call with blocks was found to be: its pieces, and the bytes of each block.
+type Found = (Survey, Vec<Piece>, Vec<usize>);
+
 impl Copier {
     // --- borrowed ----------------------------------------------------------------------------------------------------
 
@@ -39,13 +45,13 @@ impl Copier {
         self.upload_lent(slices, None)
     }
 
-    fn upload_lent(&self, slices: &[(&[u8], DeviceSlice)], named: Option<Named>) -> Result<()> {
+    fn upload_lent(&self, slices: &[(&[u8], DeviceSlice)], name: Name) -> Result<()> {
         let get = |n: usize| {
-            let (bytes, memory) = &slices[n];
-            (bytes.as_ptr().cast_mut(), bytes.len(), memory)
+            let &(bytes, ref memory) = slices.get(n)?;
+            Some((bytes.as_ptr().cast_mut(), <[u8]>::len(bytes), memory))
         };
         // SAFETY: shared borrows of bytes.
-        unsafe { self.lend(Direction::Up, slices.len(), get, named) }
+        unsafe { self.lend(Direction::Up, get, name) }
     }
 
     /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 256 KiB go by one
@@ -57,11 +63,15 @@ impl Copier {
     /// # Errors
     /// [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range; else as for [`Transfer::wait`].
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
-        let dst = self.target(dst, src.len() as u64)?;
-        self.may_block()?;
-        let named = self.named(Direction::Up, dst.len() as u64, "bytes in memory".into());
-        let said = self.at_once(Direction::Up, dst.len(), &named, |stream| stream.upload_blocking(src, &dst));
-        said.unwrap_or_else(|| self.upload_lent(&[(src, dst)], Some(named)))
+        let dst = self.own(dst)?;
+        if src.is_empty() {
+            return Err(Error::empty());
+        }
+        Error::unless_fits(src.len(), dst.len())?;
+        let (dst, name) = (dst.slice(..src.len())?, Cow::from("bytes in memory"));
+        let said =
+            self.at_once(Direction::Up, dst.len(), &name, |stream| stream.upload_blocking(src, &dst))?;
+        if said { Ok(()) } else { self.upload_lent(&[(src, dst)], Some(name)) }
     }
 
     /// Copies device memory to the front of borrowed memory, and returns when it is there. After an error the memory's
@@ -72,32 +82,30 @@ impl Copier {
     pub fn download_slice(&self, src: impl DeviceRange, dst: &mut [u8]) -> Result<()> {
         let src = self.own(src)?;
         Error::unless_fits(src.len(), dst.len())?;
-        self.may_block()?;
-        let named = self.named(Direction::Down, src.len() as u64, "memory".into());
-        let to = &mut *dst;
+        let (to, name) = (&mut *dst, Cow::from("memory"));
         let said =
-            self.at_once(Direction::Down, src.len(), &named, |stream| stream.download_blocking(&src, to));
-        said.unwrap_or_else(|| self.download_lent(&mut [(src, dst)], Some(named)))
+            self.at_once(Direction::Down, src.len(), &name, |stream| stream.download_blocking(&src, to))?;
+        if said { Ok(()) } else { self.download_lent(&mut [(src, dst)], Some(name)) }
     }
 
-    /// Copies a few bytes by a blocking call of the driver, for a caller that waits: a chunk takes half as long again.
-    /// `None`: they have to go as a chunk.
+    /// Copies a few bytes by a blocking call of the driver: a chunk takes half as long again. `false`: they have to go as
+    /// a chunk.
     fn at_once(
         &self,
         direction: Direction,
         bytes: usize,
-        (name, trace): &Named,
+        name: &str,
         copy: impl FnOnce(&Stream) -> Result<()>,
-    ) -> Option<Result<()>> {
-        let (engine, priority) = (self.engine(), self.priority);
+    ) -> Result<bool> {
+        self.may_block()?;
+        let (engine, priority, since) = (self.engine(), self.priority, Instant::now());
         let is_short = bytes <= AT_ONCE && engine.settings.threads > 0;
         if !is_short || !engine.may_send(direction, priority, bytes) {
-            return None;
+            return Ok(false);
         }
-        let permit = Permit { engine, direction, priority };
-        let since = Instant::now();
+        let trace = Trace::begin(self.device().name(), direction, priority, bytes as u64, name);
         let said = copy(engine.stream(direction, priority)).map_err(|cause| Error::Transfer {
-            what: name.clone().into_owned(),
+            what: name.into(),
             offset: 0,
             cause: Box::new(cause),
         });
@@ -105,9 +113,9 @@ impl Copier {
         stats.chunks += 1;
         stats.batch_bytes += bytes as u64;
         drop(stats);
-        drop(permit);
+        engine.sent(direction, priority, None);
         trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
-        Some(said)
+        said.map(|()| true)
     }
 
     /// Copies many ranges of device memory, each to the front of a borrowed slice, and returns when all of it is there.
@@ -118,38 +126,40 @@ impl Copier {
         self.download_lent(slices, None)
     }
 
-    fn download_lent(&self, slices: &mut [(DeviceSlice, &mut [u8])], named: Option<Named>) -> Result<()> {
+    fn download_lent(&self, slices: &mut [(DeviceSlice, &mut [u8])], name: Name) -> Result<()> {
         let (first, count) = (slices.as_mut_ptr(), slices.len());
         let get = |n: usize| {
+            if n >= count {
+                return None;
+            }
             // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of
             // the target, whose bytes another thread may be writing.
             let (memory, target) = unsafe {
                 let entry = first.add(n);
                 (&(*entry).0, &raw mut *(*entry).1)
             };
-            (target.cast(), target.len(), memory)
+            Some((target.cast(), target.len(), memory))
         };
         // SAFETY: borrowed exclusively. The list itself is only read.
-        unsafe { self.lend(Direction::Down, count, get, named) }
+        unsafe { self.lend(Direction::Down, get, name) }
     }
 
-    /// Copies so many pieces that the caller lends, and waits until that is over. `get`: where a piece is on the host,
-    /// how long it is there, and its device memory.
+    /// Copies pieces that the caller lends, and waits until that is over. `get`: where a piece is on the host, how long
+    /// it is there, and its device memory.
     ///
     /// # Safety
-    /// Several threads may call `get` at once, and its drop does nothing. The pieces can be read, and are not written
-    /// (for an upload); or can be written, and are not used otherwise (for a download).
+    /// Any thread may call `get`, and its drop does nothing. The pieces can be read, and are not written (for an
+    /// upload); or can be written, and are not used otherwise (for a download).
     unsafe fn lend<'a>(
         &self,
         direction: Direction,
-        count: usize,
-        get: impl Fn(usize) -> (*mut u8, usize, &'a DeviceSlice),
-        named: Option<Named>,
+        get: impl Fn(usize) -> Option<(*mut u8, usize, &'a DeviceSlice)>,
+        name: Name,
     ) -> Result<()> {
         self.may_block()?;
         let mut survey = Survey::default();
-        for n in 0..count {
-            let (_, len, memory) = get(n);
+        for n in 0.. {
+            let Some((_, len, memory)) = get(n) else { break };
             let fits = match direction {
                 Direction::Up => Ok(len),
                 Direction::Down => Error::unless_fits(memory.len(), len).map(|()| memory.len()),
@@ -157,53 +167,52 @@ impl Copier {
             let added = fits.and_then(|len| survey.add(self.engine(), memory, len));
             added.map_err(|e| e.of_piece(n, memory.len()))?;
         }
-        let piece = |n| {
-            let (host, len, memory) = get(n);
-            Piece::new(host, len.min(memory.len()), memory)
-        };
+        let piece = |n| get(n).map(|(host, len, memory)| Piece::new(host, len.min(memory.len()), memory));
         // SAFETY: the caller's promise.
-        let plan: Arc<dyn Plan + '_> = Arc::new(unsafe { Borrowed::new(count, piece) });
+        let plan: Arc<dyn Plan + '_> = Arc::new(unsafe { Borrowed::new(piece) });
         // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and `Lending` waits for
         // that, also on unwinding. A worker may keep the job a moment longer: the plan's drop is that of `get`.
         let plan = unsafe { std::mem::transmute::<Arc<dyn Plan + '_>, Arc<dyn Plan>>(plan) };
-        let job = self.job(self.begin(direction, survey, named), plan);
+        self.workers.start()?;
+        let job = self.job(direction, survey, name, plan);
         let lending = Lending { workers: &self.workers, job: &job };
-        self.workers.start().inspect_err(|error| job.fail(error.clone()))?;
         self.workers.add(&job);
         drop(lending);
         // A wait that ended in the child of a fork, before the job did, has moved nothing here.
         job.outcome().unwrap_or(Err(Error::Forked))
     }
 
-    /// A name for errors and events, and the span that begins under it.
-    pub(super) fn named(&self, direction: Direction, total: u64, name: Cow<'static, str>) -> Named {
-        let trace = Trace::begin(self.device().name(), direction, self.priority, total, &name);
-        (name, trace)
-    }
-
-    /// What is known of a transfer before it starts.
-    pub(super) fn begin(&self, direction: Direction, survey: Survey, named: Option<Named>) -> Start {
-        let Survey { bytes: total, memories, .. } = survey;
-        let (priority, timeout, ramp) = (self.priority, self.timeout, Ramp::new(&self.engine().settings));
-        Start { direction, priority, total, named, memories, timeout, ramp }
-    }
-
-    fn job(&self, start: Start, plan: Arc<dyn Plan>) -> Arc<Job> {
-        let job = Job::new(start, plan);
-        let engine = Arc::downgrade(self.engine());
+    /// A transfer that waits to be started.
+    fn job(&self, direction: Direction, found: Survey, name: Name, plan: Arc<dyn Plan>) -> Arc<Job> {
+        let (Survey { bytes: total, memories, .. }, priority) = (found, self.priority);
+        let begin =
+            |name: &Cow<'_, str>| Trace::begin(self.device().name(), direction, priority, total, name);
+        let (trace, memories, timeout) = (name.as_ref().map(begin), Arc::new(memories), self.timeout);
+        let ramp = Ramp::new(&self.engine().settings, plan.is_in_place());
+        let start = Start { direction, priority, total, name, trace, memories, timeout, ramp };
+        let (job, engine) = (Job::new(start, plan), Arc::downgrade(self.engine()));
         job.end_in_time(move || engine.upgrade().map(|engine| engine.segments.shortage()));
         job
     }
 
-    /// Before a call.
-    pub(super) fn alive(&self) -> Result<()> {
-        self.device().context().alive()
+    /// Starts a transfer that owns what it moves, on threads that were started.
+    fn run<B>(
+        &self,
+        direction: Direction,
+        survey: Survey,
+        name: Name,
+        plan: impl Plan + Values<B> + 'static,
+    ) -> Transfer<B> {
+        let plan = Arc::new(plan);
+        let job = self.job(direction, survey, name, plan.clone());
+        self.workers.add(&job);
+        Transfer::new(self.clone(), job, plan)
     }
 
     /// Before a blocking call.
     pub(super) fn may_block(&self) -> Result<()> {
         may_wait()?;
-        self.alive()
+        self.device().context().alive()
     }
 
     /// Device memory of this device.
@@ -213,15 +222,55 @@ impl Copier {
         Ok(slice.clone())
     }
 
-    /// As many bytes at its front.
-    pub(super) fn target(&self, range: impl DeviceRange, len: u64) -> Result<DeviceSlice> {
-        let slice = self.own(range)?;
-        let need = usize::try_from(len).unwrap_or(usize::MAX);
-        if need == 0 {
-            return Err(Error::empty());
-        }
-        Error::unless_fits(need, slice.len())?;
-        slice.slice(..need)
+    // --- sources and sinks -------------------------------------------------------------------------------------------
+
+    /// Copies a source to the device: all of it to the front of a [`DeviceRange`](crate::DeviceRange), or ranges of it,
+    /// each to its place. Goes on by itself: see [`Transfer`].
+    ///
+    /// A file of a thousand tensors is one transfer, read in the file's order; [`Transfer::wait_landed`] tells when the
+    /// first of them can be used. [`FileSource`](super::FileSource) says what becomes of a file that changes meanwhile.
+    ///
+    /// # Errors
+    /// With the source: [`Error::Argument`] for a source without bytes, no range, or a range that leaves the source;
+    /// [`Error::TooSmall`], [`Error::Mismatch`], a bad range, a lost device.
+    #[allow(clippy::result_large_err, reason = "the error carries the source back")]
+    pub fn upload<S: Source>(
+        &self,
+        source: S,
+        places: impl CopyRanges,
+    ) -> Result<Transfer<S>, SubmitError<S>> {
+        let looked = self.device().context().alive().and_then(|()| {
+            let bounds = bounds(&source)?;
+            let name = source::name("the source", || source.name().into_owned());
+            let list = places.list(self.device().context(), Some(bounds.clone()), KEY)?;
+            let (survey, ranges) = self.survey_ranges(name, list)?;
+            Ok((survey, ranges.within(bounds)?))
+        });
+        let ((survey, ranges), source) = SubmitError::unless(looked, source)?;
+        let name = Some(ranges.name.clone());
+        Ok(self.run(Direction::Up, survey, name, Reads::new(source, ranges, self.engine().counters.clone())))
+    }
+
+    /// Copies device memory to a sink: a [`DeviceRange`](crate::DeviceRange) to its start, or ranges, each to its
+    /// offset. Goes on by itself: see [`Transfer`].
+    ///
+    /// # Errors
+    /// With the sink: [`Error::Argument`] for no range; [`Error::Mismatch`], a bad range, a lost device;
+    /// [`Error::OutOfMemory`] for a vector.
+    pub fn download<S: Sink>(&self, places: impl CopyRanges, sink: S) -> Result<Transfer<S>, SubmitError<S>> {
+        let looked = self.device().context().alive().and_then(|()| {
+            let name = source::name("the target", || sink.name().into_owned());
+            self.survey_ranges(name, places.list(self.device().context(), None, KEY)?)
+        });
+        let ((survey, ranges), sink) = SubmitError::unless(looked, sink)?;
+        let name = Some(ranges.name.clone());
+        Ok(self.run(Direction::Down, survey, name, Writes::new(sink, ranges)?))
+    }
+
+    fn survey_ranges(&self, name: Cow<'static, str>, ranges: Vec<CopyRange>) -> Result<(Survey, Ranges)> {
+        let mut survey = Survey::default();
+        let ranges = Ranges::new(self.engine(), name, ranges, &mut survey)?;
+        self.workers.start().map(|()| (survey, ranges))
     }
 
     // --- pages -------------------------------------------------------------------------------------------------------
@@ -276,63 +325,39 @@ impl Copier {
     fn survey_pages<'a, P: Places + 'a>(
         &self,
         blocks: impl Iterator<Item = (Result<(*mut u8, usize)>, &'a P)>,
-    ) -> Result<(Survey, Pages)> {
-        self.alive()?;
-        let (mut survey, mut pages) = (Survey::default(), Pages::default());
+    ) -> Result<Found> {
+        self.device().context().alive()?;
+        let (mut survey, mut pieces, mut lens) = (Survey::default(), Vec::new(), Vec::new());
         for (n, (looked, places)) in blocks.enumerate() {
-            let mut added = Ok(());
-            pages.add(looked.as_ref().map_or(std::ptr::null_mut(), |(host, _)| *host));
+            let (mut need, mut added) = (0_usize, Ok(()));
+            let host = looked.as_ref().map_or(std::ptr::null_mut(), |(host, _)| *host);
             places.each(KEY, &mut |whole, len, stride| {
                 let count = (whole.len() - len) / stride + 1;
-                pages.put(whole.address(), len, stride, count);
+                let (host, device) = (host.wrapping_add(need), whole.address());
+                pieces.push(Piece { host, len, count, stride, device, group: n as u64, at: 0 });
+                need = need.saturating_add(len.saturating_mul(count));
                 if looked.is_ok() && added.is_ok() {
                     added = survey.add(self.engine(), whole, len * count);
                 }
             });
-            let fits = |have| match pages.last() {
-                0 => Err(Error::empty()),
-                need => Error::unless_fits(need, have),
-            };
-            let looked = looked.and_then(|(_, have)| added.and_then(|()| fits(have)));
-            looked.map_err(|e| e.of_piece(n, pages.last()))?;
+            let looked = looked.and_then(|(_, have)| {
+                added?;
+                if need == 0 { Err(Error::empty()) } else { Error::unless_fits(need, have) }
+            });
+            looked.map_err(|e| e.of_piece(n, need))?;
+            lens.push(need);
         }
-        self.workers.start().map(|()| (survey, pages))
+        self.workers.start().map(|()| (survey, pieces, lens))
     }
 
-    /// Starts a job that owns blocks.
+    /// Starts a transfer that owns blocks.
     fn run_pages<B: Lend + 'static>(
         &self,
         direction: Direction,
-        (survey, pages): (Survey, Pages),
+        (survey, pieces, lens): Found,
         lent: Vec<(Resource, B)>,
     ) -> Transfer<Vec<B>> {
-        let ramp = Ramp::unfilled(&self.engine().settings);
-        let start = Start { ramp, ..self.begin(direction, survey, None) };
-        self.run(start, Arc::new(Paged::new(direction, pages, lent)))
-    }
-
-    /// Starts a job that owns what it moves, on threads that were started.
-    pub(super) fn run<B>(
-        &self,
-        start: Start,
-        plan: Arc<impl Plan + Values<Back = B> + 'static>,
-    ) -> Transfer<B> {
-        let job = self.job(start, plan.clone());
-        self.workers.add(&job);
-        Transfer::new(self.clone(), job, plan)
-    }
-}
-
-/// A permit ([`Engine::may_send`]) for a copy that its caller waits for. Its drop, also on unwinding, gives it back.
-struct Permit<'a> {
-    engine: &'a Engine,
-    direction: Direction,
-    priority: Priority,
-}
-
-impl Drop for Permit<'_> {
-    fn drop(&mut self) {
-        self.engine.sent(self.direction, self.priority, None);
+        self.run(direction, survey, None, Paged::new(direction, pieces, lent.into_iter().zip(lens)))
     }
 }
 
@@ -347,25 +372,6 @@ impl Drop for Lending<'_> {
         if std::thread::panicking() {
             self.job.cancel();
         }
-        self.workers.wait(self.job, None, |progress| progress.over);
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-    use crate::device::handle::Device;
-    use crate::{Pool, Unpinned};
-
-    #[test]
-    fn a_copy_that_unwinds_gives_its_permit_back() {
-        let device = Device::open("host").unwrap();
-        let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
-        let copier = Copier::builder(&pool, &device).depth(1).build().unwrap();
-        let named = copier.named(Direction::Up, 1, "one byte".into());
-        let copy = || copier.at_once(Direction::Up, 1, &named, |_| panic!("the driver's copy panics"));
-        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(copy)).is_err());
-        let sent = copier.at_once(Direction::Up, 1, &named, |_| Ok(()));
-        assert!(matches!(sent, Some(Ok(()))), "there is one permit, and it is free");
+        self.workers.wait(self.job, None, END);
     }
 }
