@@ -1,5 +1,4 @@
-//! How a pool is set up: the settings, as the program gives them. `pool::build` checks all of them at once, fills in
-//! the defaults, and hands them on to the central pool and to the regions.
+//! How a pool is set up: the settings, as the program gives them. `pool::build` checks them and fills in the defaults.
 
 use crate::device::handle::Device;
 use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, Unpinned};
@@ -89,20 +88,18 @@ impl PoolBuilder {
     /// The bytes of a region, by which the pool grows. Default: an eighth of the capacity, at least 256 MiB and at most
     /// 1 GiB; all of the capacity where that is less.
     ///
-    /// A buffer lies in one region and takes a little more than its length (see
-    /// [`Request::segment_bytes`](crate::Request::segment_bytes)), so a region of 2 MiB holds one buffer of 1 MiB, not
-    /// two. Make regions many times as large as most buffers, or a little larger than a whole number of them. A request
-    /// that is longer than a region has one of its own length pinned: [`extent`](Self::extent) alone bounds it.
+    /// A buffer lies in one region and takes a little more than its length
+    /// ([`Request::segment_bytes`](crate::Request::segment_bytes)): a region of 2 MiB holds one buffer of 1 MiB, not
+    /// two. A request that is longer than a region has one of its own length pinned.
     pub fn region(mut self, bytes: usize) -> Self {
         self.region = Some(bytes);
         self
     }
 
-    /// The bytes that one driver call pins at most. An extent is also the largest segment that there can be, so that
-    /// this setting and the capacity bound the largest buffer, and no other does. Default: 256 MiB, which take a few
-    /// milliseconds to pin; other users of the driver may have to wait for that long. An extent is made smaller where
-    /// the system or the driver cannot pin as much in one call: CUDA pins at most 256 GiB, and 1 GiB on Linux 6.11 to
-    /// 6.13; Ascend 128 GiB.
+    /// The bytes that one driver call pins at most, and so the largest segment: this setting and the capacity bound the
+    /// largest buffer. Default: 256 MiB, which take a few milliseconds to pin; other users of the driver may have to
+    /// wait for that long. An extent is smaller where the system or the driver cannot pin as much in one call: CUDA
+    /// pins at most 256 GiB, and 1 GiB on Linux 6.11 to 6.13; Ascend 128 GiB.
     pub fn extent(mut self, bytes: usize) -> Self {
         self.extent = Some(bytes);
         self
@@ -110,19 +107,16 @@ impl PoolBuilder {
 
     /// The bytes that a thread may cache at most. A checkout that its thread's cache serves takes no lock, and a return
     /// goes to the cache of the thread that makes it. 0 switches the caches off. Default: a 32nd of the capacity, at
-    /// least 256 KiB and at most 64 MiB.
+    /// least 256 KiB and at most 64 MiB. A thread that ends leaves its cache to the pool.
     ///
     /// - **Between threads**, each size class keeps twice as many bytes at most, but no more than a 16th of the
-    ///   capacity and 256 segments, and none where fewer than four segments would fit. So `n` threads that pass buffers
-    ///   of `c` sizes to each other keep `n + 2 c` times this setting at most.
+    ///   capacity and 256 segments. So `n` threads that pass buffers of `c` sizes to each other keep `n + 2 c` times
+    ///   this setting at most.
     /// - **Within a cache**, a size class has room for half of the bytes that are left when a thread first uses it, for
     ///   64 segments at most; a class of which two do not fit is not cached, unless others can be made to lose room.
     /// - **A request that finds nothing else** reaches, while the pool can grow, what lies between threads and the
-    ///   caches of threads that have been idle for a millisecond. If it may not wait for the growth
-    ///   ([`try_checkout`](crate::Pool::try_checkout)), or the pool can grow no more, or a request waits, it reaches
-    ///   everything.
-    ///
-    /// A thread that ends leaves its cache to the pool.
+    ///   caches of threads that have been idle for a millisecond, and everything if it may not wait for the growth
+    ///   ([`try_checkout`](crate::Pool::try_checkout)), if the pool can grow no more, or if a request waits.
     pub fn thread_cache(mut self, bytes: usize) -> Self {
         self.thread_cache = Some(bytes);
         self
@@ -135,8 +129,7 @@ impl PoolBuilder {
     }
 
     /// Where the memory comes from. Default: [`Backing::Registered`], the fastest to pin; [`Backing::HostAlloc`] on
-    /// Ascend, where all devices have it, and where the system cannot register memory (said once, by a warning of the
-    /// target `pinpool::region`). [Adopted](crate::Pool::adopt) memory comes on top of it.
+    /// Ascend, and where the system cannot register memory (said once, by a warning of the target `pinpool::region`).
     pub fn backing(mut self, backing: Backing) -> Self {
         self.backing = Some(backing);
         self
@@ -156,24 +149,21 @@ impl PoolBuilder {
         self
     }
 
-    /// The NUMA node that the pool's memory is to lie on, for a pool that serves the devices or the threads of one
-    /// node: a server with devices on several nodes has a pool for each. Default: the node of the first device
-    /// ([`Device::numa_node`]).
+    /// The NUMA node that the pool's memory is to lie on. A server with devices on several nodes has a pool for each.
+    /// Default: the node of the first device ([`Device::numa_node`]).
     ///
-    /// Pages come from that node as long as it has any, and then from others. On a node that the system does not have,
-    /// and for memory that the driver allocates ([`Backing::HostAlloc`]) or the program gives
-    /// ([`Pool::adopt`](crate::Pool::adopt)), this has no effect; [`RegionInfo::node`] says which node a region has.
+    /// Pages come from that node as long as it has any, and then from others; [`RegionInfo::node`] says from which.
+    /// On a node that the system does not have, and for memory that the driver allocates or the program gives, this
+    /// has no effect.
     pub fn numa_node(mut self, node: u32) -> Self {
         self.numa_node = Some(node);
         self
     }
 
-    /// The most requests that may wait for memory at a time. A request that would be one more gets
-    /// [`Error::QueueFull`](crate::Error::QueueFull) at once, whether it is blocking or async, for one buffer or
-    /// several. 0: no request waits. Default: no bound.
-    ///
-    /// A server under more load than it can serve so refuses clients at once, in place of letting all of them wait.
-    /// A copier's own waits for segments count, and are not refused.
+    /// The most requests that may wait for memory at a time, so that a server under more load than it can serve refuses
+    /// clients at once. A request that would be one more gets [`Error::QueueFull`](crate::Error::QueueFull), whether it
+    /// is blocking or async, for one buffer or several. 0: no request waits. Default: no bound. A copier's own waits
+    /// for segments count, and are not refused.
     pub fn max_waiting(mut self, requests: usize) -> Self {
         self.max_waiting = requests;
         self
@@ -183,12 +173,10 @@ impl PoolBuilder {
     /// yes.
     ///
     /// Past such a limit, which is how containers bound memory, no call fails: the kernel ends a process of the group.
-    /// So a region that the groups (of version 1 or 2) would not carry is refused with
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), which names the group, and a request that waits has a smaller
-    /// one tried. Page cache counts as room, since the kernel drops it; swap does not: where the group may swap,
-    /// `false` lets the pool try all the same.
-    ///
-    /// Each region is looked at by itself: keep the sum of all pools' capacities below the limit.
+    /// So a region that the groups would not carry is refused with [`Error::OutOfMemory`](crate::Error::OutOfMemory),
+    /// which names the group, and a request that waits has a smaller one tried. Page cache counts as room, swap does
+    /// not: where the group may swap, `false` lets the pool try. Each region is looked at by itself: keep the sum of
+    /// all pools' capacities below the limit.
     pub fn check_cgroups(mut self, check: bool) -> Self {
         self.check_cgroups = check;
         self
@@ -203,22 +191,20 @@ impl PoolBuilder {
 
     /// The pool's name in events, statistics and reports. Default: `pool-N`, where N counts the process's pools.
     ///
-    /// No two pools have the same name at the same time: while a pool of this name is open, the next one is called
-    /// `name#2`, and so on; [`Pool::name`](crate::Pool::name) returns the name in use. A name is free again once the
-    /// last handle to its pool is dropped, so a pool that is built anew continues the metrics of the one before. A name
-    /// is cut after 100 characters, and characters that are not printable are escaped (`\u{1b}`).
+    /// While a pool of this name is open, the next one is called `name#2`, and so on: [`Pool::name`](crate::Pool::name)
+    /// returns the name in use. A pool that is built anew continues the metrics of the one before. A name is cut after
+    /// 100 characters, and characters that are not printable are escaped (`\u{1b}`).
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// Whether the pool records every checkout: its time, its [tag](crate::Request::tag) and the place in the program
-    /// that made it. [`Pool::stuck`](crate::Pool::stuck) then has all of these, and the histogram of holding times
-    /// counts every buffer. Default: no, and a sample is recorded.
+    /// Whether the pool records every checkout, and not a sample: its time, its [tag](crate::Request::tag) and the
+    /// place in the program that made it, for [`Pool::stuck`](crate::Pool::stuck) and the histogram of holding times.
+    /// Default: no.
     ///
-    /// Tracking is for finding leaks: threads cache nothing ([`thread_cache`](Self::thread_cache) counts as 0), and a
-    /// checkout and a return together take up to a microsecond. A record takes about 100 bytes for as long as its
-    /// buffer is out.
+    /// Tracking is for finding leaks: threads cache nothing, and a checkout and a return together take up to a
+    /// microsecond. A record takes about 100 bytes for as long as its buffer is out.
     pub fn track_checkouts(mut self, track: bool) -> Self {
         self.track = track;
         self
@@ -227,9 +213,7 @@ impl PoolBuilder {
 
 impl std::fmt::Debug for PoolBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PoolBuilder")
-            .field("devices", &self.devices)
-            .field("capacity", &self.capacity)
-            .finish_non_exhaustive()
+        let Self { devices, capacity, .. } = self;
+        write!(f, "PoolBuilder {{ devices: {devices:?}, capacity: {capacity}, .. }}")
     }
 }

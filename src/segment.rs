@@ -1,7 +1,7 @@
 //! The segment rule and the size classes: how much memory a request takes. Integer arithmetic only.
 //!
-//! A pool rounds each request up to a *size class*, and cuts its memory into *runs* of segments of one class. This
-//! module tells which class a length has, and what a class costs. The classes are the same on every device.
+//! A pool rounds each request up to a *size class*, and cuts its memory into *runs* of segments of one class. The
+//! classes are the same on every device.
 //!
 //! # The rule
 //!
@@ -31,33 +31,26 @@
 //! # Runs
 //!
 //! A run of a class has as many pages of [`PAGE`] bytes as make two things small: the tail that no segment fits into
-//! (at most 1/64 of the run), and the share of the run's table entry. [`Shape`] has the numbers. Where no run of that
-//! length is free, a pool cuts a shorter one.
+//! (at most 1/64 of the run), and the share of the run's table entry. Where no run of that length is free, a pool
+//! cuts a shorter one.
 //!
 //! # What follows from a change of the classes
 //!
-//! The constants below and `stride_at` define the classes. The tables, [`CLASSES`] and every array by class follow from
-//! them when the crate is compiled. The following does not:
+//! The constants below and `stride_at` define the classes; tables and arrays follow when the crate is compiled. The
+//! following does not:
 //!
-//! - `Class::of` computes the class of a length by a formula of its own. The tests of this file compare it with the
-//!   table.
-//! - There may be at most 255 classes. A state word and a [`Class`] have 8 bits for the class, and 255 stands for a
-//!   segment that has a run of its own (`freelist::descriptor`).
-//! - Loom's models use classes 18 and 19, by their numbers (`freelist::LISTED_CLASSES`). They rely on six and four
-//!   segments in two pages.
+//! - `Class::of` computes the class of a length by a formula of its own. The tests of this file compare the two.
+//! - A state word and a [`Class`] have 8 bits for the class, and 255 stands for a segment that has a run of its own.
+//! - Loom's models use classes 18 and 19, and rely on six and four segments in two pages (`freelist::LISTED_CLASSES`).
 //! - The number of classes and the loss by rounding are written out in `docs/architecture.md`, `docs/operations.md` and
 //!   `README.md`. Strides, most often 4160, are written out in tests.
-//! - A list of a thread cache takes 64 bytes in each thread for each class.
-//!
-//! `cargo test --all-features`, `.ci/loom models`, `.ci/instructions` and `.ci/fuzz 60 classes` cover such a change.
-//! `cargo bench --bench fragmentation` shows what it does to the bytes lost.
 
 use crate::error::{Error, Result};
 
 /// Every segment starts on a multiple of this, in bytes.
 pub const SEGMENT_ALIGN: usize = 64;
 
-/// A region's number in its pool, never used twice. In a [`RegionInfo`](crate::RegionInfo).
+/// A region's number in its pool, never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub(crate) u64);
 
@@ -106,21 +99,12 @@ const fn stride_at(index: usize) -> usize {
     }
 }
 
-const STRIDES: [u32; CLASSES] = {
-    let mut table = [0; CLASSES];
+/// The stride and the run of each class.
+const TABLE: [(u32, Shape); CLASSES] = {
+    let mut table = [(0, Shape { pages: 0, segments: 0 }); CLASSES];
     let mut i = 0;
     while i < CLASSES {
-        table[i] = stride_at(i) as u32;
-        i += 1;
-    }
-    table
-};
-
-const SHAPES: [Shape; CLASSES] = {
-    let mut table = [Shape { pages: 0, segments: 0 }; CLASSES];
-    let mut i = 0;
-    while i < CLASSES {
-        table[i] = shape_at(stride_at(i));
+        table[i] = (stride_at(i) as u32, shape_at(stride_at(i)));
         i += 1;
     }
     table
@@ -149,7 +133,6 @@ const fn shape_at(stride: usize) -> Shape {
 
 impl Class {
     /// The class at `index`, smallest first. `None` from [`CLASSES`] on.
-    #[must_use]
     pub fn new(index: usize) -> Option<Self> {
         (index < CLASSES).then_some(Self(index as u8))
     }
@@ -161,7 +144,6 @@ impl Class {
 
     /// The smallest class whose segments hold `len` bytes. `None` for 0 and beyond [`LARGEST_CLASS_LEN`].
     #[inline]
-    #[must_use]
     pub fn of(len: usize) -> Option<Self> {
         // Wrapping, so that 0 is beyond the limit.
         if len.wrapping_sub(1) >= LARGEST_CLASS_LEN {
@@ -171,9 +153,9 @@ impl Class {
         // number counts, span - 65, except for bits that are shifted out. It is negative for the first class only, and
         // there the shift, which rounds down, gives the right number.
         let below = len as isize - 33;
-        // The leading bit names the doubling, and the three bits after it the step in it. All of the linear part counts
-        // as the doubling below the first, whose steps are 64 wide. (Lengths that the 31 lifts into the next doubling
-        // have quotient 7 there in place of 15 here, which gives the same class.)
+        // The leading bit names the doubling, and the three bits after it the step in it. The linear part counts as the
+        // doubling below the first, whose steps are 64 wide. (Lengths that the 31 lifts into the next doubling have
+        // quotient 7 there in place of 15 here, which gives the same class.)
         let shift = ((len + 31) | LAST_LINEAR).ilog2() - 3;
         // The first doubling has shift 7 and quotients 8 to 15.
         const OFFSET: isize = (FIRST_DOUBLING as isize - 2) * 8 - LINEAR_CLASSES as isize;
@@ -182,16 +164,14 @@ impl Class {
 
     /// Position among the classes, smallest first: below [`CLASSES`].
     #[inline]
-    #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 
     /// Bytes from one segment of this class to the next: what a request of this class takes of the pool.
     #[inline]
-    #[must_use]
     pub fn stride(self) -> usize {
-        STRIDES[self.0 as usize] as usize
+        TABLE[self.0 as usize].0 as usize
     }
 
     /// The pages that runs for `count` segments of this class take. Whole runs have the class's shape, and the last one
@@ -203,9 +183,8 @@ impl Class {
     }
 
     /// The shape of one run of this class.
-    #[must_use]
     pub fn shape(self) -> Shape {
-        SHAPES[self.0 as usize]
+        TABLE[self.0 as usize].1
     }
 }
 
@@ -225,10 +204,10 @@ pub fn span(len: usize) -> Result<usize> {
     Ok(((len + 31) & !31) + 32)
 }
 
-/// Where a pool serves a request from: a run that other segments of the class share, or pages of its own.
+/// Where a pool serves a request from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// A segment of this class.
+    /// A segment of this class, in a run that other segments of the class share.
     Class(Class),
     /// A run of its own: as many pages as `span` bytes need, the first on a multiple of `align` pages.
     Pages {
@@ -260,7 +239,6 @@ impl Placement {
     }
 
     /// The least number of bytes that the placement takes of a pool.
-    #[must_use]
     pub fn bytes(self) -> usize {
         match self {
             Self::Class(class) => class.stride(),
@@ -270,7 +248,6 @@ impl Placement {
 
     /// The least number of adjacent free pages that the placement needs where no run has a free segment for it, and
     /// their alignment. Both in pages of [`PAGE`] bytes.
-    #[must_use]
     pub fn fresh_pages(self) -> (usize, usize) {
         match self {
             Self::Class(class) => (class.stride().div_ceil(PAGE), 1),
@@ -300,7 +277,7 @@ mod tests {
     fn every_length_gets_the_smallest_class_that_fits() {
         let mut class = 0;
         for len in 1..=300_000 {
-            while STRIDES[class] as usize - 32 < (len + 31) & !31 {
+            while stride_at(class) - 32 < (len + 31) & !31 {
                 class += 1;
             }
             assert_eq!(Class::of(len).map(Class::index), Some(class), "length {len}");
@@ -309,37 +286,24 @@ mod tests {
             assert_eq!(Class::of(class.stride() - 32), Some(class));
             assert_eq!(Class::of(class.stride() - 31), Class::new(class.index() + 1));
         }
-    }
-
-    #[test]
-    fn a_power_of_two_costs_64_bytes_more() {
-        let mut len = 1;
-        while len <= LARGEST_CLASS_LEN {
+        for len in (0..=22).map(|shift| 1 << shift) {
             assert!(Class::of(len).unwrap().stride() <= len + 64, "length {len}");
-            len *= 2;
         }
-    }
-
-    /// (stride - length) / stride of what a request is given.
-    fn loss(len: usize) -> f64 {
-        let given = Placement::of(len, 64).unwrap().bytes();
-        (given - len) as f64 / given as f64
     }
 
     #[test]
     fn rounding_loses_little() {
-        let worst = (4096..=8 << 20).step_by(1).map(loss).fold(0.0, f64::max);
+        // (stride - length) / stride of what a request is given.
+        let loss = |len: usize| {
+            let given = Placement::of(len, 64).unwrap().bytes();
+            (given - len) as f64 / given as f64
+        };
+        let worst = (4096..=8 << 20).map(loss).fold(0.0, f64::max);
         assert!(worst <= 0.125, "worst loss from 4 KiB: {worst:.4}");
-        // Log-uniform from 1 KiB to 64 MiB, at a million points.
+        // Log-uniform from 1 KiB to 64 MiB.
         let n = 1_000_000;
-        let mean = (0..n)
-            .map(|i| loss(1024.0f64.mul_add(2f64.powf(16.0 * f64::from(i) / f64::from(n)), 0.0) as usize));
-        let mean = mean.sum::<f64>() / f64::from(n);
-        println!(
-            "rounding: worst from 4 KiB {:.2}%, mean 1 KiB to 64 MiB {:.2}%",
-            worst * 100.0,
-            mean * 100.0
-        );
+        let len = |i: u32| (1024.0 * 2f64.powf(16.0 * f64::from(i) / f64::from(n))) as usize;
+        let mean = (0..n).map(|i| loss(len(i))).sum::<f64>() / f64::from(n);
         assert!(mean <= 0.06, "mean loss: {mean:.4}");
     }
 
@@ -356,20 +320,16 @@ mod tests {
     #[test]
     fn nonsense_is_refused() {
         assert_eq!(Placement::of(0, 64), Err(Error::ZeroLength));
-        assert!(matches!(Placement::of(usize::MAX, 64), Err(Error::TooLong { .. })));
         let largest = isize::MAX as usize - 2 * MAX_ALIGN;
         assert_eq!(span(largest), Ok(largest.div_ceil(32) * 32 + 32));
-        assert_eq!(span(largest + 1), Err(Error::TooLong { len: largest + 1, largest }));
-        for align in [0, 3, 96, MAX_ALIGN * 2, usize::MAX] {
-            let refused = Placement::of(1, align);
-            assert!(
-                matches!(&refused, Err(Error::Argument(text)) if text.contains("no alignment")),
-                "{refused:?}"
-            );
+        for len in [largest + 1, usize::MAX] {
+            assert_eq!(Placement::of(len, 64), Err(Error::TooLong { len, largest }));
         }
-        assert_eq!(Class::of(0), None);
-        assert_eq!(Class::of(LARGEST_CLASS_LEN + 1), None);
-        assert_eq!(Class::of(usize::MAX), None);
+        for align in [0, 3, 96, MAX_ALIGN * 2, usize::MAX] {
+            let refused = Placement::of(1, align).unwrap_err();
+            assert!(refused.to_string().contains("no alignment"), "{refused}");
+        }
+        assert_eq!([0, LARGEST_CLASS_LEN + 1, usize::MAX].map(Class::of), [None; 3]);
     }
 
     proptest! {

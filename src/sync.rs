@@ -23,22 +23,13 @@
 //! threads. Models follow the first mode's code, with fences in place of the call; some models follow the second mode's
 //! (`model_fenced`).
 //!
-//! # When the call is refused later
+//! A sandbox (seccomp) that is installed after a pool was built can refuse a call that the kernel granted before. Then
+//! nothing is known of owners, which have executed no fence, and the process ends, with the reason on stderr. A program
+//! with such a sandbox sets `PINPOOL_FENCES=1`, which selects the second mode from the first pool on.
 //!
-//! A sandbox (seccomp) that is installed after a pool was built can refuse a call that the kernel granted before.
-//! Owners of that pool's caches have executed no fence, so nothing is known of them, and no other call interrupts the
-//! other processors on every machine. The process ends then, with the reason on stderr. A program with such a sandbox
-//! sets `PINPOOL_FENCES=1`, which selects the second mode from the first pool on.
-//!
-//! # Under loom
-//!
-//! Loom runs a model's threads by turns on one thread of the system. So thread-locals and parking are loom's, too. What
-//! is no part of a protocol stays std's (`Arc`, counters of names): loom sees neither a race nor an ordering there.
-//!
-//! # Which thread this is
-//!
-//! [`own`] tells whether the calling thread is one of those of the crate's that a wait could depend on, so that a wait
-//! for that very thread is refused.
+//! Loom runs a model's threads in turn on one thread of the system, so thread-locals and parking are loom's, too.
+//! What is no part of a protocol stays std's (`Arc`, counters of names): loom sees neither a race nor an ordering
+//! there.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
@@ -164,7 +155,7 @@ pub(crate) fn yield_now() {
 }
 
 /// Whether this process fences with a system call, so that [`light`] may be a compiler fence. A pool asks this when it
-/// is built. After `false` its gate keeps `mode::FENCED` set for good.
+/// is built. After `false` its gate keeps `mode::FENCED` set.
 pub(crate) fn asymmetric() -> bool {
     // Models follow the code that uses the call, with fences on both sides in its place.
     #[cfg(all(test, loom))]
@@ -187,8 +178,7 @@ pub(crate) fn asymmetric() -> bool {
     }
 }
 
-/// The frequent side's fence where [`asymmetric`] holds. It orders the compiler only, except in models. Pairs with
-/// [`heavy`].
+/// The frequent side's fence where [`asymmetric`] holds: a compiler fence, except in models. Pairs with [`heavy`].
 #[inline(always)]
 pub(crate) fn light() {
     #[cfg(not(loom))]
@@ -213,17 +203,16 @@ pub(crate) fn heavy(both: bool) {
     let _ = both;
 }
 
-/// Those kinds of the crate's own threads on which a wait could be for the thread itself. Foreign code (wakers, drops
-/// of owned values) runs on them too, and must not wait for what only the thread that it runs on does.
+/// The crate's own threads on which a wait could be for the thread itself. Foreign code (wakers, drops of owned values)
+/// runs on them too, and must not wait for what only the thread that it runs on does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Own {
-    /// The region thread: pins, allocates, and drops the program's values.
+    /// The region thread.
     Worker,
     /// The reaper: finds out what is complete.
     Reaper,
     /// A thread that moves the chunks of a copier.
     Copier,
-    /// The timer: looks at windows again, and wakes tasks whose time is up.
     Timer,
 }
 
@@ -252,9 +241,8 @@ thread_local! {
 }
 
 /// Runs what follows from a completion, or from knowing that there will be none: returns of segments, wakes, drops.
-/// Foreign code runs meanwhile on the calling thread. If that code waited for another completion, it could wait for
-/// ever: the wake, or the segment, may be one that this very thread has yet to deliver. [`finds_out`] lets such waits
-/// be refused.
+/// Foreign code that runs meanwhile and waited for another completion could wait for ever: the wake, or the segment,
+/// may be one that this very thread has yet to deliver. [`finds_out`] lets such waits be refused.
 pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
     struct Before(bool);
     impl Drop for Before {
@@ -268,10 +256,9 @@ pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
 
 /// A point where the threads of a model may overtake each other: put before each step of a model.
 ///
-/// To find out which orders matter, loom remembers only the last access to each atomic. So a thread that loads a word
-/// and then changes it hides an earlier load of another thread, and the order with that load last is never tried. All
-/// these points change one word, so loom tries every order of the steps. The access is relaxed: it synchronises
-/// nothing.
+/// Loom remembers only the last access to each atomic, so a thread that loads a word and then changes it hides an
+/// earlier load of another thread. All these points change one word, so loom tries every order of the steps. The access
+/// is relaxed: it synchronises nothing.
 #[cfg(all(test, loom))]
 pub(crate) fn step() {
     loom::lazy_static! {
@@ -286,7 +273,7 @@ std::thread_local! {
     static THREAD_FENCED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// The same as [`model`], for a machine without the asymmetric fence. (All threads of a model run on this one.)
+/// [`model`] for a machine without the asymmetric fence. (All threads of a model run on this one.)
 #[cfg(all(test, loom))]
 pub(crate) fn model_fenced(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
     THREAD_FENCED.set(true);

@@ -15,26 +15,8 @@ use crate::stream::timeline::Ticket;
 /// async runtime), ask it, or drop it.
 ///
 /// After a drop the buffer returns to its pool by itself once the device is done. If the stream is lost, the device
-/// cannot be shown to be done: the buffer is quarantined, and a wait returns the error that says why. (The other errors
-/// of a wait leave the buffer in flight: see [`wait`](Self::wait).)
+/// cannot be shown to be done: the buffer is quarantined, and a wait returns the error that says why.
 /// [`Stream::synchronize`](crate::Stream::synchronize) tells whether copies came through whose handles were dropped.
-///
-/// # Examples
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (stream, memory) = (device.stream()?, device.alloc(5)?);
-/// let mut buf = pool.checkout(5)?;
-/// buf.extend_from_slice(b"hello");
-/// let sent = stream.upload(buf, &memory)?; // in flight: the CPU cannot touch the buffer
-/// let mut buf = sent.wait()?; // host-ready again; in a task: `sent.await?`
-/// buf.clear();
-/// let back = stream.download(&memory, buf)?;
-/// assert_eq!(*back.wait()?, *b"hello");
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[must_use = "dropping it is fine: the buffer returns by itself when the device is done; say so with `drop`"]
 pub struct InFlight<B: Lend> {
     ticket: Ticket,
@@ -76,14 +58,8 @@ impl<B: Lend> InFlight<B> {
     }
 
     fn finish(&mut self) -> Result<B> {
-        match self.value.take() {
-            Some(value) => value.finish(self.written, KEY),
-            None => Err(Error::Unsupported("an in-flight handle was polled after it was ready".into())),
-        }
-    }
-
-    fn wait_until(&self, deadline: Option<Instant>) -> Result<()> {
-        self.ticket.timeline.wait(self.ticket.seq, deadline)
+        let polled = || Error::Unsupported("an in-flight handle was polled after it was ready".into());
+        self.value.take().ok_or_else(polled)?.finish(self.written, KEY)
     }
 
     /// Waits until the device is done, and gives the buffer back, host-ready.
@@ -93,7 +69,7 @@ impl<B: Lend> InFlight<B> {
     /// be known before a capture of the stream ends; the buffer then returns by itself. [`Error::Unsupported`] from a
     /// waker that runs on a thread of the crate, where the wait could never end. [`Error::Forked`].
     pub fn wait(mut self) -> Result<B> {
-        self.wait_until(None)?;
+        self.ticket.timeline.wait(self.ticket.seq, None)?;
         self.finish()
     }
 
@@ -105,14 +81,11 @@ impl<B: Lend> InFlight<B> {
     #[allow(clippy::result_large_err, reason = "the error carries the handle back")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<B, SubmitError<Self>> {
         let since = Instant::now();
-        let waited = self.wait_until(since.checked_add(timeout)).map_err(|error| error.waited(since));
-        match waited.and_then(|()| self.finish()) {
-            Ok(value) => Ok(value),
-            Err(error @ (Error::Timeout(_) | Error::Capturing { .. })) => {
-                Err(SubmitError { error, buffer: Some(self) })
-            }
-            Err(error) => Err(SubmitError { error, buffer: None }),
-        }
+        let waited = self.ticket.timeline.wait(self.ticket.seq, since.checked_add(timeout));
+        waited.map_err(|error| error.waited(since)).and_then(|()| self.finish()).map_err(|error| {
+            let stays = matches!(error, Error::Timeout(_) | Error::Capturing { .. });
+            SubmitError { error, buffer: stays.then_some(self) }
+        })
     }
 }
 

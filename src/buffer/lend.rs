@@ -1,6 +1,8 @@
 //! What can be lent to a device: how a value gets onto a timeline, how it comes back, and how it is let go of before
 //! the device is done.
 
+#![allow(private_interfaces)]
+
 use std::sync::Arc;
 
 use super::{BUFFER, PinnedBuf};
@@ -22,7 +24,6 @@ use crate::stream::hold::{Resource, Retain};
 pub trait Lend: Sized + Send + Sync + Unpin {
     /// What is handed to the timeline.
     #[doc(hidden)]
-    #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource;
     /// The device is done: gives the value back to its owner. `written`: the number of bytes that the device wrote.
     /// A value of which the timeline has a share of its own (an `Arc`) needs nothing done, here and in `abandon`.
@@ -39,13 +40,11 @@ pub trait Lend: Sized + Send + Sync + Unpin {
     fn bytes(&self, _: Key) -> &[u8];
     /// [`Error::Mismatch`](crate::Error::Mismatch), unless this device may use the value.
     #[doc(hidden)]
-    #[allow(private_interfaces)]
     fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()>;
 }
 
 impl Lend for PinnedBuf {
     #[inline]
-    #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
         Resource::Segment(self.segment.alias())
     }
@@ -86,7 +85,6 @@ impl Lend for PinnedBuf {
     }
 
     #[inline]
-    #[allow(private_interfaces)]
     fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()> {
         self.segment.central().config().check_serves(BUFFER, context)
     }
@@ -94,28 +92,24 @@ impl Lend for PinnedBuf {
 
 /// A value that the timeline shares: nobody has exclusive access before the copy is done.
 impl<B: Lend + Retain + 'static> Lend for Arc<B> {
-    #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
         Resource::Object(self.clone())
     }
     fn bytes(&self, key: Key) -> &[u8] {
         (**self).bytes(key)
     }
-    #[allow(private_interfaces)]
     fn check_serves(&self, context: &DeviceContext, key: Key) -> Result<()> {
         (**self).check_serves(context, key)
     }
 }
 
 impl Lend for () {
-    #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
         Resource::Nothing
     }
     fn bytes(&self, _: Key) -> &[u8] {
         &[]
     }
-    #[allow(private_interfaces)]
     fn check_serves(&self, _: &DeviceContext, _: Key) -> Result<()> {
         Ok(())
     }

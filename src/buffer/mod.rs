@@ -1,15 +1,7 @@
-//! Buffers as types: what may be done with a segment is which type it is.
+//! Buffers as types: what may be done with a segment is which type it is. The table on the crate's page has the types.
 //!
-//! | type | the CPU may | the device may | where it comes from |
-//! | --- | --- | --- | --- |
-//! | [`PinnedBuf`] | read what was written, write | nothing | `pool.checkout`, `InFlight::wait` |
-//! | [`StreamBuf`] | nothing | use it on one stream, in order | `pool.checkout_on` |
-//! | [`InFlight`] | nothing | read or write it until it is done | `stream.upload`, `stream.download`, `stream.hold` |
-//!
-//! Submitting a copy takes the buffer by value, so the CPU cannot write under the copy. An in-flight handle may be
-//! waited for, awaited, asked, or dropped; after a drop the segment returns to its pool by itself. Every one of these
-//! types may be forgotten ([`std::mem::forget`]). That leaks the segment and never causes early reuse, because what is
-//! in flight belongs to the stream's timeline and not to the handle.
+//! Every one of them may be forgotten ([`std::mem::forget`]). That leaks the segment and never causes early reuse,
+//! because what is in flight belongs to the stream's timeline and not to the handle.
 //!
 //! # How a handle and its timeline share a segment
 //!
@@ -20,15 +12,11 @@
 //!
 //! # Invariants
 //!
-//! - A [`PinnedBuf`] owns its segment alone, and no device work on it is outstanding.
-//! - A [`PinnedBuf`]'s first `len` bytes are initialised, and `len` is at most the capacity.
+//! - A [`PinnedBuf`] owns its segment alone, and no device work on it is outstanding. Its first `len` bytes are
+//!   initialised, and `len` is at most the capacity.
 //! - Each segment is returned once: by the buffer's drop, by the handle, or by the timeline.
 //!
-//! # Files, in the order to read them
-//!
-//! This file has [`PinnedBuf`]. `lend`: what can be lent to a device, and how it comes back. `flight`: [`InFlight`].
-//! `stream`: [`StreamBuf`]. `registered`: values that are lent where they are. `pool` makes buffers, `copy` submits
-//! them; this module calls `central` and `stream`.
+//! `lend` has what can be lent to a device and how it comes back, `registered` values that are lent where they are.
 
 #![allow(unsafe_code)]
 
@@ -59,18 +47,14 @@ const BUFFER: &str = "a buffer from a pool";
 /// A host-ready buffer of page-locked memory: the CPU alone uses it, no device work is outstanding.
 ///
 /// It has a fixed capacity, exactly the length that was asked for, and starts out empty, like a `bytes::BytesMut`. Only
-/// bytes that were written can be read, so no request sees the bytes of another. The memory starts on a multiple of 64
-/// bytes, or of the alignment that was asked for. Dropping the buffer returns its memory to the pool; a buffer stays
-/// usable when the pool is dropped first.
+/// bytes that were written can be read. The memory starts on a multiple of 64 bytes, or of the alignment that was asked
+/// for. Dropping the buffer returns its memory to the pool; a buffer stays usable when the pool is dropped first.
 ///
 /// The buffer derefs to the bytes that were written, none at first: `buf.len()` counts these, and `buf[..n]` panics
 /// until they are there. To fill it there are [`try_extend_from_slice`](Self::try_extend_from_slice),
-/// [`std::io::Write`] (`io::copy` from a file) and `bytes::BufMut` (tokio's `read_buf`). None of them needs the memory
-/// to be filled by `try_resize` first.
+/// [`std::io::Write`] (`io::copy` from a file) and `bytes::BufMut` (tokio's `read_buf`).
 ///
 /// In the child of a fork the memory of a buffer may not exist: the child must not touch it.
-///
-/// # Examples
 ///
 /// ```
 /// use pinpool::{Device, Pool, Unpinned};
@@ -85,23 +69,8 @@ const BUFFER: &str = "a buffer from a pool";
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 ///
-/// The body of an HTTP answer is made of it without a copy. The buffer returns to the pool when the server has sent the
-/// body and drops it:
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// let mut buf = pool.checkout(1000)?;
-/// buf.extend_from_slice(b"answer");
-/// let body = bytes::Bytes::from_owner(buf); // bytes 1.9 or later
-/// let rest = body.slice(2..);
-/// drop(body);
-/// assert!(*rest == *b"swer" && pool.stats().checked_out_bytes > 0);
-/// drop(rest);
-/// assert_eq!(pool.stats().checked_out_bytes, 0);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// The body of an HTTP answer is made of it without a copy: `bytes::Bytes::from_owner(buf)` (bytes 1.9 or later). The
+/// buffer returns to the pool when the server has sent the body and drops it.
 pub struct PinnedBuf {
     segment: Segment,
     /// Bytes written, from the start.
@@ -178,9 +147,9 @@ impl PinnedBuf {
     /// The address at which `device` sees the start of the memory, for kernels that read or write it in place. (CUDA:
     /// `cuMemHostGetDevicePointer`. For managed memory, and on the host device, it is the host's own address.)
     ///
-    /// The address is raw: using it is the program's responsibility. Only work on `device` may use it, within the
-    /// [capacity](Self::capacity), and only until the buffer returns to its pool or the CPU writes to it. A
-    /// [hold](crate::Stream::hold) on each stream that such work was submitted to keeps the buffer until it is done.
+    /// The address is raw: only work on `device` may use it, within the [capacity](Self::capacity), and only until the
+    /// buffer returns to its pool or the CPU writes to it. A [hold](crate::Stream::hold) on each stream that such work
+    /// was submitted to keeps the buffer until it is done.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for a device that the pool does not serve; [`Error::Unsupported`] for a device that
@@ -242,7 +211,7 @@ impl PinnedBuf {
         }
     }
 
-    /// Appends bytes, or returns an error.
+    /// Appends bytes.
     ///
     /// # Errors
     /// [`Error::TooSmall`] if they do not fit; nothing is appended then.
@@ -290,13 +259,8 @@ impl PinnedBuf {
     /// [`Error::Argument`] if their number is no multiple of the type's size. (The start is aligned to 64 bytes.)
     pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
         bytemuck::try_cast_slice(self).map_err(|error| {
-            let why = match error {
-                bytemuck::PodCastError::OutputSliceWouldHaveSlop => {
-                    format!("{} bytes are no whole number of {} bytes each", self.len, size_of::<T>())
-                }
-                error => error.to_string(),
-            };
-            Error::Argument(format!("the bytes cannot be viewed as this type: {why}"))
+            let (len, size) = (self.len, size_of::<T>());
+            Error::Argument(format!("{len} bytes cannot be viewed as values of {size} bytes each: {error}"))
         })
     }
 }
@@ -332,10 +296,7 @@ impl AsMut<[u8]> for PinnedBuf {
 
 impl std::fmt::Debug for PinnedBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PinnedBuf")
-            .field("len", &self.len)
-            .field("capacity", &self.capacity())
-            .finish_non_exhaustive()
+        write!(f, "PinnedBuf {{ len: {}, capacity: {}, .. }}", self.len, self.capacity())
     }
 }
 
@@ -371,7 +332,6 @@ unsafe impl BufMut for PinnedBuf {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use crate::sealed::KEY;
     use crate::{Device, Lend, Pool, Unpinned};
 
     /// Segments of a thread that takes several lie one behind the other.
@@ -390,6 +350,6 @@ mod tests {
 
     #[test]
     fn work_without_a_buffer_has_no_bytes() {
-        assert!(().bytes(KEY).is_empty());
+        assert!(().bytes(crate::sealed::KEY).is_empty());
     }
 }

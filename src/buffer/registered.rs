@@ -3,13 +3,13 @@
 //!
 //! The value and its registration are one reference-counted object. Its owners are the [`Registered`] and each entry on
 //! a timeline that a copy made. The last owner's drop sends a job to the region thread, which unregisters the bytes and
-//! then drops the value. So no value is dropped while a device may use it, and no drop waits for a driver. What cannot
-//! be unregistered is leaked.
+//! then drops the value. What cannot be unregistered is leaked.
 //!
-//! While the program has the [`Registered`] itself, nothing is in flight: a copy takes it by value and gives it back
-//! when the copy is done. An `Arc` of one is lent as an `Arc`, of which the timeline has a clone, so the program cannot
-//! get exclusive access before the copy is done. Therefore the value may be read through a shared reference and written
-//! through an exclusive one. The timeline may keep its share for a moment longer, but it only drops it.
+//! While the program has the [`Registered`] itself, nothing is in flight, and of an `Arc` the timeline has a clone, so
+//! the program cannot get exclusive access before the copy is done. Therefore the value may be read through a shared
+//! reference and written through an exclusive one.
+
+#![allow(private_interfaces)]
 
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -30,20 +30,14 @@ use crate::stream::hold::{Resource, Retain};
 /// A value whose bytes are page-locked where they are: a mapped file, shared memory, a vector. Made by
 /// [`Device::register`].
 ///
-/// It derefs to its bytes. Copies read them without staging, like those of a [`PinnedBuf`](crate::PinnedBuf):
-/// [`upload`](crate::Stream::upload) and [`hold`](crate::Stream::hold) take it by value, or an `Arc` of it for several
-/// copies at once; [`download`](crate::Stream::download) writes into one whose value can be written to. Every device of
-/// the same family may use it, not only the one that registered it.
+/// It derefs to its bytes, which are copied like those of a [`PinnedBuf`](crate::PinnedBuf): by value, or as an `Arc`
+/// for several copies at once. Every device of the same family may use it, not only the one that registered it.
 ///
 /// After a drop the device's region thread unregisters and drops the value, as soon as the last copy that uses it is
-/// complete; the dropping thread does not wait. (The value's drop must not wait for a buffer of a pool: pools grow on
-/// that very thread.) [`into_inner`](Self::into_inner) gives the value back.
+/// complete. (The value's drop must not wait for a buffer of a pool: pools grow on that very thread.)
+/// [`into_inner`](Self::into_inner) gives the value back.
 ///
-/// It belongs to no pool: it counts against no capacity, and only [`Device::registered_bytes`] counts it.
-///
-/// In the child of a fork it is left alone: neither unregistered nor dropped.
-///
-/// # Examples
+/// It belongs to no pool: only [`Device::registered_bytes`] counts it. In the child of a fork it is left alone.
 ///
 /// ```
 /// use pinpool::Device;
@@ -74,7 +68,7 @@ struct RegisteredInner<T: Send + Sync + 'static> {
 }
 
 /// The bytes that are registered.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 struct RegisteredRange {
     base: NonNull<u8>,
     len: usize,
@@ -119,22 +113,21 @@ fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
 
 impl Device {
     /// Page-locks a value's bytes where they are, so that copies from them, and to them if the value can be written to,
-    /// need no staging. Waits for the device's region thread, for as long as the system takes to lock the pages. All
-    /// bytes are locked by one call, since a copy may not cross from one registration into another. CUDA refuses a call
-    /// for 512 GiB or more, and Linux 6.11 to 6.13 one for 2 GiB: register parts then.
+    /// need no staging. Waits for the device's region thread. All bytes are locked by one call, since a copy may not
+    /// cross from one registration into another. CUDA refuses a call for 512 GiB or more, and Linux 6.11 to 6.13 one
+    /// for 2 GiB: register parts then.
     ///
-    /// The bytes may start anywhere. Their address and their contents stay as they are. What can be registered: a
-    /// `Vec<u8>`, a `Box<[u8]>`, an `Arc<[u8]>`, `memmap2`'s mappings (with that crate's feature `stable_deref_trait`),
-    /// and every other type that derefs to bytes that stay where they are. [`Registered`] has an example.
+    /// The bytes may start anywhere, and stay where and as they are. What can be registered: a `Vec<u8>`, a
+    /// `Box<[u8]>`, an `Arc<[u8]>`, `memmap2`'s mappings (with that crate's feature `stable_deref_trait`), and every
+    /// other type that derefs to bytes that stay where they are.
     ///
     /// # Errors
     /// Each error carries the value back, unless it may be registered all the same. [`Error::Argument`];
-    /// [`Error::Unsupported`] from devices and drivers that register nothing; the driver's error, with the remedy. CUDA
-    /// refuses bytes that are registered already (712), memory of its own, and memory that cannot be written to or
-    /// whose pages cannot be pinned for writing: mappings opened for reading, and shared mappings of files on most disk
-    /// file systems. For these there is [`register_read_only`](Self::register_read_only). Ascend registers whole pages
-    /// of 4 KiB, each once: by either call, it refuses a value on a page of another one, and bytes that cannot be
-    /// written to.
+    /// [`Error::Unsupported`] from devices and drivers that register nothing; the driver's error, with the remedy.
+    /// CUDA refuses bytes that are registered already (712), memory of its own, and memory whose pages cannot be
+    /// pinned for writing: mappings opened for reading, and shared mappings of files on most disk file systems. For
+    /// these there is [`register_read_only`](Self::register_read_only). Ascend registers whole pages of 4 KiB, each
+    /// once, and by either call refuses bytes that cannot be written to.
     pub fn register<T>(&self, value: T) -> Result<Registered<T>, SubmitError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
@@ -143,11 +136,9 @@ impl Device {
     }
 
     /// Page-locks bytes that devices only read, and that may be mapped for reading only (CUDA:
-    /// `CU_MEMHOSTREGISTER_READ_ONLY`, if the device supports it; otherwise the driver may refuse such mappings).
-    /// Copies from the result are like any other; a download into it is refused.
-    ///
-    /// [`register`](Self::register) does not fall back to this by itself, so that what may be done with its result does
-    /// not depend on the file system, the driver and the device.
+    /// `CU_MEMHOSTREGISTER_READ_ONLY`, if the device supports it; otherwise the driver may refuse such mappings). A
+    /// download into the result is refused. [`register`](Self::register) does not fall back to this by itself, so that
+    /// what may be done with its result does not depend on the file system, the driver and the device.
     ///
     /// # Errors
     /// As for [`register`](Self::register).
@@ -173,20 +164,17 @@ impl Device {
         let bytes: &[u8] = &value;
         let range = RegisteredRange { base: NonNull::from(bytes).cast(), len: bytes.len() };
         let context = self.context().clone();
-        let refused = |error, value: Box<T>| Err(SubmitError { error, buffer: Some(*value) });
-        if range.len == 0 {
-            return refused(Error::empty(), value);
-        }
-        if let Err(error) = context.alive() {
-            return refused(error, value);
-        }
         let maker = context.clone();
-        let registered = context.worker().call(move || {
+        let register = move || {
             let RegisteredRange { base, len } = { range };
             // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is dropped only after
             // they were unregistered.
             maker.noting(unsafe { maker.driver().register(base, len, read_only) })
-        });
+        };
+        let registered = match range.len {
+            0 => Err(Error::empty()),
+            _ => context.alive().and_then(|()| context.worker().call(register)),
+        };
         match registered {
             Ok(()) => {}
             // A call that panicked may have registered the bytes or not.
@@ -195,7 +183,7 @@ impl Device {
                 std::mem::forget(value);
                 return Err(SubmitError { error, buffer: None });
             }
-            Err(error) => return refused(error, value),
+            Err(error) => return Err(SubmitError::refused(error, *value)),
         }
         context.holds().registered.add(range.len);
         let value = UnsafeCell::new(Some(value));
@@ -231,9 +219,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
     pub fn into_inner(self) -> Result<T> {
         // SAFETY: by the invariant: `self` owns the value, and nothing is borrowed.
         let value = unsafe { &mut *self.0.value.get() }.take();
-        let Some(value) = value else {
-            return Err(Error::Internal("a registered value was taken out twice"));
-        };
+        let value = value.ok_or(Error::Internal("a registered value was taken out twice"))?;
         let (context, range) = (self.0.context.clone(), self.0.range);
         match self.0.context.worker().call(move || unregister(&context, range)) {
             Ok(()) => Ok(*value),
@@ -305,10 +291,7 @@ where
 
 impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Registered")
-            .field("len", &self.0.range.len)
-            .field("read_only", &self.0.read_only)
-            .finish_non_exhaustive()
+        write!(f, "Registered {{ len: {}, read_only: {}, .. }}", self.0.range.len, self.0.read_only)
     }
 }
 
@@ -320,14 +303,12 @@ impl<T> Lend for Registered<T>
 where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
-    #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
         Resource::Object(self.0.clone())
     }
     fn bytes(&self, _: Key) -> &[u8] {
         self
     }
-    #[allow(private_interfaces)]
     fn check_serves(&self, context: &DeviceContext, _: Key) -> Result<()> {
         self.check_family(context)
     }

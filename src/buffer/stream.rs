@@ -16,21 +16,6 @@ use crate::stream::timeline::Timeline;
 ///
 /// A copy on another stream is refused, and the error carries the buffer back. Dropped unused, the buffer goes back to
 /// where it was: to the stream's work in flight, or to the pool.
-///
-/// # Examples
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (stream, tokens) = (device.stream()?, device.alloc(4096)?);
-/// for _step in 0..3 {
-///     // From the second step on this can be the memory of the last step, without a wait for its copy.
-///     let landing = pool.checkout_on(&stream, 4096)?;
-///     drop(stream.download(&tokens, landing)?);
-/// }
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[must_use = "a copy of its stream takes it; dropped, it goes back to where it was"]
 pub struct StreamBuf {
     timeline: Arc<Timeline>,
@@ -112,9 +97,6 @@ impl Drop for StreamBuf {
 
 impl std::fmt::Debug for StreamBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StreamBuf")
-            .field("capacity", &self.capacity())
-            .field("claimed", &self.was_claimed())
-            .finish()
+        write!(f, "StreamBuf {{ capacity: {}, claimed: {} }}", self.capacity(), self.claimed)
     }
 }

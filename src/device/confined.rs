@@ -1,7 +1,5 @@
-//! Streams that only one thread can name.
-//!
-//! CUDA's per-thread default stream is one handle, which stands for another stream on every thread. So only the thread
-//! that adopted it can submit to it, and record its events. Events are asked about on any thread.
+//! Streams that only one thread can name: CUDA's per-thread default stream is one handle, which stands for another
+//! stream on every thread. So only the thread that adopted it can submit to it, and record its events.
 
 use std::thread::{ThreadId, current};
 

@@ -10,14 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::locks::Mutex;
 use crossbeam::utils::CachePadded;
 
-use super::holds::Holds;
+use super::ending::Holds;
 use super::worker::Worker;
 use super::{Driver, EventHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
 use crate::telemetry::counters::{ErrorTally, Histogram};
-
-/// Events that are kept for reuse. More than these were in use at once only in a burst.
-const KEPT_EVENTS: usize = 1024;
 
 /// What moves a device that does nothing by itself: a test's function, which makes one piece of the device's
 /// outstanding work happen on the calling thread. `false`: none can.
@@ -47,7 +44,6 @@ pub(crate) struct Context {
     events: Mutex<Vec<EventHandle>>,
     /// Events that are not used again: see [`Context::set_aside`].
     aside: Mutex<Vec<EventHandle>>,
-    /// What keeps the device open, and the error that it was lost with. It outlives the context.
     holds: Arc<Holds>,
     /// The errors that the driver answered with.
     errors: ErrorTally,
@@ -61,14 +57,11 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    pub(crate) fn new(driver: Arc<dyn Driver>) -> Result<Arc<Self>> {
-        Self::by_hand(driver, None)
-    }
-
-    /// The context of a device that does nothing by itself: it has no threads, and whoever waits calls the hand.
+    /// With a hand it is the context of a device that does nothing by itself: it has no threads, and whoever waits
+    /// calls the hand.
     pub(crate) fn by_hand(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Arc<Self>> {
-        let holds = Holds::new();
-        driver.ending().leave(holds.last());
+        let holds = Arc::<Holds>::default();
+        driver.ending().tell(&holds);
         let worker = Arc::new(Worker::start(&driver, &holds, hand.is_some())?);
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
@@ -137,9 +130,8 @@ impl Context {
 
     /// Adds the counts of a stream that ends.
     pub(crate) fn count_past(&self, submitted: u64, completed: u64) {
-        // Relaxed: the release below orders it.
         self.past[0].fetch_add(submitted, Ordering::Relaxed);
-        // Release: pairs with the acquire above.
+        // Release: pairs with the acquire above, and orders the relaxed addition.
         self.past[1].fetch_add(completed, Ordering::Release);
     }
 
@@ -168,7 +160,12 @@ impl Context {
 
     /// The error that the device was lost with, if it was.
     pub(crate) fn poisoned(&self) -> Option<&Error> {
-        self.holds.lost()
+        self.holds.lost.get()
+    }
+
+    /// Whether the driver has shut down: it must not be called then.
+    pub(crate) fn is_shut_down(&self) -> bool {
+        self.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverShutdown)
     }
 
     /// An error if the device is lost, and in the child of a fork.
@@ -177,12 +174,12 @@ impl Context {
         self.poisoned().map_or(Ok(()), |e| Err(e.clone()))
     }
 
-    /// Counts the error of a driver call. After one of class [`ErrorClass::DeviceLost`] or
-    /// [`ErrorClass::DriverShutdown`] the device is lost for good.
+    /// Counts the error of a driver call. The first one of class [`ErrorClass::DeviceLost`] or
+    /// [`ErrorClass::DriverShutdown`] is what the device is lost with from then on.
     pub(crate) fn noting<R>(&self, result: Result<R>) -> Result<R> {
         if let Err(error) = &result {
             self.errors.note(error);
-            if error.is_device_lost() && self.holds.lose(error) {
+            if error.is_device_lost() && self.holds.lost.set(error.clone()).is_ok() {
                 crate::foreign::error!(target: "pinpool::device::lost", device = self.name(), %error, "the device is lost");
             }
         }
@@ -193,22 +190,12 @@ impl Context {
     pub(crate) fn event(&self) -> Result<EventHandle> {
         // A statement of its own, which ends with the lock: no driver call is made under it.
         let kept = self.events.lock().pop();
-        match kept {
-            Some(event) => Ok(event),
-            None => self.noting(self.driver.create_event()),
-        }
+        kept.map_or_else(|| self.noting(self.driver.create_event()), Ok)
     }
 
     /// Takes back an event that was seen complete, or never recorded.
     pub(crate) fn recycle(&self, event: EventHandle) {
-        let mut events = self.events.lock();
-        if events.len() < KEPT_EVENTS {
-            events.push(event);
-            return;
-        }
-        drop(events);
-        let (driver, holds) = (self.driver.clone(), self.holds.clone());
-        self.worker.send(move || destroy(&*driver, &holds, event));
+        self.events.lock().push(event);
     }
 
     /// Takes an event of a timeline that has ended, which may be recorded and was never seen complete, or which a
@@ -226,21 +213,18 @@ impl Drop for Context {
         }
         let mut events = std::mem::take(self.events.get_mut());
         events.append(self.aside.get_mut());
-        // On a lost device the events are destroyed too, whatever it answers. A driver that has shut down must not be
-        // called.
-        let ended = self.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverShutdown);
-        if ended || events.is_empty() {
+        // On a lost device the events are destroyed too, whatever it answers.
+        if events.is_empty() || self.is_shut_down() {
             return;
         }
         let (driver, holds) = (self.driver.clone(), self.holds.clone());
-        self.worker.send(move || events.into_iter().for_each(|event| destroy(&*driver, &holds, event)));
-    }
-}
-
-/// Runs on the worker.
-fn destroy(driver: &dyn Driver, holds: &Holds, event: EventHandle) {
-    if let Err(error) = driver.destroy_event(event) {
-        holds.leaked(1);
-        crate::foreign::warn!(target: "pinpool::device::leak", device = driver.name(), %error, "an event is leaked");
+        self.worker.send(move || {
+            for event in events {
+                if let Err(error) = driver.destroy_event(event) {
+                    holds.leaked(1);
+                    crate::foreign::warn!(target: "pinpool::device::leak", device = driver.name(), %error, "an event is leaked");
+                }
+            }
+        });
     }
 }

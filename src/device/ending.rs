@@ -1,18 +1,98 @@
-//! The end of a driver: it lets go of the device, and then drops what it keeps for others.
+//! What keeps a device open, and how its driver makes the last call.
 //!
-//! The call that lets go of a device may take the whole device down for this process, which takes time, and it may
-//! change the context that is current on the thread. A drop must do neither. So the call is made on a thread of its
-//! own. [`Last`] is dropped after that call, and a thread that waits in [`Device::close`](crate::Device::close) wakes
-//! then.
+//! Each thing that makes a call when it ends (a region, a stream, an event, device memory) keeps its driver until that
+//! call has returned. So the end needs no count: when a driver is dropped, the call that lets go of the device is the
+//! last one. That call may take the whole device down for this process, which takes time, and may change the context
+//! that is current, so a thread of its own makes it. Its [`Last`] is dropped after it, and wakes [`Holds::wait`].
+//!
+//! The counts of [`Holds`] say what is still to be given back. They go into the report of a close that fails, and
+//! decide whether waiting on is of any use. No memory is freed by them.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
-use super::holds::Last;
+use crate::error::Error;
 pub(crate) use crate::foreign::KeepAlive;
+use crate::locks::{Condvar, Mutex};
+
+/// A sum of what is still to be given back.
+#[derive(Debug, Default)]
+pub(crate) struct Count(AtomicUsize);
+
+impl Count {
+    // Relaxed, in this file: sums and flags, not signals. A thread that sees the end has taken the lock of `drivers`
+    // after the drop of `Last`, and so sees all that was counted before.
+    pub(crate) fn get(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn add(&self, amount: usize) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
+
+    pub(crate) fn sub(&self, amount: usize) {
+        self.0.fetch_sub(amount, Ordering::Relaxed);
+    }
+}
+
+/// What keeps a device open. It outlives the device's context.
+#[derive(Debug, Default)]
+pub(crate) struct Holds {
+    /// Bytes of device memory.
+    pub(crate) memory: Count,
+    /// Bytes of callers' values that are registered.
+    pub(crate) registered: Count,
+    /// Jobs that the worker has still to do.
+    pub(crate) jobs: Count,
+    /// Things that the driver did not take back, or that may not be given back.
+    pub(crate) leaks: Count,
+    /// Whether something that belongs to no pool never comes back.
+    has_quarantined: AtomicBool,
+    /// The error that the device was lost with.
+    pub(crate) lost: OnceLock<Error>,
+    /// Drivers that have not made their last call: the one in use, and those of later opens, which found the device
+    /// open already.
+    drivers: Mutex<usize>,
+    news: Condvar,
+}
+
+impl Holds {
+    pub(crate) fn leaked(&self, things: usize) {
+        self.leaks.add(things);
+    }
+
+    pub(crate) fn has_quarantined(&self) -> bool {
+        self.has_quarantined.load(Ordering::Relaxed)
+    }
+
+    /// Notes that something never comes back and keeps the device open until the process ends.
+    pub(crate) fn note_quarantined(&self) {
+        self.has_quarantined.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits until the last driver call has returned, but not past `until`. Returns whether that call has returned.
+    pub(crate) fn wait(&self, until: Instant) -> bool {
+        let mut drivers = self.drivers.lock();
+        while *drivers > 0 && !self.news.wait_until(&mut drivers, until) {}
+        *drivers == 0
+    }
+}
+
+/// What a driver drops when the last call for its device has returned.
+#[derive(Debug)]
+struct Last(Arc<Holds>);
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        // Under the lock: a thread in `wait` then sees everything that was done before.
+        *self.0.drivers.lock() -= 1;
+        self.0.news.notify_all();
+    }
+}
 
 /// What a driver drops when it ends.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Ending {
     /// What keeps an adopted context alive, if the program gave something.
     keep_alive: OnceLock<KeepAlive>,
@@ -24,7 +104,7 @@ pub(crate) struct Ending {
 
 impl Ending {
     pub(crate) fn new() -> Self {
-        Self { keep_alive: OnceLock::new(), here: AtomicBool::new(false), last: OnceLock::new() }
+        Self::default()
     }
 
     /// Lets the last calls be made on whichever thread drops the driver.
@@ -37,24 +117,26 @@ impl Ending {
         let _ = self.keep_alive.set(keep_alive);
     }
 
-    pub(super) fn leave(&self, last: Last) {
-        let _ = self.last.set(last);
+    /// Has a device wait for this driver's last call.
+    pub(super) fn tell(&self, holds: &Arc<Holds>) {
+        *holds.drivers.lock() += 1;
+        let _ = self.last.set(Last(holds.clone()));
     }
 
-    /// Notes that something of the device's stays for good.
+    /// Notes that something of the device's stays until the process ends.
     pub(super) fn leaked(&self) {
-        self.last.get().into_iter().for_each(Last::leaked);
+        self.last.get().into_iter().for_each(|last| last.0.leaked(1));
     }
 
     /// Makes the last calls: `let_go` says whether the device was let go of. With `here` it runs on this thread, else
     /// on one of its own. Where no thread can be started the device is leaked. What keeps an adopted context alive is
     /// dropped behind the calls.
     pub(super) fn end(&mut self, device: &str, here: bool, let_go: impl FnOnce() -> bool + Send + 'static) {
-        let last = Arc::new(self.last.take());
-        let (kept, goes) = (self.keep_alive.take(), last.clone());
+        let (kept, last) = (self.keep_alive.take(), Arc::new(self.last.take()));
+        let goes = last.clone();
         let end = move || {
             if !let_go() {
-                goes.iter().for_each(Last::leaked);
+                goes.iter().for_each(|last| last.0.leaked(1));
             }
             drop(kept);
         };
@@ -62,7 +144,7 @@ impl Ending {
             return end();
         }
         if let Err(error) = crate::os::thread::spawn(format!("pinpool-end-{device}"), end) {
-            last.iter().for_each(Last::leaked);
+            last.iter().for_each(|last| last.0.leaked(1));
             crate::foreign::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
         }
     }

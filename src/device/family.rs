@@ -30,10 +30,8 @@ fn open(family: &str, ordinal: u32) -> Result<Arc<dyn Driver>> {
 
 /// The driver behind a name.
 pub(crate) fn driver(name: &str) -> Result<Arc<dyn Driver>> {
-    if name == "auto" {
-        return first();
-    }
     let (family, ordinal) = match name.split_once(':') {
+        _ if name == "auto" => return first(),
         Some((family, ordinal)) => (family, ordinal.parse().ok()),
         None => (name, Some(0)),
     };
@@ -54,14 +52,13 @@ fn first() -> Result<Arc<dyn Driver>> {
                     crate::foreign::info!(target: "pinpool::device", "auto: taking {family}:{ordinal}");
                     return Ok(driver);
                 }
-                // This one is taken, or broken: another may not be.
-                Err(error @ Error::Device(_)) => {
-                    crate::foreign::info!(target: "pinpool::device", %error, "auto: {family}:{ordinal} cannot be opened");
-                }
                 Err(error) => {
-                    crate::foreign::info!(target: "pinpool::device", %error, "auto: there is no {family} device to take");
-                    why = error;
-                    break;
+                    crate::foreign::info!(target: "pinpool::device", %error, "auto: {family}:{ordinal} is not taken");
+                    // This one is taken, or broken: another may not be.
+                    if !matches!(error, Error::Device(_)) {
+                        why = error;
+                        break;
+                    }
                 }
             }
         }

@@ -22,11 +22,8 @@ pub(super) fn watch_exit() {
         }
     }
     static HANDLERS: AtomicUsize = AtomicUsize::new(0);
-    // Relaxed: a count. The limit is one of memory, and may be passed by as many as there are threads here.
-    if HANDLERS.load(Ordering::Relaxed) < MOST_HANDLERS
-        && HANDLERS.fetch_add(1, Ordering::Relaxed) < MOST_HANDLERS
-        && !crate::os::at_exit(at_exit)
-    {
+    // Relaxed: a count.
+    if HANDLERS.fetch_add(1, Ordering::Relaxed) < MOST_HANDLERS && !crate::os::at_exit(at_exit) {
         crate::foreign::warn!(
             target: "pinpool::device",
             "the system has no room for an exit handler: the driver may be called while it is taken down"

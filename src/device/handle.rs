@@ -4,9 +4,6 @@
 //! A process-wide table has each open device under a key: a device opened by name under its driver's name, an adopted
 //! context under a key of its own. So a device that is opened twice is one device with one reaper. The table holds weak
 //! references: it keeps no device open.
-//!
-//! This module uses `stream` (for the reaper). The public `Stream` (`stream::handle`) and the modules above it use this
-//! one: `buffer`, `config`, `pool`, `copy`, `telemetry`.
 
 #![allow(unsafe_code)]
 
@@ -38,28 +35,16 @@ pub use closing::{CloseError, HeldBy};
 /// accelerator names it, since `auto` goes on without one.
 ///
 /// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
-/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; with
-/// the feature `cuda` a server's own contexts and streams can be adopted (module `cuda`). The module `acl` says the
-/// same for Ascend.
+/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; the
+/// modules `cuda` and `acl` adopt a server's own contexts and streams.
 ///
 /// In the child of a fork nothing of this crate can be used if the fork came after the process had begun to open a
-/// device (any device, by any call, a [`HostNode`] included). Every call that could block, take memory or reach a
-/// driver, [`Device::open`] too, answers [`Error::Forked`] at once, and the drop of an inherited value does nothing. So
-/// a server that forks its workers opens devices in the workers. A program that is started by `std::process::Command`
-/// is not affected.
+/// device. Every call that could block, take memory or reach a driver, [`Device::open`] too, answers
+/// [`Error::Forked`] at once, and the drop of an inherited value does nothing. So a server that forks its workers opens
+/// devices in the workers.
 ///
 /// Cloning gives another handle to the same device, and so does opening it again while it is open. The driver's device
 /// is let go of after the last handle is dropped, and everything that came from it; [`Device::close`] waits for that.
-///
-/// ```
-/// # use pinpool::Device;
-/// let device = Device::open("host")?;
-/// assert_eq!(device.name(), "host:0");
-/// let stream = device.stream()?;
-/// let memory = device.alloc(1 << 10)?; // bytes of device memory
-/// # drop((stream, memory));
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone)]
 pub struct Device(Arc<DeviceInner>);
 
@@ -103,7 +88,7 @@ impl Device {
             Err(_) => _ = span.record("device", &*clean(name, NAME)),
         });
         let driver = driver?;
-        Self::known(driver.name().to_owned(), driver)
+        Self::known(driver.name().to_owned(), driver, None)
     }
 
     /// Opens a device that does nothing by itself, for this repository's tests: it has no threads, no timer runs for
@@ -117,7 +102,7 @@ impl Device {
         crate::os::watch_forks()?;
         let driver = family::driver(name)?;
         driver.ending().be_here();
-        Self::known_or(driver.name().to_owned(), driver, Some(Hand::new(advance)))
+        Self::known(driver.name().to_owned(), driver, Some(Hand::new(advance)))
     }
 
     /// Makes later opens of this device start it anew, though something that never ends keeps it open. For this
@@ -128,20 +113,15 @@ impl Device {
     }
 
     /// The device that is open under this key, or a new one.
-    pub(crate) fn known(key: String, driver: Arc<dyn Driver>) -> Result<Self> {
-        Self::known_or(key, driver, None)
-    }
-
-    fn known_or(key: String, driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Self> {
+    fn known(key: String, driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Self> {
         // Outlives the lock: where starting fails, the driver ends after the unlock. Its end may call the vendor's
         // library.
         let _kept = driver.clone();
         let mut open = OPENED.lock();
         let open = open.get_or_insert_with(HashMap::new);
-        let known = open.get(&key).and_then(Weak::upgrade);
-        if let Some(inner) = known {
+        if let Some(inner) = open.get(&key).and_then(Weak::upgrade) {
             // The new driver may have a context to let go of, too: the device that is open waits for that.
-            driver.ending().leave(inner.context.holds().last());
+            driver.ending().tell(inner.context.holds());
             return Ok(Self(inner));
         }
         let device = Self::start(Context::by_hand(driver, hand)?)?;
@@ -152,35 +132,23 @@ impl Device {
 
     /// The device of an adopted context.
     pub(crate) fn adopted(context: AdoptedContext, keep_alive: Option<KeepAlive>) -> Result<Self> {
-        match context {
-            AdoptedContext::Default(name) => Self::open(&name),
-            AdoptedContext::Other { key, driver } => {
-                let device = Self::known(key, driver)?;
-                if let Some(keep_alive) = keep_alive {
-                    device.context().driver().ending().keep(keep_alive);
-                }
-                Ok(device)
-            }
-        }
+        let (key, driver) = match context {
+            AdoptedContext::Default(name) => return Self::open(&name),
+            AdoptedContext::Other { key, driver } => (key, driver),
+        };
+        let device = Self::known(key, driver, None)?;
+        keep_alive.into_iter().for_each(|kept| device.context().driver().ending().keep(kept));
+        Ok(device)
     }
 
-    /// A device of a host node, for tests. (The devices of two nodes have the same names, and so the same metrics.)
+    /// A device of a host node, for tests: [`crate::host`] has an example. (The devices of two nodes have the same
+    /// names, and so the same metrics.)
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] for an ordinal that the node does not have; [`Error::Forked`].
-    ///
-    /// ```
-    /// # use pinpool::Device;
-    /// use pinpool::host::{HostConfig, HostNode};
-    ///
-    /// let node = HostNode::new(HostConfig::new().devices(2))?;
-    /// let second = Device::on(&node, 1)?;
-    /// assert_eq!(second.name(), "host:1");
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     pub fn on(node: &HostNode, ordinal: u32) -> Result<Self> {
         crate::os::watch_forks()?;
-        Self::start(Context::new(node.driver(ordinal)?)?)
+        Self::start(Context::by_hand(node.driver(ordinal)?, None)?)
     }
 
     pub(crate) fn start(context: Arc<Context>) -> Result<Self> {
@@ -223,22 +191,21 @@ impl Device {
         &self.0.listing
     }
 
-    /// Its name, such as `host:0`.
+    /// The device's name, such as `host:0`.
     #[must_use]
     pub fn name(&self) -> &str {
         self.0.context.name()
     }
 
-    /// The host's NUMA node that the device is attached to, as its driver or the system says; pools take their memory
-    /// from there. `None`: neither says, or the device is the host.
+    /// The host's NUMA node that the device is attached to: pools take their memory from there. `None`: neither the
+    /// driver nor the system says, or the device is the host.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
         self.context().driver().numa_node()
     }
 
-    /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`: domain, bus, device, function), which is
-    /// its name under `/sys/bus/pci/devices`. On CUDA from `cuDeviceGetPCIBusId`. `None`: it has none, the driver does
-    /// not say, or this is the child of a fork.
+    /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`), which is its name under
+    /// `/sys/bus/pci/devices`. `None`: it has none, the driver does not say, or this is the child of a fork.
     #[must_use]
     pub fn pci_address(&self) -> Option<String> {
         crate::os::check_fork().ok()?;
@@ -255,28 +222,24 @@ impl Device {
     }
 
     /// Device memory that the program or another library allocated, for use in every copy call: a raw `CUdeviceptr`, a
-    /// pointer of the runtime API, another library's tensor. This is the one way in for addresses: a copy call takes a
-    /// [`DeviceSlice`], which has been checked and keeps the memory.
+    /// pointer of the runtime API, another library's tensor.
     ///
     /// `owner` is the value that keeps the memory allocated, by value or as an `Arc`; `()` where something else sees to
     /// that. It is dropped after the last handle is dropped and the last copy is complete, on the device's region
-    /// thread, where its drop may block. On a GPU the device's context is current there, and what the drop frees
-    /// disturbs no capture. The drop must not wait for a buffer of a pool, since the pool grows on that very thread.
-    /// Where a stream was lost and its device lives on, and in the child of a fork, the owner is leaked: the memory may
-    /// still be in use.
+    /// thread, where its drop may block, but must not wait for a buffer of a pool: pools grow on that thread. On a GPU
+    /// the device's context is current there, and what the drop frees disturbs no capture. Where a stream was lost, and
+    /// in the child of a fork, the owner is leaked: the memory may still be in use.
     ///
-    /// The range is checked here, once: on a GPU by `cuPointerGetAttributes`. Memory of `cuMemAlloc`, `cuMemAllocAsync`
-    /// and `cuMemMap` passes, and so does managed memory. The check takes a microsecond or so and never waits. The
-    /// owner prevents that the address comes to mean other memory later.
+    /// The range is checked here, once: on a GPU by `cuPointerGetAttributes`, which takes a microsecond or so and never
+    /// waits. Memory of `cuMemAlloc`, `cuMemAllocAsync`, `cuMemMap` and managed memory passes.
     ///
     /// # Ordering
     /// None is added: copies are ordered with other work on their own stream. Where streams of the program and of the
     /// crate both use the memory, make them wait for each other.
     ///
     /// # Errors
-    /// With the owner: [`Error::Argument`], whose text says what is wrong (a host
-    /// pointer, another device's, a range past its allocation, another context's, or nothing that the driver knows of);
-    /// [`Error::Argument`] for a length of zero; the device's loss.
+    /// With the owner: [`Error::Argument`], whose text says what is wrong (a length of zero, a host pointer, another
+    /// device's or context's, a range past its allocation, nothing that the driver knows of); the device's loss.
     ///
     /// # Safety
     /// Until `owner` is dropped (with an owner that keeps nothing: until the last handle is dropped and everything that
@@ -285,17 +248,6 @@ impl Device {
     /// - no kernel, no other library and, for managed memory, no CPU reads or writes it while a copy of this crate
     ///   writes it, or writes it while a copy reads it;
     /// - code that reads it as values of some type accepts the bytes that copies wrote there.
-    ///
-    /// ```
-    /// # use pinpool::Device;
-    /// # let device = Device::open("host")?;
-    /// # let theirs = device.alloc(100)?;
-    /// # let (address, len) = (theirs.address(), theirs.len());
-    /// // SAFETY: `theirs` keeps the memory allocated, and nothing else uses it.
-    /// let memory = unsafe { device.raw_memory(address, len, theirs) }?;
-    /// assert_eq!((memory.address(), memory.len()), (address, 100));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
     pub unsafe fn raw_memory<O: Send + 'static>(
         &self,
         address: u64,
@@ -306,10 +258,9 @@ impl Device {
         unsafe { DeviceSlice::foreign(self.context(), address, len, owner) }
     }
 
-    /// Looks at every stream of the device on this thread: records events for what was submitted, asks the driver what
-    /// is complete, and returns the buffers of what is. Says whether anything was seen complete.
-    ///
-    /// A thread of the crate does that by itself.
+    /// Looks at every stream of the device on this thread, as a thread of the crate does by itself: records events for
+    /// what was submitted, asks the driver what is complete, and returns the buffers of what is. Says whether anything
+    /// was seen complete.
     pub fn reap(&self) -> bool {
         // In the child of a fork the locks may be held by threads that do not exist there.
         !crate::os::forked() && self.listing().advance()
@@ -344,15 +295,15 @@ mod tests {
     use crate::device::host::{HostConfig, HostNode};
     use crate::foreign;
 
-    /// Its drop tells whether code of the program could run at that moment: not under a lock of the crate.
+    /// Its drop notes whether code of the program could run at that moment: not under a lock of the crate.
     struct Ends(Arc<AtomicBool>);
 
     impl Drop for Ends {
         fn drop(&mut self) {
-            let now = Arc::new(AtomicBool::new(false));
-            let may = now.clone();
-            foreign::when_allowed(move || may.store(true, Ordering::SeqCst));
-            self.0.store(now.load(Ordering::SeqCst), Ordering::SeqCst);
+            let (now, free) = (Arc::new(AtomicBool::new(false)), self.0.clone());
+            let ran = now.clone();
+            foreign::when_allowed(move || ran.store(true, Ordering::SeqCst));
+            free.store(now.load(Ordering::SeqCst), Ordering::SeqCst);
         }
     }
 
@@ -367,7 +318,7 @@ mod tests {
         // No thread can have this name, so starting panics. It leaves the function as an error does.
         let driver = node.named("no\0name");
         drop(node);
-        let opened = catch_unwind(AssertUnwindSafe(|| Device::known("no name".into(), driver)));
+        let opened = catch_unwind(AssertUnwindSafe(|| Device::known("no name".into(), driver, None)));
         assert!(!opened.is_ok_and(|device| device.is_ok()), "the device was opened");
         assert!(ended_freely.load(Ordering::SeqCst), "the driver ended under a lock");
     }

@@ -1,11 +1,8 @@
 //! Device memory. Its handles are counted, and each copy in flight has one, so memory whose buffer is dropped early is
-//! freed late.
+//! freed late. The crate allocated it, or took it from the program with an owner; copies use both alike.
 //!
-//! The crate allocated the memory of an [`Allocation`], or took it from the program with an owner. Copies use both
-//! alike.
-//!
-//! The end of an allocation is a job of the device's worker, whatever its origin: the last handle may be dropped on any
-//! thread, under locks of the caller's or in a callback of the driver's.
+//! The end of an allocation is a job of the device's worker: the last handle may be dropped on any thread, under locks
+//! of the caller's or in a callback of the driver's.
 
 use std::fmt;
 use std::ops::{Bound, RangeBounds};
@@ -14,90 +11,60 @@ use std::sync::Arc;
 use crate::locks::Mutex;
 
 use super::DevicePtr;
+use super::address::AddressFault;
 use super::context::Context;
-use crate::error::{Error, ErrorClass, Result, SubmitError};
+use crate::error::{Error, Result, SubmitError};
 
-/// One allocation on a device. Its end is a job of the device's worker, after its last handle is dropped.
+/// One allocation on a device.
 pub(crate) struct Allocation {
     context: Arc<Context>,
     ptr: DevicePtr,
     len: usize,
-    end: AllocationEnd,
-}
-
-/// How memory ends.
-enum AllocationEnd {
-    /// The driver frees what the crate allocated.
-    Free,
-    /// The program's owner is dropped. (The lock is never taken: it makes any owner `Sync`.)
-    Drop(Mutex<Box<dyn Send>>),
-    /// The program's memory has no owner here.
-    Nothing,
+    /// What the worker does after the last handle is dropped. The job keeps the context until it has ended. (The lock
+    /// is never taken: it makes the job `Sync`.)
+    end: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 impl Allocation {
-    fn new(context: &Arc<Context>, ptr: DevicePtr, len: usize, end: AllocationEnd) -> Arc<Self> {
+    /// The whole of a new allocation.
+    fn whole(
+        context: &Arc<Context>,
+        ptr: DevicePtr,
+        len: usize,
+        end: Option<Box<dyn FnOnce() + Send>>,
+    ) -> DeviceSlice {
         context.holds().memory.add(len);
-        Arc::new(Self { context: context.clone(), ptr, len, end })
+        let allocation = Arc::new(Self { context: context.clone(), ptr, len, end: Mutex::new(end) });
+        DeviceSlice { allocation, offset: 0, len }
     }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
         self.context.holds().memory.sub(self.len);
-        let end = std::mem::replace(&mut self.end, AllocationEnd::Nothing);
-        if matches!(end, AllocationEnd::Nothing) {
-            return;
-        }
-        // The job keeps the context until it has ended. In the child of a fork `send` leaks the job, since none of what
-        // it owns exists there.
-        let (context, ptr) = (self.context.clone(), self.ptr);
-        self.context.worker().send(move || match end {
-            AllocationEnd::Nothing => {}
-            AllocationEnd::Drop(owner) => crate::foreign::discard(owner),
-            AllocationEnd::Free => free(&context, ptr),
-        });
-    }
-}
-
-/// Frees memory that the crate allocated, on the worker.
-fn free(context: &Context, ptr: DevicePtr) {
-    // A driver that has shut down must not be called.
-    if context.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverShutdown) {
-        return;
-    }
-    if let Err(error) = context.driver().free(ptr) {
-        context.holds().leaked(1);
-        crate::foreign::warn!(target: "pinpool::device::leak", device = context.name(), %error, "device memory is leaked");
+        // In the child of a fork `send` leaks the job, since none of what it owns exists there.
+        self.end.get_mut().take().into_iter().for_each(|end| self.context.worker().send(end));
     }
 }
 
 /// Memory of a device: an allocation ([`Device::alloc`](crate::Device::alloc)), memory that the crate did not allocate
 /// ([`Device::raw_memory`](crate::Device::raw_memory)), or a [range](Self::slice) of either.
 ///
-/// It is a counted handle. The memory is freed after the last handle is dropped: this one and its clones, its slices,
-/// and those that copies in flight hold. Dropping a handle never blocks. The contents of an allocation are undefined
-/// until a copy has written them.
+/// It is a counted handle: the memory is freed after the last one is dropped, its clones, its slices, and those that
+/// copies in flight hold. Dropping a handle never blocks. The contents of an allocation are undefined until a copy has
+/// written them.
 ///
-/// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was dropped, with a request
-/// that was cancelled, may still read or write it. What uses the memory next must come after that copy: on the same
-/// stream, on one that [waits for it](crate::Stream::wait_for), or when [`stream.hold(())`](crate::Stream::hold) has
-/// been awaited. (`examples/async_server.rs` gives each slot of memory a stream of its own.)
+/// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was dropped may still read or
+/// write it. What uses the memory next must come after that copy: on the same stream, on one that
+/// [waits for it](crate::Stream::wait_for), or when [`stream.hold(())`](crate::Stream::hold) has been awaited.
 ///
 /// ```
-/// # use pinpool::{Device, Error, Pool, Unpinned};
+/// # use pinpool::{Device, Error};
 /// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let stream = device.stream()?;
 /// let weights = device.alloc(100)?;
 /// let second_half = weights.slice(50..)?;
 /// assert_eq!((second_half.len(), second_half.address()), (50, weights.address() + 50));
 /// assert!(matches!(weights.slice(50..101), Err(Error::Argument(_))));
-/// let mut buffer = pool.checkout(4)?;
-/// buffer.extend_from_slice(b"data");
-/// let copy = stream.upload(buffer, second_half.slice(..4)?)?;
-/// drop((weights, second_half)); // the copy has a handle: the memory is freed after it
-/// copy.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone)]
@@ -107,18 +74,16 @@ pub struct DeviceSlice {
     len: usize,
 }
 
-/// Ranges of one length at even distances in device memory. (A cache with a plane for each layer has the pages of a
-/// block like that.) It is one handle, however many ranges there are:
-/// [`Copier::upload_pages`](crate::Copier::upload_pages) takes it for a list of them.
+/// Ranges of one length at even distances in device memory, such as one page of each layer of a cache: one handle,
+/// however many ranges. [`Copier::upload_pages`](crate::Copier::upload_pages) takes it for a list of them.
 ///
 /// ```
-/// # use pinpool::{Device, Error};
+/// # use pinpool::Device;
 /// # let device = Device::open("host")?;
 /// const PLANE: usize = 100 * 4096; // a hundred pages
 /// let cache = device.alloc(64 * PLANE)?;
 /// let block = cache.strided(7 * 4096..8 * 4096, PLANE, 64)?; // page 7 of each plane
 /// assert_eq!(block.get(2)?.address(), cache.address() + 2 * PLANE as u64 + 7 * 4096);
-/// assert!(matches!(cache.strided(..4096, PLANE, 65), Err(Error::Argument(_))));
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -157,8 +122,17 @@ impl DeviceSlice {
         context.alive()?;
         let maker = context.clone();
         let ptr = context.worker().call(move || maker.noting(maker.driver().allocate(len)))?;
-        let allocation = Allocation::new(context, ptr, len, AllocationEnd::Free);
-        Ok(Self { allocation, offset: 0, len })
+        let keeper = context.clone();
+        let free = move || {
+            if keeper.is_shut_down() {
+                return;
+            }
+            if let Err(error) = keeper.driver().free(ptr) {
+                keeper.holds().leaked(1);
+                crate::foreign::warn!(target: "pinpool::device::leak", device = keeper.name(), %error, "device memory is leaked");
+            }
+        };
+        Ok(Allocation::whole(context, ptr, len, Some(Box::new(free))))
     }
 
     /// Memory that the crate did not allocate, once the driver has said that its copies can use it. An error carries
@@ -175,18 +149,19 @@ impl DeviceSlice {
         let ptr = DevicePtr(address);
         let checked = match (address, len) {
             (_, 0) => Err(Error::empty()),
-            (0, _) => Err(super::address::AddressFault::Null.of(context.name(), address, len)),
+            (0, _) => Err(AddressFault::Null.of(context.name(), address, len)),
             _ => context.alive().and_then(|()| context.noting(context.driver().examine(ptr, len))),
         };
         if let Err(error) = checked {
             return Err(SubmitError::refused(error, owner));
         }
-        let end = match std::mem::needs_drop::<O>() {
-            true => AllocationEnd::Drop(Mutex::new(Box::new(owner))),
-            false => AllocationEnd::Nothing,
+        let keeper = context.clone();
+        let end = move || {
+            crate::foreign::discard(owner);
+            drop(keeper);
         };
-        let allocation = Allocation::new(context, ptr, len, end);
-        Ok(Self { allocation, offset: 0, len })
+        let end = std::mem::needs_drop::<O>().then(|| Box::new(end) as Box<_>);
+        Ok(Allocation::whole(context, ptr, len, end))
     }
 
     /// The device address of its first byte, for kernels and copies of the program's own: on a GPU a `CUdeviceptr`. The
@@ -217,8 +192,8 @@ impl DeviceSlice {
     /// So many ranges of one length: `first`, in bytes, and each of the others `stride` bytes behind the one before.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the last one leaves the slice, [`Error::Argument`] where they overlap: a stride of
-    /// less than their length. [`Error::Argument`] for an empty range, and for none.
+    /// [`Error::Argument`] where the last one leaves the slice, where they overlap (a stride of less than their
+    /// length), for an empty range, and for none.
     pub fn strided(
         &self,
         first: impl RangeBounds<usize>,
@@ -233,7 +208,6 @@ impl DeviceSlice {
             return Err(Error::Argument(text));
         }
         let whole = self.slice(start..end.saturating_add(stride.saturating_mul(more)))?;
-        // Of a single range the distance is as good as any.
         Ok(StridedSlice { whole, len, stride: stride.max(len), count })
     }
 
@@ -303,10 +277,6 @@ impl From<&Self> for DeviceSlice {
 impl fmt::Debug for DeviceSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { offset, len, .. } = self;
-        f.debug_struct("DeviceSlice")
-            .field("device", &self.device())
-            .field("offset", offset)
-            .field("len", len)
-            .finish()
+        write!(f, "DeviceSlice {{ device: {:?}, offset: {offset}, len: {len} }}", self.device())
     }
 }

@@ -1,53 +1,39 @@
 //! Devices. The trait [`Driver`] is the contract: what a device must do.
 //!
-//! Regions, timelines and the pool are written against [`Driver`] and nothing else, so the host device, CUDA and Ascend
-//! differ only behind this trait. Only the public modules `cuda`, `cudarc` and `acl` call what one vendor has. A driver
-//! does what it is told and reports what happened. It keeps no policy: the modules above decide when to record an
-//! event, when a buffer is free, and which thread waits.
+//! Regions, timelines and the pool are written against [`Driver`] and nothing else. Only the public modules `cuda`,
+//! `cudarc` and `acl` call what one vendor has. A driver does what it is told and reports what happened. It keeps no
+//! policy: the modules above decide when to record an event, when a buffer is free, and which thread waits.
 //!
-//! # The files, in the order in which to read them
-//!
-//! | file | what is in it |
-//! | --- | --- |
-//! | this one | the contract |
-//! | `host/` | the host device, in plain Rust: the shortest driver, and the one that tests make fail |
-//! | `cuda/`, `acl/` | the drivers of CUDA and Ascend: the only modules that call a vendor's library |
-//! | `worker.rs` | the region thread: the one thread of a device on which calls are made that may block |
-//! | `context.rs` | an opened device: its driver, its region thread, its events, and whether it is lost |
-//! | `memory.rs` | device memory, kept allocated by counted handles |
-//! | `address.rs` | what an address is told to be that copies cannot use |
-//! | `holds.rs`, `ending.rs` | what keeps a device open, and how its driver makes its last call |
-//! | `confined.rs` | streams that one thread alone can name |
-//! | `gate.rs`, `vendor.rs` | the way into a vendor's library, which is shut when the process ends; what the vendors share |
-//! | `handle.rs`, `handle/` | the public [`Device`](handle::Device): opening and closing |
+//! To be read in this order: `host` (the shortest driver), `worker` (the one thread of a device on which calls are made
+//! that may block), `context` (an opened device), `memory`, `ending`, `handle` (the public [`Device`](handle::Device)).
+//! `cuda` and `acl` are the only modules that call a vendor's library, through `gate`, which is shut when the process
+//! ends; `vendor` has what they share.
 //!
 //! # The rules that every driver keeps
 //!
 //! 1. *Order.* The work that is submitted to one stream happens in that order. Two streams have no order between them
 //!    but that of [`Driver::wait_event`].
 //! 2. *Lateness.* A copy may read its source and write its target at any time from the call on, until an event that was
-//!    recorded after it is complete. No caller assumes that it happened earlier.
+//!    recorded after it is complete.
 //! 3. *Events.* [`Driver::record`] covers all work that was submitted to the stream before. An event may be recorded
 //!    again once it was seen complete. An event that was never recorded reads as complete, so no caller asks about one.
-//! 4. *Errors never read as complete.* [`Driver::query`] says `Ok(true)` only if the work is complete.
-//! 5. *A failed submit decides nothing.* After an error from [`Driver::copy`] the copy may or may not run, and so may
-//!    the kernel after an error from [`Driver::spread`].
-//! 6. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
-//!    with an error as well as without.
-//! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
-//!    [`Driver::unpin`], [`Driver::register`], [`Driver::allocate`], [`Driver::free`], [`Driver::allocate_host`],
-//!    [`Driver::free_host`], [`Driver::create_stream`], [`Driver::create_urgent_stream`], [`Driver::load_spread`], and
-//!    the two calls that destroy a stream or an event) come from the device's [`Worker`](worker::Worker) only. No call
-//!    is made under a lock of the crate, unless the lock is for that call alone.
-//! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
-//!    fails with that class. Rule 6 holds for a lost device, too: a CUDA context that is lost touches host memory no
-//!    more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.
-//! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
+//! 4. *Errors never read as complete.* [`Driver::query`] says `Ok(true)` only if the work is complete. After an error
+//!    from [`Driver::copy`] the copy may or may not run, and so may the kernel after an error from [`Driver::spread`].
+//! 5. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
+//!    with an error as well as without. This holds for a lost device, too: a CUDA context that is lost touches host
+//!    memory no more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.
+//! 6. *Threads.* All calls may come from any thread. Those that may block or synchronise a device (that pin, register,
+//!    allocate, create or load something, or undo that, but for [`Driver::create_event`]) come from the device's
+//!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate, unless the lock is for that call
+//!    alone.
+//! 7. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
+//!    fails with that class.
+//! 8. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
 //!    to be a part of the graph. An event that was recorded there all the same is never complete: a query of it is an
 //!    error of class [`Capture`](crate::ErrorClass::Capture).
-//! 10. *Ending.* From the exit of the process on no call reaches the vendor's library: each fails with class
-//!     [`DriverShutdown`](crate::ErrorClass::DriverShutdown). The exit waits for calls that are under way (`gate`,
-//!     [`crate::exit`]).
+//! 9. *Ending.* From the exit of the process on no call reaches the vendor's library: each fails with class
+//!    [`DriverShutdown`](crate::ErrorClass::DriverShutdown). The exit waits for calls that are under way (`gate`,
+//!    [`crate::exit`]).
 
 #![allow(unsafe_code)]
 
@@ -63,7 +49,6 @@ mod family;
 #[cfg(any(feature = "acl", feature = "cuda"))]
 mod gate;
 pub(crate) mod handle;
-pub(crate) mod holds;
 pub mod host;
 pub(crate) mod memory;
 #[cfg(any(feature = "acl", feature = "cuda"))]
@@ -109,8 +94,8 @@ unsafe impl Send for Transfer {}
 // SAFETY: as above.
 unsafe impl Sync for Transfer {}
 
-/// One piece of a run: `len` bytes at `offset` of the run's packed bytes, and at `place` in device memory. Laid out as
-/// the kernels read it.
+/// One piece of a run: `len` bytes at `offset` of the packed bytes, and at `place` in device memory. Laid out as the
+/// kernels read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct SpreadRow {
@@ -145,10 +130,8 @@ pub(crate) const SPREAD_RUNS: usize = 32;
 pub(crate) type GraphEnd = Box<dyn FnOnce() + Send>;
 
 /// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any combination. (That call
-/// is the driver API's form of `cudaHostAlloc`, and without any flag of `cudaMallocHost`.)
-///
-/// On the platforms that the crate supports all addresses are unified: there this memory is portable and mapped with
-/// any flags (driver API manual, "Unified Addressing"). The flags are passed on as they are.
+/// is the driver API's form of `cudaHostAlloc`, and without any flag of `cudaMallocHost`.) They are passed on as they
+/// are. On the platforms that the crate supports this memory is portable and mapped with any flags.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct HostAllocFlags {
     /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context of the process, not only for the first device's.
@@ -197,11 +180,10 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         false
     }
 
-    /// What is dropped after the last call for the device, the call that lets go of the device included, on any thread.
+    /// What is dropped after the last call for the device, on any thread.
     fn ending(&self) -> &ending::Ending;
 
-    /// Called once, and first, on each of the crate's threads that makes calls: the driver may set the thread up for
-    /// good.
+    /// Called first on each of the crate's threads that makes calls: the driver may set the thread up.
     fn enter_thread(&self) {}
 
     /// Whether recording an event can block the caller (then a submit closes its sequence number, not the reaper).
@@ -214,9 +196,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         usize::MAX
     }
 
-    /// Whether pools take memory that the driver allocates, where nothing else is asked for: that memory is the better
-    /// one here, or not all devices of the kind can use other memory. Asked before each region is made, since a driver
-    /// may find out by a [`pin`](Self::pin) that is not supported.
+    /// Whether pools take memory that the driver allocates where nothing else is asked for. Asked before each region is
+    /// made, since a driver may find out by a [`pin`](Self::pin) that is not supported.
     fn allocates(&self) -> bool {
         false
     }
@@ -226,8 +207,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// The device's place on the PCI bus as Linux writes it: `domain:bus:device.function`, in small letters. `None`: it
-    /// has none, or the driver does not say.
+    /// The device's place on the PCI bus as Linux writes it (`domain:bus:device.function`, in small letters), if known.
     fn pci_address(&self) -> Option<String> {
         None
     }
@@ -237,9 +217,6 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// an error that says no more than that these pages cannot be locked is of class
     /// [`Transient`](crate::ErrorClass::Transient).
     ///
-    /// # Errors
-    /// Among others [`Error::Unsupported`] where no memory can be locked that the driver did not allocate.
-    ///
     /// # Safety
     /// The range is mapped, writable, and stays mapped until [`Driver::unpin`] has succeeded.
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
@@ -247,7 +224,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         unsafe { self.register(base, len, false) }
     }
 
-    /// Undoes one [`Driver::pin`] or [`Driver::register`]. After an error the range must stay mapped for good.
+    /// Undoes one [`Driver::pin`] or [`Driver::register`]. After an error the range must never be unmapped.
     ///
     /// # Safety
     /// `base` and `len` are those of one earlier successful call, undone at most once, and no copy uses the range.
@@ -262,10 +239,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The range is mapped, and stays so until [`Driver::unpin`] has succeeded.
     unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
 
-    /// Whether the device can work with host memory of this kind.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] with the reason.
+    /// [`Error::Unsupported`] with the reason, where the device cannot work with host memory of this kind.
     fn can_use(&self, _kind: HostKind) -> Result<()> {
         Ok(())
     }
@@ -302,15 +276,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Frees device memory. The memory must not be in use.
     fn free(&self, ptr: DevicePtr) -> Result<()>;
 
-    /// Whether this device's copies can use memory that the crate did not allocate. Never blocks.
-    ///
-    /// # Errors
-    /// [`Error::Argument`], or what the driver says.
+    /// Whether this device's copies can use memory that the crate did not allocate: [`Error::Argument`] if not, or what
+    /// the driver says. Never blocks.
     fn examine(&self, _ptr: DevicePtr, _len: usize) -> Result<()> {
         Err(Error::Unsupported(format!("{} takes no memory of others", self.name())))
     }
 
-    /// A new stream.
     fn create_stream(&self) -> Result<StreamHandle>;
 
     /// A new stream whose kernels are scheduled before those of ordinary streams, where the device knows priorities.
@@ -329,9 +300,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()>;
 
     /// Submits several copies, which have no order among each other: nothing that one of them writes is read or written
-    /// by another. Each is submitted, or reported to `failed` with its place and an error that decides as little as an
-    /// error of [`Driver::copy`]. In the order of the stream they come after what was submitted before, and an event
-    /// that is recorded after the call covers them all.
+    /// by another. Each is submitted, or reported to `failed` with its place and an error like one of [`Driver::copy`].
     ///
     /// # Safety
     /// As for [`Driver::copy`], for each of them.
@@ -350,17 +319,14 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Makes the kernels of [`Driver::spread`] ready. A failure is final: a later call returns the same error.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] with the reason where the device has no such kernels.
+    /// [`Error::Unsupported`] with the reason where the device has none.
     fn load_spread(&self) -> Result<()> {
         Err(Error::Unsupported(format!("{} has no kernels that spread bytes", self.name())))
     }
 
-    /// Submits one kernel that copies the rows of all runs, of which there are at most [`SPREAD_RUNS`]. A row of any
-    /// length and alignment is allowed. Where rows overlap on the side that is written, either wins, byte by byte; none
-    /// overlaps anything that the call reads. The stream is never one that is captured; a capture elsewhere survives
-    /// the call.
+    /// Submits one kernel that copies the rows of all runs, of which there are at most [`SPREAD_RUNS`]. Where rows
+    /// overlap on the side that is written, either wins, byte by byte; none overlaps anything that the call reads. The
+    /// stream is never one that is captured; a capture elsewhere survives the call.
     ///
     /// # Safety
     /// The runs' memory and the rows' places are valid on the device until an event that is recorded on `stream` after

@@ -60,13 +60,8 @@ pub(super) use entry_points;
 /// Looks an entry point up by its name. `None`: there is none of that name.
 pub(super) type Find<'a> = &'a dyn Fn(&'static str) -> Option<*const c_void>;
 
-fn find_in(library: &Library, name: &str) -> Option<*const c_void> {
-    // SAFETY: the symbol is only looked up; its address is as valid as the library.
-    unsafe { library.get::<*const c_void>(name.as_bytes()) }.ok().map(|symbol| *symbol)
-}
-
-/// Tables of entry points that the program handed in, each for the devices from a number on: a simulation's, in tests.
-/// Devices with lower numbers are those of the library that is loaded.
+/// Tables of entry points that a test handed in, each for the devices from a number on. Devices with lower numbers are
+/// those of the library that is loaded.
 pub(super) struct Installed<A: 'static>(Mutex<BTreeMap<u32, &'static A>>);
 
 impl<A> Installed<A> {
@@ -106,19 +101,19 @@ pub(super) fn load<A>(
         let shown = file.to_string_lossy();
         // SAFETY: the vendors' initialisers have no preconditions; the environment that names another library is
         // trusted (`crate::cuda` and `crate::acl` say so).
-        match unsafe { Library::new(file) } {
-            Ok(library) => {
-                // Never unloaded: the library may have threads and exit handlers of its own by now.
-                let library = ManuallyDrop::new(library);
-                crate::foreign::debug!(target: "pinpool::device", library = &*shown, "loaded");
-                let find = |name: &str| find_in(&library, name);
-                return resolve(&find).map_err(|symbol| format!("{shown} lacks {symbol}: {stranger}"));
-            }
+        let library = match unsafe { Library::new(file) } {
+            // Never unloaded: the library may have threads and exit handlers of its own by now.
+            Ok(library) => ManuallyDrop::new(library),
             Err(error) => {
                 let text = error.to_string();
                 tried.push(format!("{shown} could not be loaded ({})", unnamed(&text, &shown)));
+                continue;
             }
-        }
+        };
+        crate::foreign::debug!(target: "pinpool::device", library = &*shown, "loaded");
+        // SAFETY: the symbol is only looked up; its address is as valid as the library.
+        let find = |name: &str| unsafe { library.get::<*const c_void>(name.as_bytes()) }.ok().map(|at| *at);
+        return resolve(&find).map_err(|symbol| format!("{shown} lacks {symbol}: {stranger}"));
     }
     Err(format!("{}: {remedy}", tried.join("; ")))
 }
@@ -150,8 +145,7 @@ pub(super) fn advise(error: Error, remedy: &str) -> Error {
 /// # Errors
 /// The device is lost.
 pub(super) fn wait_out(device: &str, wait: impl Fn() -> Result<()>) -> Result<()> {
-    let mut attempt = 0_u64;
-    loop {
+    for attempt in 0_u64.. {
         match wait() {
             Err(error) if !error.is_device_lost() => {
                 if attempt % 1024 == 0 {
@@ -160,12 +154,12 @@ pub(super) fn wait_out(device: &str, wait: impl Fn() -> Result<()>) -> Result<()
                         "waiting for a blocking copy failed, trying again: its memory is the caller's"
                     );
                 }
+                std::thread::sleep(Duration::from_millis(attempt.min(16)));
             }
             end => return end,
         }
-        std::thread::sleep(Duration::from_millis(attempt.min(16)));
-        attempt += 1;
     }
+    Ok(())
 }
 
 impl AdoptedContext {
@@ -173,12 +167,9 @@ impl AdoptedContext {
         Self::Other { key: format!("{} context {context:#x}", driver.family()), driver }
     }
 
-    /// The name of the device that works in an adopted context of `device`.
-    ///
-    /// Metrics and logs know a device by its name, so each address has a number. The first address that is adopted in
-    /// this process has 1, and a later context at the same address has the same number. So a server that adopts its
-    /// contexts in the same order finds the same names after a restart, and a server that makes contexts anew does not
-    /// fill its metrics with names.
+    /// The name of the device that works in an adopted context of `device`. Metrics know a device by its name, so each
+    /// address has a number, from 1 on, which a later context at the same address has too: a server that makes contexts
+    /// anew does not fill its metrics with names.
     pub(super) fn name_on(device: &str, context: usize) -> Arc<str> {
         static SEEN: Mutex<Vec<usize>> = Mutex::new(Vec::new());
         let mut seen = SEEN.lock();

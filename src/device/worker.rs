@@ -3,11 +3,7 @@
 //! and frees device memory, makes and destroys streams, and destroys events.
 //!
 //! Each value of the crate that owns such a resource sends a job here when it is dropped. So a drop never blocks, and
-//! no driver call is made from a callback or under a lock. Jobs run in the order in which they were sent, and each one
-//! holds whatever it needs.
-//!
-//! A device by hand has no threads: the job runs at once, on the caller's thread. Where the caller's thread must not
-//! run foreign code at that moment, the job runs as soon as it may.
+//! no driver call is made from a callback or under a lock. Jobs run in the order in which they were sent.
 
 use std::sync::{Arc, mpsc};
 use std::thread::ThreadId;
@@ -15,18 +11,19 @@ use std::thread::ThreadId;
 use crossbeam::channel::{Sender, unbounded};
 
 use super::Driver;
-use super::holds::Holds;
+use super::ending::Holds;
 use crate::error::{Error, Result};
 use crate::foreign;
 
 type WorkerJob = Box<dyn FnOnce() + Send>;
 
+const JOB_PANICKED: &str = "a job of the worker thread panicked: what it owned may be leaked";
+
 /// See the module's page. The thread ends when the worker is dropped and its jobs are done.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    jobs: Option<Sender<WorkerJob>>,
-    /// The thread that runs the jobs, if there is one.
-    thread: Option<ThreadId>,
+    /// The thread that runs the jobs, and the way to it. A device by hand has none.
+    thread: Option<(ThreadId, Sender<WorkerJob>)>,
     /// Counts the jobs that are still to be done.
     holds: Arc<Holds>,
 }
@@ -34,32 +31,31 @@ pub(crate) struct Worker {
 impl Worker {
     /// Starts the thread of a device. A device by hand has none.
     pub(crate) fn start(driver: &Arc<dyn Driver>, holds: &Arc<Holds>, is_by_hand: bool) -> Result<Self> {
-        let holds = holds.clone();
         if is_by_hand {
-            return Ok(Self { jobs: None, thread: None, holds });
+            return Ok(Self { thread: None, holds: holds.clone() });
         }
-        let count = holds.clone();
         let (jobs, queue) = unbounded::<WorkerJob>();
-        let entering = driver.clone();
+        let (entering, count) = (driver.clone(), holds.clone());
         let spawned = crate::os::thread::spawn(format!("pinpool-{}", driver.name()), move || {
             crate::sync::enter(crate::sync::Own::Worker);
             entering.enter_thread();
             drop(entering);
             for job in queue {
-                run(job);
+                // Jobs catch the panics of the foreign code that they call, so a panic is a mistake of the crate's.
+                _ = foreign::survive(JOB_PANICKED, job);
                 count.jobs.sub(1);
             }
-        })
-        .map_err(|e| Error::Unavailable {
+        });
+        let spawned = spawned.map_err(|e| Error::Unavailable {
             device: driver.name().into(),
             why: format!("no thread could be started: {e}"),
         })?;
-        Ok(Self { jobs: Some(jobs), thread: Some(spawned.thread().id()), holds })
+        Ok(Self { thread: Some((spawned.thread().id(), jobs)), holds: holds.clone() })
     }
 
     /// Whether jobs run on the caller's thread.
     pub(crate) fn is_inline(&self) -> bool {
-        self.jobs.is_none()
+        self.thread.is_none()
     }
 
     /// Runs a job later. On a device by hand it runs now, or as soon as this thread may run foreign code.
@@ -69,19 +65,17 @@ impl Worker {
             // the job is leaked, with what it owns.
             return std::mem::forget(job);
         }
-        match &self.jobs {
-            Some(jobs) => {
-                self.holds.jobs.add(1);
-                if let Err(job) = jobs.send(Box::new(job)) {
-                    // The thread has ended, and no other thread may give back what the job owns.
-                    self.holds.jobs.sub(1);
-                    self.holds.leaked(1);
-                    std::mem::forget(job);
-                    foreign::error!(target: "pinpool::device::leak", "the device's worker thread has ended: what it was to free is leaked");
-                }
-            }
+        let Some((_, jobs)) = &self.thread else {
             // The caller may be in the middle of a submit, and the job may call foreign code.
-            None => foreign::when_allowed(move || run(Box::new(job))),
+            return foreign::when_allowed(move || _ = foreign::survive(JOB_PANICKED, job));
+        };
+        self.holds.jobs.add(1);
+        if let Err(job) = jobs.send(Box::new(job)) {
+            // The thread has ended, and no other thread may give back what the job owns.
+            self.holds.jobs.sub(1);
+            self.holds.leaked(1);
+            std::mem::forget(job);
+            foreign::error!(target: "pinpool::device::leak", "the device's worker thread has ended: what it was to free is leaked");
         }
     }
 
@@ -91,27 +85,17 @@ impl Worker {
         job: impl FnOnce() -> Result<R> + Send + 'static,
     ) -> Result<R> {
         crate::os::check_fork()?;
-        // A job wakes the waiters for memory, and a waker is foreign code, which may call this: the thread cannot wait
-        // for itself.
-        if self.thread.is_some_and(|thread| thread == std::thread::current().id()) {
-            return job();
+        let ended = "the device's worker thread has ended, or a job of it panicked";
+        match &self.thread {
+            None => foreign::survive(JOB_PANICKED, job).unwrap_or(Err(Error::Internal(ended))),
+            // A job wakes the waiters for memory, and a waker is foreign code, which may call this: the thread cannot
+            // wait for itself.
+            Some((thread, _)) if *thread == std::thread::current().id() => job(),
+            Some(_) => {
+                let (tell, told) = mpsc::sync_channel(1);
+                self.send(move || drop(tell.send(job())));
+                told.recv().unwrap_or(Err(Error::Internal(ended)))
+            }
         }
-        if self.is_inline() {
-            return foreign::survive(JOB_PANICKED, job)
-                .unwrap_or(Err(Error::Internal("a job of the device panicked")));
-        }
-        let (tell, told) = mpsc::sync_channel(1);
-        self.send(move || drop(tell.send(job())));
-        told.recv().unwrap_or_else(|_| {
-            Err(Error::Internal("the device's worker thread has ended, or a job of it panicked"))
-        })
     }
-}
-
-const JOB_PANICKED: &str = "a job of the worker thread panicked: what it owned may be leaked";
-
-/// Jobs catch the panics of the foreign code that they call, so a panic here is a mistake of the crate's. The thread
-/// goes on.
-fn run(job: WorkerJob) {
-    _ = foreign::survive(JOB_PANICKED, job);
 }

@@ -19,9 +19,9 @@
 //! ```
 //!
 //! If the owner's load of `permit` comes after the heavy fence, it finds null, and the owner stays out. If it comes
-//! before, then the owner's `busy = 1` is visible to the cold side, which waits for the owner to leave. `permit` lies
-//! in the thread cache, and its value is the address of the pool's gate: one comparison tells that the cache belongs to
-//! this pool and that the cold side does not work on it.
+//! before, then the owner's `busy = 1` is visible to the cold side, which waits for the owner to leave. The value of
+//! `permit` is the address of the pool's gate: one comparison tells that the cache belongs to this pool and that the
+//! cold side does not work on it.
 //!
 //! [`crate::sync`] describes the fence and its three modes. Without `membarrier` the bit [`mode::FENCED`] is always
 //! set. Then no thread cache has a permit, and owners come in through [`Gate::enter`], where they execute a real fence.
@@ -38,10 +38,9 @@
 //!
 //! # Revoking the permits of some thread caches, or of all
 //!
-//! An owner without a permit takes the slow path once, and an owner whose list was emptied misses once more. So where a
-//! few thread caches are enough, only these lose their permits ([`Gate::revoke`]). The mode stays as it is, and the
-//! owners of the other caches go on. [`super::CacheTable`] finds out which owners are idle: it compares what each owner
-//! has counted with what that owner had counted at an earlier look.
+//! An owner without a permit takes the slow path once, and an owner whose list was emptied misses once more. So where
+//! a few thread caches are enough, only these lose their permits ([`Gate::revoke`]); [`super::CacheTable`] finds out
+//! which owners are idle. The mode stays as it is, and the owners of the other caches go on.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -63,10 +62,8 @@ pub(crate) mod mode {
     pub(crate) const FENCED: u32 = 8;
 }
 
-/// One class's list in a thread cache, in a cache line of its own.
-///
-/// The fields are atomics so that a snapshot may read them at any time. Only the thread that holds the thread cache
-/// writes them, by a load and a store, both relaxed.
+/// One class's list in a thread cache, in a cache line of its own. Only the thread that holds the thread cache writes
+/// the fields, by a load and a store, both relaxed; a snapshot reads them at any time.
 ///
 /// # Invariant
 /// `came - went`, the number of segments in the list, is at most `room`. That many places of the stack, from the second
@@ -90,22 +87,18 @@ struct ClassList {
     room: AtomicU64,
 }
 
-/// Adds to a counter that no other thread writes (wrapping): a load and a store in place of a `fetch_add`.
-#[inline(always)]
-fn add(counter: &AtomicU64, n: u64) {
-    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
-}
-
-/// [`add`] to `filled` and `drained`, after `came` and `went` were changed. Release: pairs with the acquire in
+/// Adds to a counter that no other thread writes (wrapping): a load and a store in place of a `fetch_add`. `order` is
+/// release for `filled` and `drained`, which change after `came` and `went`: it pairs with the acquire in
 /// `ThreadCache::count`.
-fn note(counter: &AtomicU64, n: u64) {
-    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Release);
+#[inline(always)]
+fn add(counter: &AtomicU64, n: u64, order: Ordering) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), order);
 }
 
 /// How often counters that change during a read are read again. (Never in models, where each read is a step.)
 const COUNT_READS: usize = if cfg!(loom) { 0 } else { 8 };
 
-/// A thread cache. It has cache lines of its own: no other thread writes to them while the owner works.
+/// A thread cache, in cache lines of its own.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct ThreadCache {
@@ -157,8 +150,8 @@ impl ClassList {
         unsafe { &*self.stack.load(Ordering::Relaxed).add(at as usize) }
     }
 
-    /// Puts a segment on top, if the list has fewer than `most`, which is at most the room. (It is loaded last, as a
-    /// part of the comparison.) The caller counts what the segment is returned or filled in as.
+    /// Puts a segment on top, if the list has fewer than `most`, which is at most the room and loaded last, as a part
+    /// of the comparison. The caller counts what the segment is returned or filled in as.
     #[inline(always)]
     fn push(&self, descriptor: NonNull<Descriptor>, most: &AtomicU64) -> bool {
         let came = self.came.load(Ordering::Relaxed);
@@ -245,25 +238,14 @@ impl ThreadCache {
         unsafe { self.class_lists.get_unchecked(list) }
     }
 
-    /// Panics, with debug assertions, if a list counts more segments than it may hold: then two threads have worked on
-    /// it at once.
-    #[inline(always)]
-    fn check(&self, list: usize) {
-        if cfg!(debug_assertions) {
-            let list = self.class_list(list);
-            assert!(list.count() <= list.room.load(Ordering::Relaxed), "two threads used one list: {list:?}");
-        }
-    }
-
     /// The checkouts and returns that were counted for a class. Exact while no thread works on the list. Otherwise the
     /// counts are not less than they were when the call began.
     ///
-    /// The four counters belong together and are read one after the other. What the owner does between two of these
-    /// reads appears as if that many segments were out, or back. So where the owner made more than one call in between,
-    /// the counters are read again: a reader that lost its processor in between would otherwise report nonsense.
+    /// What the owner does between two of the four reads appears as if that many segments were out, or back. So where
+    /// it made more than one call in between, the counters are read again.
     pub(crate) fn count(&self, class: Class) -> (u64, u64) {
         let list = self.class_list(list_of(class));
-        // Acquire: pairs with the releases in `note`. `filled` and `drained` are read first, so that they never exceed
+        // Acquire: pairs with the releases in `add`. `filled` and `drained` are read first, so that they never exceed
         // `came` and `went`. The acquires also keep `came` before `went`, so that a take from this list whose return to
         // it is counted is counted, too.
         let counters = [&list.filled, &list.drained, &list.came, &list.went];
@@ -315,17 +297,11 @@ impl ThreadCache {
     }
 }
 
-/// Access to a thread cache's lists, for its owner or for the cold side, as the invariants in [`super`] say.
+/// Access to a thread cache's lists, as the invariants in [`super`] say: for the owner inside the gate or under the
+/// central pool's lock, and for the cold side after it has shut the owner out.
 #[derive(Debug)]
 pub(crate) struct HeldCache<'a> {
-    cache: &'a ThreadCache,
-}
-
-impl<'a> HeldCache<'a> {
-    /// For the cold side after it has shut the owner out, and for the owner under the central pool's lock.
-    pub(super) fn of(cache: &'a ThreadCache) -> Self {
-        Self { cache }
-    }
+    pub(super) cache: &'a ThreadCache,
 }
 
 /// The owner's access inside the gate. Its drop is the way out.
@@ -374,10 +350,9 @@ impl HeldCache<'_> {
     #[inline(always)]
     pub(crate) fn take(&mut self, class: Class, requested: usize) -> Option<NonNull<Descriptor>> {
         let descriptor = self.class_list(list_of(class)).pop()?;
-        self.cache.check(list_of(class));
         // SAFETY: a descriptor in a list is alive.
         unsafe { descriptor.as_ref() }.taken();
-        add(&self.cache.requested, requested as u64);
+        add(&self.cache.requested, requested as u64, Ordering::Relaxed);
         Some(descriptor)
     }
 
@@ -396,11 +371,10 @@ impl HeldCache<'_> {
         if !class_list.push(descriptor, &class_list.limit) {
             return false;
         }
-        self.cache.check(list);
         // SAFETY: alive by this function's contract, and no other thread takes it from the list before the owner
         // leaves.
         unsafe { descriptor.as_ref() }.returned();
-        add(&self.cache.returned, requested as u64);
+        add(&self.cache.returned, requested as u64, Ordering::Relaxed);
         true
     }
 
@@ -420,7 +394,7 @@ impl HeldCache<'_> {
         }
         // SAFETY: as in `put`.
         unsafe { descriptor.as_ref() }.returned();
-        add(&self.cache.returned, requested as u64);
+        add(&self.cache.returned, requested as u64, Ordering::Relaxed);
         true
     }
 
@@ -468,7 +442,7 @@ impl HeldCache<'_> {
                 unsafe { chain.push(descriptor) };
                 break;
             }
-            note(&class_list.filled, 1);
+            add(&class_list.filled, 1, Ordering::Release);
         }
         chain
     }
@@ -479,7 +453,7 @@ impl HeldCache<'_> {
         let class_list = self.list(class);
         while chain.len() < count {
             let Some(descriptor) = class_list.pop() else { break };
-            note(&class_list.drained, 1);
+            add(&class_list.drained, 1, Ordering::Release);
             // SAFETY: it was in the list, so it is alive and free, and now it is in no list.
             unsafe { chain.push(descriptor) };
         }
@@ -495,11 +469,10 @@ impl HeldCache<'_> {
         let at = |place: usize| unsafe {
             NonNull::new_unchecked(class_list.place(place as u64 + 1).load(Ordering::Relaxed))
         };
-        let moved = transfer
-            .put(self.cache.number(), (have.saturating_sub(count as usize)..have).rev().map(at))
-            as u64;
-        add(&class_list.went, moved);
-        note(&class_list.drained, moved);
+        let batch = (have.saturating_sub(count as usize)..have).rev().map(at);
+        let moved = transfer.put(self.cache.number(), batch) as u64;
+        add(&class_list.went, moved, Ordering::Relaxed);
+        add(&class_list.drained, moved, Ordering::Release);
         moved as u32
     }
 
@@ -511,7 +484,7 @@ impl HeldCache<'_> {
         transfer.take(self.cache.number(), most as usize, |descriptor| {
             let pushed = class_list.push(descriptor, &class_list.room);
             debug_assert!(pushed, "the list has room for as many as it asks for");
-            note(&class_list.filled, 1);
+            add(&class_list.filled, 1, Ordering::Release);
         });
     }
 
@@ -637,10 +610,7 @@ impl Gate {
         let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
         let bits = if fenced { mode::INSPECT } else { 0 };
         self.quiesce(bits, caches);
-        caches.iter().map(|cache| HeldCache::of(cache)).for_each(work);
+        caches.iter().map(|cache| HeldCache { cache }).for_each(work);
         self.readmit(bits, caches);
     }
 }
-
-#[cfg(all(test, not(loom)))]
-mod tests;

@@ -13,9 +13,8 @@
 //! ```
 //!
 //! The generation grows by one whenever the segment goes in flight, so a timeline's entry for an earlier flight names a
-//! word that no longer exists. (The generation wraps after 2^40 flights of one segment. At one flight a microsecond
-//! that takes twelve days.) The class is fixed for the descriptor's life; [`LARGE`] stands for a segment that has a run
-//! of its own.
+//! word that no longer exists. (It wraps after 2^40 flights of one segment: at one a microsecond, twelve days.) The
+//! class is fixed for the descriptor's life; [`LARGE`] stands for a segment that has a run of its own.
 //!
 //! # The states, and what leaves them
 //!
@@ -35,12 +34,11 @@
 //!   FLIGHT, DETACHED, CLAIMED --> QUARANTINED: the device is lost, or no event can be made. Nothing leaves it.
 //! ```
 //!
-//! HOST says that no device uses the segment. It does not say whether the segment is free or checked out: a segment is
-//! free exactly when it is in a list (a thread cache's, a transfer cache's, its run's). A word that said so too would
-//! be written twice by each hit. (Builds with debug assertions do note it, and panic where a segment is taken or
-//! returned twice: [`Descriptor::taken`].) In HOST the segment has one owner, the list or the handle, and only the
-//! owner changes the word, by plain stores. Between FLIGHT and its successors two parties meet: the handle, and the
-//! thread that completes the flight. Both use compare-and-swap.
+//! HOST says that no device uses the segment. It does not say whether the segment is free, which it is exactly when it
+//! is in a list (a thread cache's, a transfer cache's, its run's): a word that said so too would be written twice by
+//! each hit. (With debug assertions a field of its own says so: [`Descriptor::taken`].) In HOST the segment has one
+//! owner, the list or the handle, and only the owner changes the word, by plain stores. Between FLIGHT and its
+//! successors two parties meet: the handle, and the thread that completes the flight. Both use compare-and-swap.
 
 use std::ptr::NonNull;
 
@@ -64,15 +62,16 @@ pub(crate) mod state {
     pub(crate) const QUARANTINED: u16 = 6;
 
     pub(crate) fn name(state: u16) -> &'static str {
-        match state {
-            HOST => "free or checked out",
-            FLIGHT => "in flight",
-            DETACHED => "in flight, handle dropped",
-            COMPLETED => "completed",
-            CLAIMED => "claimed",
-            QUARANTINED => "quarantined",
-            _ => "unknown",
-        }
+        const NAMES: [&str; 7] = [
+            "free or checked out",
+            "unknown",
+            "in flight",
+            "in flight, handle dropped",
+            "completed",
+            "claimed",
+            "quarantined",
+        ];
+        NAMES.get(usize::from(state)).unwrap_or(&"unknown")
     }
 }
 
@@ -114,8 +113,7 @@ pub(crate) struct Descriptor {
     run: u32,
     /// Whether the ledger tracks the segment's return.
     tracked: AtomicBool,
-    /// Whether the segment is in no list.
-    #[cfg(debug_assertions)]
+    /// Whether the segment is in no list: noted with debug assertions.
     out: AtomicBool,
 }
 
@@ -134,7 +132,6 @@ impl Descriptor {
             link: AtomicPtr::new(std::ptr::null_mut()),
             run,
             tracked: AtomicBool::new(false),
-            #[cfg(debug_assertions)]
             out: AtomicBool::new(false),
         }
     }
@@ -178,8 +175,7 @@ impl Descriptor {
         self.tracked.store(false, Ordering::Relaxed);
     }
 
-    /// Notes that the segment leaves its list and goes out. With debug assertions it panics if the segment was out
-    /// already.
+    /// Notes that the segment leaves its list and goes out. With debug assertions it panics if the segment was out.
     #[inline(always)]
     pub(crate) fn taken(&self) {
         self.note_out(true);
@@ -191,14 +187,10 @@ impl Descriptor {
         self.note_out(false);
     }
 
-    /// Uses a load and a store. A read-modify-write would order what surrounds it, and so hide from tests where the
-    /// surrounding code needs an order of its own.
+    /// A load and a store: a read-modify-write would hide from tests where the code around needs an order of its own.
     #[inline(always)]
     fn note_out(&self, out: bool) {
-        #[cfg(not(debug_assertions))]
-        let _ = out;
-        #[cfg(debug_assertions)]
-        {
+        if cfg!(debug_assertions) {
             let wrong = if out { "given out that is out" } else { "returned that is not out" };
             assert!(self.out.load(Ordering::Relaxed) != out, "a segment is {wrong} already: {self:?}");
             self.out.store(out, Ordering::Relaxed);
@@ -310,13 +302,13 @@ impl Chain {
 mod tests {
     use super::*;
 
-    fn descriptor() -> Descriptor {
-        Descriptor::new(NonNull::dangling(), Class::new(3), 0, 0)
+    fn descriptor(class: Option<Class>, generation: u64) -> Descriptor {
+        Descriptor::new(NonNull::dangling(), class, 0, generation)
     }
 
     #[test]
     fn a_word_has_three_parts() {
-        let descriptor = Descriptor::new(NonNull::dangling(), Class::new(3), 0, 7);
+        let descriptor = self::descriptor(Class::new(3), 7);
         let word = descriptor.word();
         assert_eq!((word.generation(), word.class(), word.state()), (7, Class::new(3), state::HOST));
         let flight = descriptor.depart();
@@ -326,31 +318,20 @@ mod tests {
         let completed = descriptor.compare_exchange(flight, state::COMPLETED).unwrap();
         assert_eq!((completed.generation(), completed.state()), (8, state::COMPLETED));
         assert_eq!(descriptor.set(state::HOST), flight.with(state::HOST));
-        let large = Descriptor::new(NonNull::dangling(), None, 0, 0);
+        let large = self::descriptor(None, 0);
         assert_eq!((large.class(), large.list(), large.word().class()), (None, LISTS, None));
-    }
-
-    #[test]
-    fn each_state_has_a_name() {
-        let names: Vec<&str> = (0..8).map(state::name).collect();
-        assert_eq!(names[..4], ["free or checked out", "unknown", "in flight", "in flight, handle dropped"]);
-        assert_eq!(names[4..], ["completed", "claimed", "quarantined", "unknown"]);
     }
 
     #[test]
     #[should_panic(expected = "given out that is out")]
     fn a_double_take_is_noticed() {
-        let descriptor = descriptor();
-        descriptor.taken();
-        descriptor.taken();
+        let descriptor = descriptor(None, 0);
+        (0..2).for_each(|_| descriptor.taken());
     }
 
     #[test]
     #[should_panic(expected = "returned that is not out")]
     fn a_double_return_is_noticed() {
-        let descriptor = descriptor();
-        descriptor.taken();
-        descriptor.returned();
-        descriptor.returned();
+        descriptor(None, 0).returned();
     }
 }

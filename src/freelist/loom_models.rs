@@ -133,7 +133,7 @@ impl Store {
     fn reclaim_one(&self, cache: &Arc<ThreadCache>) {
         step();
         let mut cold = self.cold.lock();
-        let (table, list) = &mut *cold;
+        let list = &mut cold.1;
         self.gate.revoke(std::slice::from_ref(cache), |mut held| {
             list.extend(self.segments.unlink(held.drain(class(), 1)));
         });
@@ -186,24 +186,20 @@ fn revoked(store: &Arc<Store>) {
     assert_eq!(store.all(), [0, 1, 2]);
 }
 
-#[test]
-fn loom_cache_reclaimed() {
-    model("thread cache: one owner, reclaimed twice", 3, || reclaimed(&Store::new(2)));
+/// Runs a model in both modes of the gate: with permits, and where owners fence for themselves.
+fn in_both_modes(name: &'static str, segments: u32, run: fn(&Arc<Store>)) {
+    model(name, 3, move || run(&Store::new(segments)));
+    model_fenced(name, 3, move || run(&Store::new(segments)));
 }
 
 #[test]
-fn loom_fenced_cache_reclaimed() {
-    model_fenced("thread cache: the same where owners fence for themselves", 3, || reclaimed(&Store::new(2)));
+fn loom_cache_reclaimed() {
+    in_both_modes("thread cache: one owner, reclaimed twice", 2, reclaimed);
 }
 
 #[test]
 fn loom_cache_revoked() {
-    model("thread cache: two owners, the permit of one is revoked", 3, || revoked(&Store::new(3)));
-}
-
-#[test]
-fn loom_fenced_cache_revoked() {
-    model_fenced("thread cache: the same where owners fence for themselves", 3, || revoked(&Store::new(3)));
+    in_both_modes("thread cache: two owners, the permit of one is revoked", 3, revoked);
 }
 
 #[test]

@@ -1,8 +1,7 @@
 //! The lock-free parts: lists of free segments that threads use without the central pool's lock.
 //!
-//! In this folder *the pool* is a central pool ([`crate::central`]). Each has one [`Gate`]. An owner *enters* the gate
-//! before it works on its thread cache, and the central pool *shuts the owners out* while it works on their caches
-//! ([`cache`] has the protocol).
+//! In this folder *the pool* is a central pool ([`crate::central`]). Each has one [`Gate`], which an owner *enters*
+//! before it works on its thread cache ([`cache`] has the protocol).
 //!
 //! A free segment is in exactly one of three places. The place says which thread may touch the segment:
 //!
@@ -12,9 +11,8 @@
 //! | a transfer cache ([`transfer`]) | any thread that is inside the gate | the lock of one of its stacks, once for a batch |
 //! | its run, in the arena | the thread that holds the central pool's lock | ordinary code |
 //!
-//! Segments move between the first two places without the central pool's lock, a batch at a time. So a thread that only
-//! returns segments feeds a thread that only takes them. This module knows no device and decides no policy: the central
-//! pool decides how long a list may get and when lists are reclaimed.
+//! Segments move between the first two places without the central pool's lock, a batch at a time. This module knows no
+//! device and decides no policy: the central pool decides how long a list may get and when lists are reclaimed.
 //!
 //! # Invariants
 //!
@@ -24,13 +22,9 @@
 //! - A descriptor in a list is alive: the arena frees a run's descriptors only when all of them are in the run's own
 //!   list.
 //!
-//! # Reading order
-//!
-//! [`descriptor`] (what the pool knows of one segment), [`cache`] (the fast path and its gate), [`transfer`], and
-//! `table` (the thread caches of a pool). `loom_models` checks the orderings. The central pool calls all of it, and the
-//! arena owns the descriptors. The modules above the central pool read and change state words only.
-//!
-//! Mistakes that the loom models must catch are patches in `.ci/planted/`.
+//! To be read in this order: [`descriptor`] (what the pool knows of one segment), [`cache`] (the fast path and its
+//! gate), [`transfer`], `table` (the thread caches of a pool). `loom_models` checks the orderings, and mistakes that
+//! it must catch are patches in `.ci/planted/`. The modules above the central pool read and change state words only.
 
 #![allow(unsafe_code)]
 
@@ -47,17 +41,16 @@ pub(crate) use transfer::TransferCache;
 use crate::segment::{CLASSES, Class};
 
 /// The classes that thread caches and transfer caches have lists for, by index: all of them. Loom models have lists for
-/// two classes only, whose runs have six and four segments in two pages, so that models stay small. The other classes
-/// take the slow path there.
+/// two classes only, whose runs have six and four segments in two pages. The other classes take the slow path there.
 const LISTED_CLASSES: std::ops::Range<usize> = if cfg!(loom) { 18..20 } else { 0..CLASSES };
-
-/// The classes that thread caches and transfer caches have lists for.
-pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIterator {
-    Class::all().take(LISTED_CLASSES.end).skip(LISTED_CLASSES.start)
-}
 
 /// Number of classes that have lists.
 pub(crate) const LISTS: usize = LISTED_CLASSES.end - LISTED_CLASSES.start;
+
+/// The classes that have lists.
+pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIterator {
+    Class::all().take(LISTED_CLASSES.end).skip(LISTED_CLASSES.start)
+}
 
 /// The index of a class's list in a thread cache, and of its transfer cache. [`LISTS`] for a class without a list.
 /// Outside of models it is the class's index.

@@ -1,7 +1,5 @@
-//! The thread caches of a pool: which threads lease them, and which of these threads are idle.
-//!
-//! The table lives under the central pool's lock. A thread cache is in it from when its thread needs it until that
-//! thread ends: so what the pool does for each cache goes with the threads that are alive.
+//! The thread caches of a pool: which threads lease them, and which of these threads are idle. The table lives under
+//! the central pool's lock. A thread cache is in it from when its thread needs it until that thread ends.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -12,9 +10,8 @@ use super::cache::{Gate, HeldCache};
 use super::descriptor::Chain;
 use crate::segment::Class;
 
-/// An owner that has done nothing for this long counts as idle. A thread cache that is emptied meanwhile costs its
-/// owner one miss, which is little for a thread that uses the pool so rarely. (Models have no time: there no owner gets
-/// idle.)
+/// An owner that has done nothing for this long counts as idle: a thread cache that is emptied meanwhile costs it one
+/// miss. (Models have no time: there no owner gets idle.)
 const IDLE: Duration = if cfg!(loom) { Duration::MAX } else { Duration::from_millis(1) };
 
 /// The thread caches of a pool.
@@ -58,18 +55,17 @@ impl CacheTable {
 
     /// All thread caches, for the cold side to work on: after [`Gate::quiesce`] and before [`Gate::readmit`].
     pub(crate) fn quiet(&self) -> impl Iterator<Item = HeldCache<'_>> {
-        self.caches().map(|cache| HeldCache::of(cache))
+        self.caches().map(|cache| HeldCache { cache })
     }
 
     /// Access to a thread cache for its owner outside of the gate. The owner holds the central pool's lock, and the
     /// cold side works only under that lock. So no other thread works on the cache.
     pub(crate) fn mine(cache: &ThreadCache) -> HeldCache<'_> {
-        HeldCache::of(cache)
+        HeldCache { cache }
     }
 
     /// The thread caches that hold segments and whose owners are idle: a look at least [`IDLE`] before `now` found the
-    /// same counts. So the first look at an owner after it has worked only notes the counts. With `now` as `None` there
-    /// is no clock, and all owners count as idle.
+    /// same counts. With `now` as `None` there is no clock, and all owners count as idle.
     pub(crate) fn idle(&mut self, now: Option<Instant>) -> Vec<Arc<ThreadCache>> {
         let mut idle = Vec::new();
         for (cache, seen) in self.caches.iter().zip(&mut self.seen) {

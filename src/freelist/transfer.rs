@@ -1,18 +1,12 @@
 //! Transfer caches: through them thread caches pass batches of free segments to each other.
 //!
-//! A thread that returns more than it takes fills its thread cache. A thread that takes more than
-//! it returns empties its own. Between them each class has a transfer cache: a few stacks of free
-//! segments, each under a lock of its own, which a thread holds while it copies a batch of
-//! addresses. Neither thread touches the descriptors themselves, whose cache lines another core may
-//! have, so 32 segments change their thread for the price of a few cache lines. What a transfer
-//! cache has no room for goes back to its runs under the central pool's lock.
+//! A thread that returns more than it takes fills its thread cache, and one that takes more than it returns empties
+//! its own. Between them each class has a transfer cache: a few stacks of free segments, each under a lock of its
+//! own, which a thread holds while it copies a batch of addresses. What a transfer cache has no room for goes back to
+//! its runs.
 //!
-//! With 16 threads that pass on segments of 1 MiB, a single lock would be taken four million times
-//! a second, which is more than it can serve. So threads begin at different stacks. A thread that
-//! finds a stack locked goes on to the next one, and waits for no other thread.
-//!
-//! Each class has a quota of bytes, which is worked out once, so no batch touches a sum that threads of other classes
-//! change.
+//! With 16 threads that pass on segments of 1 MiB, a single lock would be taken four million times a second, which is
+//! more than it can serve. So threads begin at different stacks, and one that finds a stack locked goes on to the next.
 //!
 //! No lock is taken under this one. Owners of thread caches take it inside the [`super::Gate`] only. So a cold side
 //! that has shut all owners out finds each cached segment in exactly one list.
@@ -22,8 +16,7 @@ use std::ptr::NonNull;
 use super::descriptor::{Chain, Descriptor};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering};
 
-/// Number of stacks in a transfer cache. (One in models: what they show is the protocol of one
-/// stack.)
+/// Number of stacks in a transfer cache. (One in models: what they show is the protocol of one stack.)
 const STACKS: usize = if cfg!(loom) { 1 } else { 4 };
 
 /// A stack holds no more than this many batches of the size of the one that comes. There are few,
@@ -38,8 +31,7 @@ const LEAST_SEGMENTS: usize = if cfg!(loom) { 1 } else { 4 };
 #[derive(Debug)]
 pub(crate) struct TransferCache([Stack; STACKS]);
 
-/// A part of a transfer cache. Aligned to two cache lines, since processors fetch neighbouring
-/// lines in pairs.
+/// A part of a transfer cache. Aligned to two cache lines, since processors fetch neighbouring lines in pairs.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Stack {
@@ -58,15 +50,14 @@ unsafe impl Send for Segments {}
 
 impl Stack {
     /// Runs `change` on the segments, and notes how many are left.
-    fn with<R>(
+    fn with(
         &self,
         mut segments: MutexGuard<'_, Segments>,
-        change: impl FnOnce(&mut Vec<NonNull<Descriptor>>) -> R,
-    ) -> R {
-        let result = change(&mut segments.0);
+        change: impl FnOnce(&mut Vec<NonNull<Descriptor>>),
+    ) {
+        change(&mut segments.0);
         // Release: pairs with the acquire in `count`.
         self.count.store(segments.0.len() as u32, Ordering::Release);
-        result
     }
 
     fn count(&self) -> usize {
@@ -87,8 +78,7 @@ impl TransferCache {
         }))
     }
 
-    /// The stacks in the order in which a thread looks at them: `first`, any number that differs
-    /// from thread to thread, names the one to begin with.
+    /// The stacks in the order in which a thread looks at them, from one on that differs from thread to thread.
     fn stacks(&self, first: usize) -> impl Iterator<Item = &Stack> {
         (0..STACKS).map(move |at| &self.0[first.wrapping_add(at) % STACKS])
     }
@@ -182,14 +172,5 @@ mod tests {
         assert_eq!([puts(0, 1), puts(223, 1), puts(224, 1)], [0, 0, 4]);
         assert_eq!([puts(9 * 64, 1), puts(19 * 64, 3), puts(200 * 64, 32)], [8, 19, 200]);
         assert_eq!(puts(1 << 30, 32), 256);
-    }
-
-    #[test]
-    fn a_part_of_a_batch_stays() {
-        let transfer = TransferCache::new(8 * 64, 64);
-        assert_eq!(transfer.put(1, vec![NonNull::dangling(); 6].into_iter()), 6);
-        let mut taken = 0;
-        (0..3).for_each(|_| transfer.take(0, 4, |_| taken += 1));
-        assert_eq!((taken, transfer.count()), (6, 0));
     }
 }

@@ -1,15 +1,18 @@
-//! Making a pool: its central pool, its first memory, and what its devices know of it.
+//! Making a pool: its name, its central pool, its first memory, and what its devices know of it.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
-use super::name::Name;
 use super::{Pool, PoolInner};
 use crate::amount::amount;
 use crate::arena::MAX_EXTENT;
 use crate::central::{CentralConfig, CentralPool};
 use crate::config::PoolBuilder;
 use crate::error::{Error, Result};
+use crate::escape::clean;
+use crate::locks::Mutex;
 use crate::region::{Backing, RegionOptions, Regions};
 use crate::segment::PAGE;
 use crate::telemetry::counters::{ErrorTally, RefusedTally};
@@ -18,9 +21,9 @@ impl PoolBuilder {
     /// Builds the pool. Returns when its first extent is pinned; the rest of the [`initial`](Self::initial) bytes is
     /// pinned in the background.
     ///
-    /// Install a sandbox (seccomp) that refuses the system call `membarrier` before the first pool is built, have it
-    /// allow that call, or set `PINPOOL_FENCES=1` in the environment: pools then execute a fence for each checkout and
-    /// each return. A pool that meets a refusal after it was built aborts the process, with the reason on stderr.
+    /// Install a sandbox (seccomp) that refuses the system call `membarrier` before the first pool is built, or set
+    /// `PINPOOL_FENCES=1` in the environment: pools then execute a fence for each checkout and each return. A pool that
+    /// meets a refusal after it was built aborts the process, with the reason on stderr.
     ///
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) for settings that make no sense; the error of the pinning, most
@@ -33,7 +36,7 @@ impl PoolBuilder {
         let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
         let name = Name::take(&self.name.take().unwrap_or_else(number));
         let span = crate::foreign::span!(
-            INFO, target: "pinpool::pool", "build", pool = &*name, capacity = self.capacity
+            INFO, target: "pinpool::pool", "build", pool = &*name.0, capacity = self.capacity
         );
         let _entered = span.enter();
         // The region thread of the first device pins; that of another one does when it is lost.
@@ -52,11 +55,18 @@ impl PoolBuilder {
             errors: ErrorTally::default(),
             refused: RefusedTally::default(),
             max_waiting: self.max_waiting,
-            reported: crate::locks::Mutex::new(None),
+            reported: Mutex::new(None),
             watched: AtomicBool::new(false),
         }));
         pool.0.devices.iter().for_each(|device| device.serves(pool.central()));
-        pool.start(initial)?;
+        if initial > 0 {
+            pool.0.central.plan_bytes(initial);
+            pool.0.central.pin(initial);
+            let pinning = pool.0.regions.wait(None, |p| p.ready > 0)?;
+            if let Some(error) = pinning.error.filter(|_| pinning.ready == 0) {
+                return Err(error);
+            }
+        }
         Ok(pool)
     }
 
@@ -129,18 +139,54 @@ impl PoolBuilder {
     }
 }
 
-impl Pool {
-    /// Has `bytes` pinned, and waits until the first extent of them is.
-    fn start(&self, bytes: usize) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
+/// Characters of a name at most.
+const LONGEST_POOL_NAME: usize = 100;
+/// A sampler that looks at a pool keeps it alive for some microseconds. So a build tries this many times, with pauses
+/// of this length, for the name of a pool that was dropped just now.
+const TRIES: u32 = 10;
+const TRY_PAUSE: Duration = Duration::from_micros(500);
+
+/// The names that are in use: gauges, counters and reports tell pools apart by their names alone.
+static TAKEN: Mutex<BTreeSet<Arc<str>>> = Mutex::new(BTreeSet::new());
+
+/// A name that no other pool of the process has, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Name(pub(super) Arc<str>);
+
+impl Name {
+    /// This name, or this name with a number behind it if another pool has it.
+    fn take(wanted: &str) -> Self {
+        let wanted = clean(wanted, LONGEST_POOL_NAME);
+        let mut name: Arc<str> = (&*wanted).into();
+        for attempt in 1.. {
+            if TAKEN.lock().insert(name.clone()) {
+                break;
+            }
+            match attempt {
+                ..TRIES => std::thread::sleep(TRY_PAUSE),
+                _ => name = format!("{wanted}#{}", attempt - TRIES + 2).into(),
+            }
         }
-        self.0.central.plan_bytes(bytes);
-        self.0.central.pin(bytes);
-        let pinning = self.0.regions.wait(None, |p| p.ready > 0)?;
-        match pinning.error {
-            Some(error) if pinning.ready == 0 => Err(error),
-            _ => Ok(()),
+        Self(name)
+    }
+}
+
+impl Drop for Name {
+    fn drop(&mut self) {
+        // In the child of a fork the lock may be held by a thread that is not there, and the names are the parent's.
+        if !crate::os::forked() {
+            TAKEN.lock().remove(&self.0);
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_short_and_printable() {
+        assert_eq!(&*Name::take("a\u{1b}[2J\nb\u{202e}").0, "a\\u{1b}[2J\\nb\\u{202e}");
+        assert_eq!(Name::take(&"x".repeat(1 << 20)).0.chars().count(), LONGEST_POOL_NAME + 3);
     }
 }

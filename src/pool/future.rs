@@ -1,8 +1,5 @@
-//! Step 7 of a checkout for a task: a future that waits in the queue, and leaves it when it is dropped.
-//!
-//! The first poll tries like a thread, and joins the queue if there is nothing; later polls look at the queue's entry.
-//!
-//! A deadline needs no runtime: the crate's timer wakes the task when its time is up.
+//! Step 7 of a checkout for a task: a future that waits in the queue, and leaves it when it is dropped. The first poll
+//! tries like a thread, and joins the queue if there is nothing; later polls look at the queue's entry.
 
 use std::fmt;
 use std::future::Future;
@@ -25,22 +22,8 @@ use crate::timer::Planned;
 /// Dropped before it is ready, it leaves the queue, segments that it was granted meanwhile return to the pool, and it
 /// counts as [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
 ///
-/// The crate wakes the task from the thread that returns the memory, or from the timer's, of which the process has one.
-/// So a waker that blocks holds up every deadline of the process: wakers of runtimes do not block.
-///
-/// ```
-/// # use pinpool::{Checkout, Device, Pool, Unpinned};
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-/// async fn fill(checkout: Checkout) -> pinpool::Result<usize> {
-///     let mut buf = checkout.await?;
-///     buf.extend_from_slice(b"hello");
-///     Ok(buf.len())
-/// }
-/// assert_eq!(runtime.block_on(fill(pool.checkout_async(4096)))?, 5);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// The crate wakes the task from the thread that returns the memory, or from the timer's, of which the process has one:
+/// a waker that blocks holds up every deadline of the process.
 #[must_use = "nothing happens until it is awaited"]
 pub struct Checkout<T = PinnedBuf> {
     pool: Pool,
@@ -69,20 +52,7 @@ enum Stage {
 struct Alarm {
     /// The task that polled last.
     task: Arc<Mutex<Option<Task>>>,
-    /// The timer's work.
     planned: Planned,
-}
-
-impl Alarm {
-    fn at(deadline: Instant) -> Self {
-        let task = Arc::<Mutex<Option<Task>>>::default();
-        let woken = task.clone();
-        let planned = crate::timer::at_time(deadline, move || {
-            let task = woken.lock().take();
-            task.into_iter().for_each(Task::wake);
-        });
-        Self { task, planned }
-    }
 }
 
 impl Drop for Alarm {
@@ -106,24 +76,9 @@ impl<T> Checkout<T> {
         }
     }
 
-    /// Gives the request a deadline: `timeout` from now on. Then the future is ready with
+    /// Gives the request a deadline, `timeout` from now on, after which the future is ready with
     /// [`Error::Timeout`](crate::Error::Timeout). The last deadline that is given counts. The crate's own timer wakes
     /// the task, so this works on any runtime, and without one.
-    ///
-    /// ```
-    /// # use pinpool::{Device, Error, Pool, Unpinned};
-    /// # use std::time::Duration;
-    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-    /// let most = pool.checkout(900_000)?;
-    /// let late = pool.checkout_async(500_000).timeout(Duration::from_millis(10)).await;
-    /// assert!(matches!(late, Err(Error::Timeout(_))));
-    /// # drop(most);
-    /// # Ok::<(), pinpool::Error>(())
-    /// # })?;
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
     #[must_use = "nothing happens until it is awaited"]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.deadline = Instant::now().checked_add(timeout);
@@ -140,11 +95,8 @@ impl<T> Checkout<T> {
 
     fn poll_bufs(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<PinnedBuf>>> {
         let granted = ready!(self.poll_granted(cx));
-        let pool = &self.pool;
-        Poll::Ready(match granted {
-            Ok(granted) => Ok(pool.entered(granted, &self.requests, self.site)),
-            Err(error) => Err(pool.failed(error)),
-        })
+        let bufs = granted.map(|granted| self.pool.entered(granted, &self.requests, self.site));
+        Poll::Ready(bufs.map_err(|error| self.pool.failed(error)))
     }
 
     /// What the request was granted, by the first poll or by the queue since.
@@ -176,7 +128,12 @@ impl<T> Checkout<T> {
         let task = Task::of(cx.waker());
         // Before the clock is looked at: an alarm that rings in between has woken the task of an earlier poll, and then
         // the time is seen to be over.
-        let alarm = self.alarm.get_or_insert_with(|| Alarm::at(deadline));
+        let alarm = self.alarm.get_or_insert_with(|| {
+            let to_wake = Arc::<Mutex<Option<Task>>>::default();
+            let task = to_wake.clone();
+            let wake = move || to_wake.lock().take().into_iter().for_each(Task::wake);
+            Alarm { task, planned: crate::timer::at_time(deadline, wake) }
+        });
         // Dropped after the unlock, since the task may be dropped with it.
         let _before = alarm.task.lock().replace(task);
         if Instant::now() < deadline {
@@ -215,8 +172,7 @@ impl<T> Drop for Checkout<T> {
 
 impl<T> fmt::Debug for Checkout<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Checkout")
-            .field("waiting", &matches!(self.stage, Stage::Waits(_)))
-            .finish_non_exhaustive()
+        let waiting = matches!(self.stage, Stage::Waits(_));
+        f.debug_struct("Checkout").field("waiting", &waiting).finish_non_exhaustive()
     }
 }

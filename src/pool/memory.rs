@@ -10,8 +10,6 @@ use crate::error::{Result, SubmitError};
 use crate::region::{Pinning, RegionInfo};
 
 impl Pool {
-    // --- the memory --------------------------------------------------------------------------------------------------
-
     /// How far pinning has come.
     #[must_use]
     pub fn pinning(&self) -> Pinning {
@@ -36,21 +34,18 @@ impl Pool {
         self.0.regions.list()
     }
 
-    /// Makes memory of the caller a region of the pool: it is pinned where it is, and from then on the pool cuts it up
-    /// and its buffers overwrite it. It is taken by value, since it is the pool's alone until the region goes: a
-    /// `Vec<u8>`, a `Box<[u8]>`, a writable mapping of a file or of shared memory (`memmap2::MmapMut` with that crate's
-    /// feature `stable_deref_trait`). The pool uses the whole pages inside of it. Its address stays as it is, and so do
-    /// its contents until a segment of it is checked out.
+    /// Makes memory of the caller a region of the pool: it is pinned where it is, and from then on the pool's buffers
+    /// overwrite it. It is taken by value: a `Vec<u8>`, a `Box<[u8]>`, a writable mapping of a file or of shared memory
+    /// (`memmap2::MmapMut` with that crate's feature `stable_deref_trait`). The pool uses the whole pages inside of it.
+    /// Its address stays as it is, and so do its contents until a segment of it is checked out.
     ///
     /// Adopted memory counts against the capacity: leave room for it with [`initial`](crate::PoolBuilder::initial).
-    /// Children of a fork see it, as far as the system lets them; regions of the pool's own they do not see.
+    /// Children of a fork see it, as far as the system lets them. The region goes like any other, when it is
+    /// [trimmed](Self::trim), makes way for another region, or with the pool: then the device's region thread unpins it
+    /// and drops the value.
     ///
-    /// The region goes like any other: when it is idle and [trimmed](Self::trim), when it makes way for another region,
-    /// or with the pool. Then the device's region thread unpins it and drops the value.
-    ///
-    /// The call blocks until all of the memory is pinned: some seconds for tens of gigabytes. Each
-    /// [extent](crate::PoolBuilder::extent) is a driver call of its own, so that other users of the driver get their
-    /// turn in between.
+    /// The call blocks until all of the memory is pinned: some seconds for tens of gigabytes, one driver call for each
+    /// [extent](crate::PoolBuilder::extent).
     ///
     /// ```
     /// use pinpool::{Device, Pool, Unpinned};
@@ -66,10 +61,8 @@ impl Pool {
     /// # Errors
     /// With the memory, unpinned and as it was: [`Error::Argument`](crate::Error::Argument),
     /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::Impossible`](crate::Error::Impossible) for more than the
-    /// whole capacity, [`Error::Closed`](crate::Error::Closed), [`Error::Forked`](crate::Error::Forked);
-    /// [`Error::MemLock`](crate::Error::MemLock) and [`Error::Device`](crate::Error::Device) with the driver's refusal.
-    /// CUDA refuses memory that is registered already, memory of its own, and shared mappings of files on file systems
-    /// whose pages it cannot pin for writing.
+    /// whole capacity, [`Error::Closed`](crate::Error::Closed), [`Error::Forked`](crate::Error::Forked), and the
+    /// refusals of [`Device::register`](crate::Device::register).
     pub fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -84,18 +77,9 @@ impl Pool {
     }
 
     /// Gives idle regions back to the system, the newest first, as long as at least `keep` bytes stay. Returns how many
-    /// bytes are given back. A region with a segment in use stays, and every region while a request waits or memory is
-    /// being pinned. Segments in thread caches are taken back first, so they do not keep a region. The region thread
-    /// unpins the memory after this call returns.
-    ///
-    /// ```
-    /// # use pinpool::{Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-    /// # pool.wait_pinned(None)?;
-    /// assert_eq!(pool.trim(0), 16 << 20); // nothing is checked out
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
+    /// bytes are given back; the region thread unpins the memory after this call returns. A region with a segment in
+    /// use stays, and every region while a request waits or memory is being pinned. Segments in thread caches are taken
+    /// back first, so they do not keep a region.
     pub fn trim(&self, keep: usize) -> usize {
         if crate::os::forked() {
             return 0;
@@ -103,15 +87,11 @@ impl Pool {
         self.0.central.trim(keep)
     }
 
-    // --- the end -----------------------------------------------------------------------------------------------------
-
     /// Closes the pool, and waits until every buffer has come back, for at most `timeout`. Checkouts fail with
     /// [`Error::Closed`](crate::Error::Closed) as soon as the call begins. Buffers that are still out at the end keep
     /// their memory; they are logged, and counted in the result. The call blocks the thread: a task makes it on another
-    /// one (tokio's `spawn_blocking`). In the child of a fork it returns at once.
-    ///
-    /// Free memory stays pinned until [`trim(0)`](Self::trim), or until the last handle to the pool is dropped and the
-    /// device's region thread has unpinned the memory, which [`Device::close`](crate::Device::close) waits for.
+    /// one. In the child of a fork it returns at once. Free memory stays pinned until [`trim(0)`](Self::trim), or until
+    /// the last handle is dropped and the device's region thread has unpinned it.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
         // The devices and their threads are the parent's: nothing here can be waited for.
         if crate::os::forked() {

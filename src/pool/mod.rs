@@ -2,8 +2,8 @@
 //!
 //! # How it works
 //!
-//! This module has no mechanism of its own. It puts those of the modules below it in order, so that none of them calls
-//! upward. A checkout goes through these steps, and ends with the first that finds memory:
+//! This module puts the mechanisms of those below it in order, so that none of them calls upward. A checkout goes
+//! through these steps, and ends with the first that finds memory:
 //!
 //! 1. *Hit*: a segment of the thread cache, or of a transfer cache.
 //! 2. *Try*: what the central pool ([`crate::central`]) finds. It takes nothing of what other active threads have
@@ -21,27 +21,15 @@
 //! - `PoolInner` goes with the last handle; its drop closes the central pool and waits for nothing. Buffers keep the
 //!   central pool alive.
 //!
-//! # Files, in the order to read them
-//!
-//! | module | what is in it |
-//! | --- | --- |
-//! | `request` | what is asked for |
-//! | here | the checkouts: `checkout_with` has step 1, `checkout_on_with` step 3, `begin` and `serve` the others |
-//! | `future` | the checkout of a task, which waits without a thread |
-//! | `waiting` | reports of long waits, and the waits on devices by hand |
-//! | `build`, `name` | making the pool, what keeps its devices open, and its name |
-//! | `memory` | pinning, regions, trimming, the end |
-//! | `stats` | numbers, and the check of the invariants |
-//!
-//! `copy` and `telemetry` call this module, and so does the program.
+//! To be read in this order: `request`; this file, in which `checkout_with` has step 1, `checkout_on_with` step 3,
+//! `begin` and `serve` the others; `future` (the checkout of a task), `build`, `memory` (regions, trimming, the end),
+//! `stats`. `copy` and `telemetry` call this module, and so does the program.
 
 mod build;
 mod future;
 mod memory;
-mod name;
 mod request;
 mod stats;
-mod waiting;
 
 use std::fmt;
 use std::panic::Location;
@@ -65,8 +53,8 @@ use crate::telemetry::counters::{ErrorTally, RefusedTally};
 use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
 use crate::telemetry::stuck;
 
+use build::Name;
 pub use future::Checkout;
-use name::Name;
 pub use request::Request;
 pub use stats::{PoolStats, Shutdown};
 
@@ -74,19 +62,6 @@ pub use stats::{PoolStats, Shutdown};
 ///
 /// When the last handle is dropped the pool closes without waiting: buffers that are out stay usable, and their memory
 /// is unpinned when the last of them has come back.
-///
-/// ```
-/// use pinpool::{Device, Pool, Unpinned};
-///
-/// let device = Device::open("host")?;
-/// let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-///
-/// let mut buf = pool.checkout(4096)?; // 4096 bytes of capacity, none written yet
-/// buf.extend_from_slice(b"hello");
-/// drop(buf); // the segment returns to the pool
-/// assert_eq!(pool.stats().checked_out_bytes, 0);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone)]
 pub struct Pool(Arc<PoolInner>);
 
@@ -116,8 +91,6 @@ impl Pool {
         PoolBuilder::new(device)
     }
 
-    // --- checking out ------------------------------------------------------------------------------------------------
-    //
     // Always inlined: a hit takes less time than a call that returns a buffer through memory. There the buffer is
     // written in words and read back in wider moves, which the processor cannot forward.
 
@@ -126,14 +99,13 @@ impl Pool {
     /// [`checkout_timeout`](Self::checkout_timeout) has a deadline, and [`checkout_async`](Self::checkout_async) is for
     /// tasks.
     ///
-    /// Requests that wait are served in the order in which they came, as far as what is free can serve them. A request
-    /// that what is free cannot serve has a range of memory withheld for it, its *window*, and is served when that is
-    /// empty. It takes nothing else from other requests: these are served from the rest of the pool meanwhile.
+    /// Requests that wait are served in the order in which they came. One that what is free cannot serve has a range of
+    /// memory withheld for it, its *window*, and other requests are served from the rest of the pool meanwhile.
     ///
     /// A thread that keeps a buffer while it waits for another can wait for ever: other threads may do the same, or
-    /// what is free may be withheld for a large request that waits for just the buffer that is kept. A program that
-    /// needs several buffers at a time takes them together, with [`checkout_many`](Self::checkout_many), or waits with
-    /// a deadline and gives back what it has.
+    /// the other may be withheld for a large request that waits for just the buffer that is kept. A program that needs
+    /// several buffers at a time takes them together, with [`checkout_many`](Self::checkout_many), or waits with a
+    /// deadline and gives back what it has.
     ///
     /// # Errors
     /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::Argument`].
@@ -149,8 +121,7 @@ impl Pool {
     }
 
     /// Checks out a host-ready buffer if the pool has one now. If it has none, the pool starts to grow, so that a later
-    /// try may succeed. What active threads have cached is taken from them if nothing else serves the request:
-    /// [`PoolBuilder::thread_cache`] says in which order.
+    /// try may succeed. [`PoolBuilder::thread_cache`] says what is taken from the caches of other threads.
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
@@ -160,9 +131,8 @@ impl Pool {
         self.checkout_with(request.into(), false, None)
     }
 
-    /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]). A refusal is not counted then,
-    /// since a pool that is short refuses no checkout of the program's. [`PoolBuilder::max_waiting`] bounds the
-    /// program's requests, so a wait of a copier joins the queue however many requests wait.
+    /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]): a refusal is not counted, and
+    /// [`PoolBuilder::max_waiting`] does not bound it, since both are about the program's requests.
     #[track_caller]
     pub(crate) fn for_copier(&self, request: Request, waiter: Waiter<'_>) -> Result<PinnedBuf> {
         let site = Location::caller();
@@ -186,10 +156,9 @@ impl Pool {
         self.checkout_with(request.into(), true, Some(timeout))
     }
 
-    /// The hit and the slow path both end with a pointer, which fits a register, and the result is made of it once.
-    /// Were the result written by the slow path too, it would pass through memory: written in words and read back in
-    /// wider moves, for which the processor has to wait. For the same reason the slow path gets how long it waits in
-    /// registers, and not as a [`Waiter`], which would be written before each hit.
+    /// The hit and the slow path both end with a pointer, which fits a register, and the result is made of it once: a
+    /// result that is written by the slow path passes through memory. For the same reason the slow path gets how long
+    /// it waits in registers, and not as a [`Waiter`], which would be written before each hit.
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
@@ -245,13 +214,11 @@ impl Pool {
         }
         let waiter = if waits { Waiter::Thread(timeout) } else { Waiter::None };
         let mut bufs = self.acquire(&[request], waiter, site.unwrap_or(Location::caller()))?;
-        let buf = bufs.pop().ok_or(Error::ZeroLength)?;
-        Ok(buf.into_segment().into_descriptor())
+        bufs.pop().map(|buf| buf.into_segment().into_descriptor()).ok_or(Error::ZeroLength)
     }
 
     /// Checks out a host-ready buffer for a task, on any runtime. The request joins the queue when the future is first
-    /// polled. A future that is dropped leaves the queue, and a segment that it was granted meanwhile goes back.
-    /// [`Checkout::timeout`] gives it a deadline.
+    /// polled. [`Checkout::timeout`] gives it a deadline.
     ///
     /// # Errors
     /// Of the future: as for [`checkout`](Self::checkout), and [`Error::Timeout`] with a deadline.
@@ -261,18 +228,8 @@ impl Pool {
         Checkout::new(self, vec![request.into()], Location::caller())
     }
 
-    /// Checks out several buffers together, or none: so two callers cannot each hold half of what they need and wait
-    /// for the other half. Waits for at most `timeout`; `None`: for ever. The buffers come in the order of the
-    /// requests.
-    ///
-    /// ```
-    /// # use pinpool::{Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-    /// let bufs = pool.checkout_many(&[4096.into(), 8192.into()], None)?;
-    /// assert!(bufs[1].capacity() >= 8192);
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
+    /// Checks out several buffers together, in the order of the requests, or none: so two callers cannot each hold half
+    /// of what they need and wait for the other half. Waits for at most `timeout`; `None`: for ever.
     ///
     /// # Errors
     /// As for [`checkout_timeout`](Self::checkout_timeout).
@@ -291,9 +248,9 @@ impl Pool {
         Checkout::new(self, requests.as_ref().to_vec(), Location::caller())
     }
 
-    /// Checks out a host-ready buffer whose `len` bytes are written already, all of them zero. Waits like
-    /// [`checkout`](Self::checkout). The CPU writes the zeros; where a program runs on the device itself (Ascend in RC
-    /// mode) `aclrtMemset` does.
+    /// Checks out a host-ready buffer whose `len` bytes are written already, all of them zero, by the CPU, or by
+    /// `aclrtMemset` where a program runs on the device itself (Ascend in RC mode). Waits like
+    /// [`checkout`](Self::checkout).
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout); [`Error::Device`] where the driver writes the zeros and fails.
@@ -315,10 +272,9 @@ impl Pool {
     /// alone. Work submitted to the stream later may use it; the CPU may not.
     ///
     /// Waits like [`checkout`](Self::checkout), but less often, since a segment in flight on the stream is taken at
-    /// once. The exception: a segment in flight that a waiting request has a right to when it comes back.
-    ///
-    /// The call blocks the thread. A task calls [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
-    /// [`checkout_async`](Self::checkout_async): a download takes a [`PinnedBuf`] as well.
+    /// once, unless a waiting request has a right to it when it comes back. The call blocks the thread. A task calls
+    /// [`try_checkout_on`](Self::try_checkout_on) first, and then awaits [`checkout_async`](Self::checkout_async): a
+    /// download takes a [`PinnedBuf`] as well.
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Mismatch`] for a stream of a device that the pool does not
@@ -351,9 +307,9 @@ impl Pool {
         if let Some(buf) = self.hit(request) {
             return Ok(ready(buf));
         }
-        let failed = |error| self.failed(error);
-        let wants = self.wants(&[request]).map_err(failed)?;
-        if let Some(granted) = self.try_all(&wants, ReclaimLevel::Idle).map_err(failed)? {
+        let wants = self.wants(&[request]).map_err(|error| self.failed(error))?;
+        let granted = self.0.central.try_take(&wants, ReclaimLevel::Idle);
+        if let Some(granted) = granted.map_err(|error| self.failed(error))? {
             self.missed();
             let mut bufs = self.entered(granted, &[request], site);
             return bufs.pop().map(ready).ok_or(Error::ZeroLength);
@@ -411,7 +367,7 @@ impl Pool {
         self.0.central.wait(key, len, deadline, since)
     }
 
-    /// Steps 2 and 4 to 7 of the module's page, for threads and tasks: all that a request does until it waits.
+    /// Steps 2 and 4 to 6 of the module's page, for threads and tasks, and the way into the queue.
     fn begin(&self, requests: &[Request], waiter: Waiter<'_>, max_waiting: usize) -> Result<Begun> {
         let wants = self.wants(requests)?;
         if wants.is_empty() {
@@ -420,20 +376,18 @@ impl Pool {
         self.missed();
         let central = &self.0.central;
         let extents = central.extents();
-        if let Some(got) = self.try_all(&wants, ReclaimLevel::Idle)? {
-            return Ok(Begun::Granted(got));
-        }
+        let take = |level| central.try_take(&wants, level);
+        let mut got = take(ReclaimLevel::Idle)?;
         // Memory is short, so what is complete comes back now.
-        if self.reap() {
-            if let Some(got) = self.try_all(&wants, ReclaimLevel::Idle)? {
-                return Ok(Begun::Granted(got));
-            }
+        if got.is_none() && self.reap() {
+            got = take(ReclaimLevel::Idle)?;
         }
         // The pool can grow no more, so the caches of active threads are reclaimed too.
-        if !central.may_grow(&wants) {
-            if let Some(got) = self.try_all(&wants, ReclaimLevel::All)? {
-                return Ok(Begun::Granted(got));
-            }
+        if got.is_none() && !central.may_grow(&wants) {
+            got = take(ReclaimLevel::All)?;
+        }
+        if let Some(got) = got {
+            return Ok(Begun::Granted(got));
         }
         let growing = central.grow(&wants, extents);
         let wake = match waiter {
@@ -442,7 +396,7 @@ impl Pool {
             // The growth is for later requests. This one may not wait for it.
             Waiter::None | Waiter::Retry => {
                 let later = growing && matches!(waiter, Waiter::Retry);
-                let got = self.try_all(&wants, if later { ReclaimLevel::Idle } else { ReclaimLevel::All })?;
+                let got = take(if later { ReclaimLevel::Idle } else { ReclaimLevel::All })?;
                 let short = || central.exhausted(central::sum(wants.iter().map(|want| want.len)));
                 return got.map(Begun::Granted).ok_or_else(short);
             }
@@ -450,10 +404,6 @@ impl Pool {
         let key = central.join(wants, wake, max_waiting)?;
         self.watch_waits();
         Ok(Begun::Waits(key))
-    }
-
-    fn try_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
-        self.0.central.try_take(wants, level)
     }
 
     /// What requests that are made together want of the central pool. Checks them.
@@ -471,17 +421,16 @@ impl Pool {
         self.0.devices[0].context().is_by_hand()
     }
 
-    /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger and those that are
-    /// long-lived, or, where checkouts are tracked, all.
+    /// Makes buffers of what was granted on the slow path. Enters those that are long-lived in the ledger, and a sample
+    /// of the others, or, where checkouts are tracked, all.
     fn entered(
         &self,
         mut granted: Vec<Fresh>,
         requests: &[Request],
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
-        // Relaxed: only the number matters, and any one in `SAMPLE` will do. The misses are not used for this count:
-        // they include other requests, and where two kinds of request take turns, the same residues would always come
-        // here.
+        // Relaxed: only the number matters. The misses are not used for this count: they include other requests, and
+        // where two kinds of request take turns, the same residues would always come here.
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, Request { tag, .. }) in granted.iter_mut().zip(requests) {
             if sampled || tag.long_lived || fresh.segment().central().tracks() {
@@ -491,12 +440,12 @@ impl Pool {
         granted.into_iter().map(PinnedBuf::from).collect()
     }
 
-    /// The error to report of a checkout that ended with this one, which is counted, with the pool's name where it
+    /// The error to report of a checkout that ended with this one: it is counted, and gets the pool's name where it
     /// tells of a shortage. A timeout makes a report on stuck buffers.
     fn failed(&self, error: Error) -> Error {
         let error = match error {
-            // When the process ends, what is in flight is quarantined, and a request may find that no wait can help:
-            // the reason is the end. Another device of the pool may have been lost before, for a reason of its own.
+            // When the process ends, what is in flight is quarantined, and a request may find that no wait can help.
+            // (Another device of the pool may have been lost before, for a reason of its own.)
             Error::Impossible { .. } if crate::exit::exiting() => {
                 let mut lost = self.0.devices.iter().filter_map(Device::lost);
                 lost.find(|lost| lost.class() == ErrorClass::DriverShutdown).unwrap_or(error)
@@ -531,13 +480,50 @@ impl Pool {
         self.0.devices.iter().fold(false, |any, d| look(d) | any)
     }
 
-    // --- looking -----------------------------------------------------------------------------------------------------
+    /// Moves devices by hand one step on, and takes back what is complete. Whether anything has changed.
+    fn advance(&self) -> bool {
+        let moved = self.0.devices.iter().any(|d| d.context().advance());
+        self.reap() | moved
+    }
+
+    /// Waits where nothing moves by itself: this thread moves the devices, for as long as that changes anything.
+    fn wait_by_hand(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
+        loop {
+            if let Some(outcome) = self.0.central.look(key, None) {
+                return outcome;
+            }
+            if !self.advance() {
+                return self.0.central.give_up(key, len, since);
+            }
+        }
+    }
+
+    /// Has the timer report waits that last for long. Every request that has joined a queue calls it.
+    fn watch_waits(&self) {
+        // Relaxed: who finds a look planned has joined a queue that the look locks after it has cleared this.
+        if self.is_by_hand() || self.0.watched.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let pool = self.downgrade();
+        crate::timer::after(stuck::LONG_WAIT, move || {
+            let Some(pool) = pool.upgrade() else { return };
+            pool.0.watched.store(false, Ordering::Relaxed);
+            let central = pool.central();
+            let (long, waits) = central.long_wait(Instant::now(), stuck::LONG_WAIT, || pool.may_report());
+            if let Some(long) = long {
+                stuck::report(pool.name(), long.waited, Some(&long), central, pool.devices());
+            }
+            if waits {
+                pool.watch_waits();
+            }
+        });
+    }
 
     /// The pool's name in events, statistics and reports. No two pools of a process have the same name at the same
     /// time: see [`PoolBuilder::name`].
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.0.name
+        &self.0.name.0
     }
 
     pub(crate) fn downgrade(&self) -> WeakPool {

@@ -4,19 +4,8 @@ use crate::error::Result;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::telemetry::ledger::Tag;
 
-/// A request for a buffer: a length in bytes, and options. A plain length is a request too: `pool.checkout(4096)`.
-///
-/// ```
-/// use pinpool::{Device, Pool, Request, Unpinned};
-///
-/// let device = Device::open("host")?;
-/// let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-///
-/// let buf = pool.checkout(Request::new(10_000).align(4096).tag("weights"))?;
-/// assert_eq!(buf.as_ptr() as usize % 4096, 0);
-/// # drop(buf);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
+/// A request for a buffer: a length in bytes, and options, such as `Request::new(10_000).align(4096).tag("weights")`. A
+/// plain length is a request too: `pool.checkout(4096)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     pub(super) len: usize,
@@ -31,9 +20,8 @@ impl Request {
         Self::from(len)
     }
 
-    /// The buffer's address is a multiple of `align` bytes, a power of two of at most 2 MiB. Default: 64. Memory that
-    /// the driver allocates ([`Backing::HostAlloc`](crate::Backing::HostAlloc)) starts on a page only, so up to `align`
-    /// bytes may be lost at the front of each extent there.
+    /// The buffer's address is a multiple of `align` bytes, a power of two of at most 2 MiB. Default: 64. Up to `align`
+    /// bytes may be lost at the front of each extent that the driver allocates.
     #[must_use]
     pub fn align(mut self, align: usize) -> Self {
         self.align = align;
@@ -50,19 +38,18 @@ impl Request {
         Placement::of(self.len, self.align).map(Placement::bytes)
     }
 
-    /// A name for what the buffer is used for, which [`Pool::stuck`](crate::Pool::stuck) reports. It is kept only for
-    /// checkouts that the pool [tracks](crate::PoolBuilder::track_checkouts) or samples, and costs nothing otherwise.
+    /// A name for what the buffer is used for, which [`Pool::stuck`](crate::Pool::stuck) reports of the checkouts that
+    /// the pool [tracks](crate::PoolBuilder::track_checkouts) or samples.
     #[must_use]
     pub fn tag(mut self, tag: &'static str) -> Self {
         self.tag.name = Some(tag);
         self
     }
 
-    /// The buffer is going to be held for long, and that is no fault: a [`Sampler`](crate::telemetry::Sampler) does not
-    /// count or log it as stuck, however long it is out. [`Pool::stuck`](crate::Pool::stuck) lists it, and says so.
-    ///
-    /// The pool notes such a checkout, with time, tag and call site, so it takes the slow path, some hundred
-    /// nanoseconds: this is for buffers that live for seconds at least, such as a cache's.
+    /// The buffer is going to be held for long, such as a cache's, and that is no fault: a
+    /// [`Sampler`](crate::telemetry::Sampler) does not count or log it as stuck, and
+    /// [`Pool::stuck`](crate::Pool::stuck) lists it as such. The pool notes such a checkout, with time, tag and call
+    /// site, which takes some hundred nanoseconds.
     #[must_use]
     pub fn long_lived(mut self) -> Self {
         self.tag.long_lived = true;

@@ -14,8 +14,7 @@ use crate::telemetry::counters::{ErrorCounts, RefusedCounts};
 /// A pool's bytes and counts at one moment: [`Pool::stats`].
 ///
 /// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
-/// always. Each part is exact while no thread uses the pool, and otherwise off by no more than what the calls under way
-/// move.
+/// always. Each part is exact while no thread uses the pool, else off by no more than what the calls under way move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
@@ -90,9 +89,8 @@ pub struct Shutdown {
 }
 
 impl Pool {
-    /// Bytes and counts. The call takes a few microseconds, and does not slow down checkouts and
-    /// returns of other threads. In the child of a fork it has only what is counted without a lock: misses and
-    /// errors.
+    /// Bytes and counts. The call takes a few microseconds, and does not slow down checkouts and returns of other
+    /// threads. In the child of a fork it has only misses and errors.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.stats_of(|central| central.snapshot())
@@ -100,43 +98,44 @@ impl Pool {
 
     /// [`stats`](Self::stats), made of a snapshot that `snapshot` takes of the central pool.
     pub(crate) fn stats_of(&self, snapshot: impl FnOnce(&CentralPool) -> CentralSnapshot) -> PoolStats {
-        let mut stats = PoolStats {
-            misses: self.0.misses.load(Ordering::Relaxed),
-            errors: self.0.errors.read(),
-            refused: self.0.refused.read(),
-            ..PoolStats::default()
-        };
+        let (misses, errors, refused) =
+            (self.0.misses.load(Ordering::Relaxed), self.0.errors.read(), self.0.refused.read());
         if crate::os::forked() {
-            return stats;
+            return PoolStats { misses, errors, refused, ..PoolStats::default() };
         }
         let central = self.central();
         let (in_flight, claimed) = self.flight();
         let s = snapshot(central);
-        let in_flight = in_flight.min(s.out);
-        stats.pinned_bytes = s.total - s.unpinned;
-        stats.unpinned_bytes = s.unpinned;
-        stats.free_bytes = s.free;
-        stats.cached_bytes = s.cached;
-        stats.checked_out_bytes = s.out - in_flight;
-        stats.in_flight_bytes = in_flight;
-        stats.claimed_bytes = claimed.min(in_flight);
-        stats.quarantined_bytes = s.quarantined;
-        stats.cut_bytes = s.cut;
-        stats.requested_bytes = s.requested;
-        stats.largest_free_bytes = s.largest_free;
-        stats.capacity_bytes = central.config().capacity;
-        stats.checkouts = s.takes;
-        stats.returns = s.puts;
-        stats.reclaims = s.stats.reclaims;
-        stats.growths = s.stats.growths;
-        stats.growth_failures = s.stats.growth_failures;
-        stats.waits = s.stats.waits;
-        stats.timeouts = s.stats.timeouts;
-        stats.abandoned = s.stats.abandoned;
-        stats.waiting = s.waiting;
-        stats.granted_bytes = stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes;
-        stats.rounding_bytes = stats.granted_bytes.saturating_sub(stats.requested_bytes);
-        stats
+        let in_flight_bytes = in_flight.min(s.out);
+        let granted_bytes = s.out + s.quarantined;
+        PoolStats {
+            pinned_bytes: s.total - s.unpinned,
+            unpinned_bytes: s.unpinned,
+            free_bytes: s.free,
+            cached_bytes: s.cached,
+            checked_out_bytes: s.out - in_flight_bytes,
+            in_flight_bytes,
+            claimed_bytes: claimed.min(in_flight_bytes),
+            quarantined_bytes: s.quarantined,
+            cut_bytes: s.cut,
+            requested_bytes: s.requested,
+            granted_bytes,
+            rounding_bytes: granted_bytes.saturating_sub(s.requested),
+            largest_free_bytes: s.largest_free,
+            capacity_bytes: central.config().capacity,
+            checkouts: s.takes,
+            returns: s.puts,
+            misses,
+            reclaims: s.stats.reclaims,
+            growths: s.stats.growths,
+            growth_failures: s.stats.growth_failures,
+            waits: s.stats.waits,
+            timeouts: s.stats.timeouts,
+            abandoned: s.stats.abandoned,
+            waiting: s.waiting,
+            errors,
+            refused,
+        }
     }
 
     /// Bytes in flight, and how many of these are claimed: from sums that are kept, so that the number of streams does
@@ -160,11 +159,10 @@ impl Pool {
         is_stable.then_some((bytes, claimed, moves))
     }
 
-    /// Checks every invariant of the pool. No two segments overlap; each lies inside its extent, is aligned, spans what
-    /// its length needs, is in one state and in as many lists as that state allows; and the bytes by state sum up. The
-    /// sums are compared only while no other thread uses the pool.
-    ///
-    /// For tests, fuzzing and diagnosis: the call takes milliseconds, and meanwhile no thread can use its cache.
+    /// Checks every invariant of the pool, for tests, fuzzing and diagnosis: no two segments overlap; each lies inside
+    /// its extent, is aligned, spans what its length needs, is in one state and in as many lists as that state allows;
+    /// and the bytes by state sum up (compared only while no other thread uses the pool). The call takes milliseconds,
+    /// and meanwhile no thread can use its cache.
     ///
     /// Returns the numbers of [`stats`](Self::stats), in which the bytes checked out, in flight, claimed and
     /// quarantined are sums over the segments themselves. (A buffer whose copy is complete and whose handle was not
@@ -192,32 +190,25 @@ impl Pool {
         if let Some((in_flight, claimed, _)) =
             by_stream.filter(|sums| s == before && Some(*sums) == self.flight_by_stream())
         {
-            let capacity = central.config().capacity;
-            let sum = s.free + s.out + s.quarantined + s.cut;
+            let (capacity, sum) = (central.config().capacity, s.free + s.out + s.quarantined + s.cut);
+            // Checked out, quarantined, in flight, claimed: summed up as they change, by the segments, by the streams.
+            let kept = (s.out, s.quarantined, kept.0, kept.1);
             let counted = (s.out, s.quarantined, in_flight, claimed);
             let found = (out + flying, quarantined, flying, lent);
-            if kept != (in_flight, claimed) {
-                let found = (in_flight, claimed);
+            if sum != s.total || s.total > capacity || counted != found || kept != found {
                 return Err(format!(
-                    "(in flight, claimed) are {found:?} by the streams, and summed up as {kept:?}"
+                    "the parts sum to {sum} of {} held, of at most {capacity}; (out, quarantined, in flight, claimed) \
+                     are {found:?}, {counted:?} by the streams, and summed up as {kept:?}: {s:?}",
+                    s.total
                 ));
             }
-            if sum != s.total {
-                return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));
-            }
-            if counted != found {
-                let parts = "(out, quarantined, in flight, claimed)";
-                return Err(format!("{parts} are {found:?}, counted as {counted:?}"));
-            }
-            if s.total > capacity {
-                return Err(format!("{} bytes are held of at most {capacity}", s.total));
-            }
         }
-        let mut found = self.stats();
-        found.checked_out_bytes = out;
-        found.in_flight_bytes = flying;
-        found.claimed_bytes = lent;
-        found.quarantined_bytes = quarantined;
-        Ok(found)
+        Ok(PoolStats {
+            checked_out_bytes: out,
+            in_flight_bytes: flying,
+            claimed_bytes: lent,
+            quarantined_bytes: quarantined,
+            ..self.stats()
+        })
     }
 }

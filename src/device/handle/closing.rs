@@ -1,8 +1,8 @@
 //! Closing a device: [`Device::close`].
 //!
 //! Each thing gives back its own when it is dropped, on the device's region thread. So `close` drops one handle and
-//! waits for the end of the driver itself ([`crate::device::holds`]), which comes after all others. The rest is looked
-//! at only for the report, and to find out whether waiting can help at all.
+//! waits for the end of the driver itself ([`crate::device::ending`]), which comes after all others. The counts are
+//! looked at only for the report, and to find out whether waiting can help at all.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -11,15 +11,13 @@ use std::time::{Duration, Instant};
 use super::{Device, DeviceInner};
 use crate::amount::amount;
 use crate::central::CentralPool;
-use crate::device::holds::Holds;
+use crate::device::ending::Holds;
 use crate::error::Error;
 use crate::locks::Mutex;
 use crate::stream::timeline::reaper::Listing;
 
 /// The time between two looks at whether waiting can help at all.
 const CLOSE_POLL: Duration = Duration::from_millis(20);
-/// Stands for a timeout that is too long to be added to a time.
-const FOREVER: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// What keeps a device open, or could not be given back: see [`Device::close`]. `Display` gives it in one line.
 #[derive(Clone, Debug, Default)]
@@ -35,54 +33,29 @@ pub struct HeldBy {
     /// The number of buffers that are checked out or in flight and whose memory the device pinned, quarantined ones
     /// included. [`Pool::stuck`](crate::Pool::stuck) tells of each.
     pub buffers: u64,
-    /// Of the buffers, the number of those that are quarantined: they never come back, since the device cannot be shown
-    /// to be done with them.
+    /// The number of quarantined buffers: they never come back, since the device cannot be shown to be done with them.
     pub quarantined: u64,
     /// The bytes of the quarantined buffers.
     pub quarantined_bytes: usize,
-    /// Bytes of device memory that has a handle, or that is kept for good, since the device cannot be shown to be done
-    /// with it. The memory of [`Device::raw_memory`] counts.
+    /// Bytes of device memory that has a handle, or that the device cannot be shown to be done with. The memory of
+    /// [`Device::raw_memory`] counts.
     pub memory_bytes: usize,
-    /// Bytes of values that are registered ([`Device::register`](crate::Device::register)), or that could not be
-    /// unregistered.
+    /// Bytes of values that are registered ([`Device::register`]), or that could not be unregistered.
     pub registered_bytes: usize,
-    /// The number of jobs that the device's region thread has still to do: it frees, unpins and destroys, one after the
-    /// other.
+    /// The number of jobs that the device's region thread has still to do.
     pub jobs: usize,
-    /// The number of things that the driver did not take back, or that may not be given back since the device may still
-    /// use them. Each of them was logged.
+    /// The number of things that the driver did not take back, or that the device may still use. Each was logged.
     pub leaked: u64,
-    /// The error that the device was lost with, if it was. What the device had is leaked where its driver does not say
-    /// that it has let go of it.
+    /// The error that the device was lost with, if it was.
     pub lost: Option<Error>,
     /// Whether this is the child of a fork, where nothing of the device exists.
     pub forked: bool,
 }
 
-impl HeldBy {
-    /// Whether nothing is left but calls under way, which give something back just now.
-    fn is_calls_alone(&self) -> bool {
-        self.handles == 0
-            && self.busy_streams == 0
-            && self.buffers == 0
-            && self.memory_bytes + self.registered_bytes == 0
-    }
-
-    /// Whether all that is left is what never comes back.
-    fn is_hopeless(&self, has_quarantined: bool) -> bool {
-        let moves = self.handles > 0
-            || self.busy_streams > 0
-            || self.jobs > 0
-            || self.buffers > self.quarantined
-            || (self.memory_bytes + self.registered_bytes > 0 && !has_quarantined);
-        !moves && (self.quarantined > 0 || has_quarantined)
-    }
-}
-
 impl fmt::Display for HeldBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lost = self.lost.as_ref().map(ToString::to_string).unwrap_or_default();
-        let never = amount(self.quarantined_bytes);
+        let (never, busy) = (amount(self.quarantined_bytes), self.busy_streams);
         let (memory, registered) = (amount(self.memory_bytes), amount(self.registered_bytes));
         let parts = [
             (self.forked, "this is a child of the process that opened it".into()),
@@ -93,44 +66,24 @@ impl fmt::Display for HeldBy {
                 self.quarantined > 0,
                 format!("{} quarantined buffers with {never}, which never come back", self.quarantined),
             ),
-            (
-                self.streams > 0,
-                format!("{} streams, {} of them with work in flight", self.streams, self.busy_streams),
-            ),
+            (self.streams > 0, format!("{} streams, {busy} of them with work in flight", self.streams)),
             (self.memory_bytes > 0, format!("{memory} of device memory")),
             (self.registered_bytes > 0, format!("{registered} of registered values")),
             (self.handles > 0, format!("{} handles to it in all", self.handles)),
             (self.jobs > 0, format!("{} jobs of its worker thread", self.jobs)),
         ];
-        let mut said: Vec<String> =
-            parts.into_iter().filter_map(|(is_so, text)| is_so.then_some(text)).collect();
-        if said.is_empty() {
-            // What was in the way has ended during the look, or is about to.
-            said.push("its last calls".into());
-        }
-        f.write_str(&said.join("; "))
+        let said: Vec<_> = parts.into_iter().filter_map(|(is_so, text)| is_so.then_some(text)).collect();
+        // Where nothing was seen, what was in the way has ended during the look, or is about to.
+        f.write_str(&if said.is_empty() { "its last calls".into() } else { said.join("; ") })
     }
 }
 
 /// A device that is not closed, or whose driver did not get everything back: the error of [`Device::close`]. It keeps
 /// nothing open, and dropping it changes nothing: the device closes by itself when everything that keeps it open has
 /// ended.
-///
-/// ```
-/// # use std::time::Duration;
-/// # use pinpool::Device;
-/// # let device = Device::open("host")?;
-/// let stream = device.stream()?;
-/// let error = device.close(Duration::ZERO).unwrap_err();
-/// assert!(!error.is_closed());
-/// println!("{error}"); // host:0 is still open: 1 streams, ...
-/// drop(stream);
-/// error.wait(Duration::from_secs(10)).expect("nothing keeps it open");
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 pub struct CloseError(Box<Closing>);
 
-/// A device that is being closed, or was not. It keeps nothing open.
+/// A close that is under way, or is over. It keeps nothing open.
 struct Closing {
     name: String,
     context: u64,
@@ -138,7 +91,6 @@ struct Closing {
     device: Weak<DeviceInner>,
     pools: Arc<Mutex<Vec<Weak<CentralPool>>>>,
     listing: Arc<Listing>,
-    /// Whether the device does nothing by itself.
     by_hand: bool,
     /// What was in the way at the last look.
     held: HeldBy,
@@ -177,11 +129,12 @@ impl CloseError {
 
 impl fmt::Debug for CloseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CloseError")
-            .field("device", &self.device())
-            .field("held_by", self.held_by())
-            .field("is_closed", &self.is_closed())
-            .finish()
+        let (held_by, is_closed) = (self.held_by(), self.is_closed());
+        write!(
+            f,
+            "CloseError {{ device: {:?}, held_by: {held_by:?}, is_closed: {is_closed} }}",
+            self.device()
+        )
     }
 }
 
@@ -191,12 +144,10 @@ impl fmt::Display for CloseError {
         if self.is_closed() {
             return write!(f, "{name} is closed, but not everything was given back: {held}");
         }
-        let remedy = match (held.forked, self.0.is_hopeless()) {
-            (true, _) => "only that process can close it",
-            (false, true) => {
-                "this never comes back: waiting changes nothing, it stays until the process ends"
-            }
-            (false, false) => "drop what came from it, or wait longer",
+        let remedy = match self.0.is_hopeless() {
+            _ if held.forked => "only that process can close it",
+            true => "this never comes back: waiting changes nothing, it stays until the process ends",
+            false => "drop what came from it, or wait longer",
         };
         write!(f, "{name} is still open: {held}; {remedy}")
     }
@@ -206,51 +157,48 @@ impl std::error::Error for CloseError {}
 
 impl Closing {
     fn look(&mut self) {
-        if crate::os::forked() {
-            self.held = HeldBy { forked: true, ..HeldBy::default() };
-            return;
-        }
         // A reference that is held for a moment here may be the last one: its drop only sends a job.
         let streams = self.listing.known();
         let pools: Vec<_> = self.pools.lock().iter().filter_map(Weak::upgrade).collect();
-        let (mut buffers, mut quarantined, mut quarantined_bytes) = (0, 0, 0);
-        for pool in pools.iter().filter(|pool| pool.keeps(self.context)) {
-            buffers += pool.outstanding();
-            let snapshot = pool.snapshot();
-            quarantined += snapshot.quarantined_segments;
-            quarantined_bytes += snapshot.quarantined;
-        }
         self.held = HeldBy {
             handles: self.device.strong_count(),
             streams: streams.len(),
             busy_streams: streams.iter().filter(|timeline| !timeline.is_idle()).count(),
-            buffers,
-            quarantined,
-            quarantined_bytes,
             memory_bytes: self.holds.memory.get(),
             registered_bytes: self.holds.registered.get(),
             jobs: self.holds.jobs.get(),
             leaked: self.holds.leaks.get() as u64,
-            lost: self.holds.lost().cloned(),
-            forked: false,
+            lost: self.holds.lost.get().cloned(),
+            ..HeldBy::default()
         };
+        for pool in pools.iter().filter(|pool| pool.keeps(self.context)) {
+            self.held.buffers += pool.outstanding();
+            let snapshot = pool.snapshot();
+            self.held.quarantined += snapshot.quarantined_segments;
+            self.held.quarantined_bytes += snapshot.quarantined;
+        }
     }
 
+    /// Whether all that is left is what never comes back.
     fn is_hopeless(&self) -> bool {
-        self.held.is_hopeless(self.holds.has_quarantined())
+        let (held, has_quarantined) = (&self.held, self.holds.has_quarantined());
+        (held.quarantined > 0 || has_quarantined)
+            && held.handles + held.busy_streams + held.jobs == 0
+            && held.buffers <= held.quarantined
+            && (has_quarantined || held.memory_bytes + held.registered_bytes == 0)
     }
 
     fn wait(mut self: Box<Self>, timeout: Duration) -> Result<(), CloseError> {
-        self.look();
-        if self.held.forked {
+        if crate::os::forked() {
+            self.held = HeldBy { forked: true, ..HeldBy::default() };
             return Err(CloseError(self));
         }
-        let now = Instant::now();
         // The crate's own threads do not wait: they are among what is waited for.
-        let waits = crate::sync::own().is_none();
-        let end = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
+        let now = Instant::now();
+        let end = if crate::sync::own().is_none() { now.checked_add(timeout) } else { Some(now) };
         loop {
-            self.ended = self.holds.wait(end.min(Instant::now() + CLOSE_POLL));
+            let poll = Instant::now() + CLOSE_POLL;
+            self.ended = self.holds.wait(end.map_or(poll, |end| end.min(poll)));
             self.look();
             if self.ended {
                 // The job that let go of the device may not have ended, but it has made its last call.
@@ -259,9 +207,11 @@ impl Closing {
                 return if is_clean { Ok(()) } else { Err(CloseError(self)) };
             }
             // No thread moves a device by hand any more, but a thread in the middle of its last calls goes on.
-            let is_still = self.by_hand && !self.held.is_calls_alone();
+            let HeldBy { handles, busy_streams, buffers, memory_bytes, registered_bytes, .. } = self.held;
+            let is_kept = handles + busy_streams + memory_bytes + registered_bytes > 0 || buffers > 0;
             // The device may have ended during the look.
-            let is_over = Instant::now() >= end || is_still || self.is_hopeless();
+            let is_late = end.is_some_and(|end| Instant::now() >= end);
+            let is_over = is_late || (self.by_hand && is_kept) || self.is_hopeless();
             if is_over && !self.holds.wait(now) {
                 return Err(CloseError(self));
             }
@@ -275,33 +225,24 @@ impl Device {
     /// the context released (`cuDevicePrimaryCtxRelease`, `aclrtResetDevice`). A server that wants to leave its driver
     /// in order calls this before `main` returns and the driver's own exit handlers run.
     ///
-    /// **Nothing is closed by force.** A device is open for as long as anything needs it: other handles, pools,
-    /// buffers, device memory, copies in flight. So stop what submits, [shut the pools down](crate::Pool::shutdown),
-    /// drop everything that came from the device, and call this last. The call waits for what other threads drop
-    /// meanwhile. The error says what is left when the time is over; it can be [waited on](CloseError::wait) further.
-    ///
-    /// The call does not wait for what never comes back: when nothing is left but quarantined buffers, and memory that
-    /// a stream was lost with, it returns at once. Such memory keeps the device open, and its region thread asleep,
-    /// until the process ends: other memory of the same pool may still come back, and is given back there.
-    ///
-    /// Several threads may close one device, each by a handle of its own. Each call drops its handle first and waits
-    /// for the others'. [`Device::open`] may open the device again at any time. Where the device is still open, that
-    /// gives another handle to it, and this call waits for that one too.
+    /// **Nothing is closed by force.** A device is open for as long as anything needs it: other handles, those of a
+    /// later [`Device::open`] too, pools, buffers, device memory, copies in flight. So stop what submits,
+    /// [shut the pools down](crate::Pool::shutdown), drop everything that came from the device, and call this last.
+    /// When nothing is left but what never comes back (quarantined buffers, memory that a stream was lost with), the
+    /// call returns at once: such memory keeps the device open until the process ends.
     ///
     /// The call blocks the thread: a task makes it on another one (tokio's `spawn_blocking`). On threads of this crate,
     /// in a waker, and in the drop of an owner that was left with the crate, it does not wait.
     ///
     /// # Ordering
     /// After `Ok` this crate makes no call for this opening of the device, and every call that it made has returned.
-    /// Everything that the crate's threads did for the device *happens before* this returns: owners and values that
-    /// were left with buffers, streams and memory have been dropped. (The threads themselves may be about to end.)
+    /// Owners and values that were left with buffers, streams and memory have been dropped: what the crate's threads
+    /// did for the device *happens before* this returns.
     ///
     /// # Errors
-    /// [`CloseError`] says what is in the way:
-    /// - after the time is over, or where nothing is left but what never comes back: what keeps the device open;
-    /// - where the device was let go of ([`CloseError::is_closed`]): what could not be given back, or that the device
-    ///   was lost. Waiting longer changes nothing;
-    /// - in the child of a fork, at once: that this is one. Everything there belongs to the parent.
+    /// [`CloseError`] says what keeps the device open, or, where it was let go of ([`CloseError::is_closed`]), what
+    /// could not be given back or that the device was lost. In the child of a fork it comes at once: everything there
+    /// belongs to the parent.
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
         let context = self.context();
         let closing = Box::new(Closing {
