@@ -137,9 +137,7 @@ impl Open {
 
 impl Drop for Open {
     fn drop(&mut self) {
-        for at in 1..self.streams.len() {
-            self.node.resume_stream(0, at);
-        }
+        self.node.resume(0);
     }
 }
 

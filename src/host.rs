@@ -48,16 +48,15 @@
 //!
 //! # Failing
 //!
-//! - [`HostNode::fail`] and [`HostNode::fail_any`] arm [`Fault`]s. With [`HostNode::start_trace`] a test learns which
-//!   calls a scenario makes, and can repeat it with each of them failing once.
-//! - [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued operations from running until resumed.
-//! - [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has
-//!   failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more.
-//!   Every later call fails with that class, with two exceptions: giving host pages and device memory back succeeds,
-//!   and really gives them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
-//!   [`HostNode::live`] comes to zero.
-//! - A queued copy or host function whose device memory was freed before its turn kills the device, as accelerators die
-//!   of an illegal address.
+//! [`HostNode::fail`] arms a [`Fault`]; with [`HostNode::start_trace`] a test learns which calls a scenario makes, and can
+//! repeat it with each of them failing once. [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued operations from
+//! running until resumed.
+//!
+//! [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has failed
+//! with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more. Every later
+//! call fails with that class, but what the device has is given back all the same, so that [`HostNode::live`] comes to
+//! zero. A queued copy or host function whose device memory was freed before its turn kills the device, as accelerators
+//! die of an illegal address.
 
 pub use crate::copy::launch::launch;
 pub use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};

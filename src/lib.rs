@@ -124,18 +124,13 @@
 //!
 //! # Platforms
 //!
-//! Linux on x86_64 and aarch64, Rust 1.85 or later. Elsewhere the crate compiles, and [`Device::open`] returns
-//! [`Error::Unsupported`].
+//! Linux on x86_64 and aarch64, Rust 1.85 or later. The crate does not compile elsewhere.
 
 // Which feature a thing needs stands beside it on docs.rs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// The models (`loom`) use a part of the crate, and other systems use next to nothing of it. Where there are no fences
-// (`pinpool_rmw`), the system's barrier has no caller, and without a vendor's feature neither has what only that
-// vendor's driver calls.
-#![cfg_attr(
-    any(loom, pinpool_rmw, not(target_os = "linux"), not(all(feature = "acl", feature = "cuda"))),
-    allow(dead_code)
-)]
+// The models (`loom`) use a part of the crate. Where there are no fences (`pinpool_rmw`), the system's barrier has no
+// caller, and without a vendor's feature neither has what only that vendor's driver calls.
+#![cfg_attr(any(loom, pinpool_rmw, not(all(feature = "acl", feature = "cuda"))), allow(dead_code))]
 // Code of the program is called by way of `foreign` alone, and locks are those of `locks`.
 #![cfg_attr(not(test), deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types))]
 
@@ -183,6 +178,11 @@
 //
 // Below, the modules are in alphabetical order. The packages in `crates` use the public face alone; the command's
 // doctor also uses a hidden module, `cgroup`, of which no other program has a use.
+
+#[cfg(not(target_os = "linux"))]
+compile_error!(
+    "pinpool runs on Linux alone; name it under [target.'cfg(target_os = \"linux\")'.dependencies]"
+);
 
 #[cfg(feature = "acl")]
 pub mod acl;

@@ -583,10 +583,8 @@ impl World {
             3 => host::Failure::Capture,
             _ => host::Failure::DeviceLost,
         };
-        match call.map(|call| Call::ALL[call % Call::ALL.len()]) {
-            Some(call) => node.fail(Fault { device: 0, call, nth, failure }),
-            None => node.fail_any(nth, failure),
-        }
+        let call = call.map_or(Call::Copy, |call| Call::ALL[call % Call::ALL.len()]);
+        node.fail(Fault { device: 0, call, nth, failure });
     }
 
     fn apply(&mut self, op: Op) {

@@ -74,9 +74,6 @@ impl Device {
     /// [`Error::Forked`] in the child of a process that had opened one before the fork; what the driver says where it
     /// has no context to give.
     pub fn open(name: &str) -> Result<Self> {
-        if !cfg!(target_os = "linux") {
-            return Err(Error::Unsupported("pinpool needs Linux".into()));
-        }
         crate::os::watch_forks()?;
         let span =
             crate::foreign::span!(INFO, target: "pinpool::device", "open", device = tracing::field::Empty);

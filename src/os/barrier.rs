@@ -4,6 +4,10 @@
 //! it execute a full fence. The process registers for it first. The kernel documents no failure after that, but a
 //! sandbox that is set up later may refuse the call.
 
+use libc::{
+    MEMBARRIER_CMD_PRIVATE_EXPEDITED as BARRIER, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED as REGISTER,
+};
+
 /// Registers this process for [`membarrier`]. `false`: the kernel does not have it, or a sandbox forbids it.
 pub(crate) fn membarrier_register() -> bool {
     // One call now, to find out about a sandbox that allows the registration and not the barrier.
@@ -19,12 +23,6 @@ pub(crate) fn membarrier() -> bool {
     command(BARRIER)
 }
 
-#[cfg(target_os = "linux")]
-use libc::{
-    MEMBARRIER_CMD_PRIVATE_EXPEDITED as BARRIER, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED as REGISTER,
-};
-
-#[cfg(target_os = "linux")]
 fn command(command: libc::c_int) -> bool {
     // SAFETY: membarrier takes numbers only and changes no memory.
     unsafe {
@@ -33,26 +31,11 @@ fn command(command: libc::c_int) -> bool {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
-use other::*;
-
-#[cfg(not(target_os = "linux"))]
-mod other {
-    pub(super) const BARRIER: i32 = 0;
-    pub(super) const REGISTER: i32 = 0;
-    absent! { command(i32) -> bool = false; }
-}
-
 /// Ends the process and writes the reason to stderr: for a state in which going on would be unsound.
 pub(crate) fn die(why: &str) -> ! {
     let text = format!("pinpool: {why}\n");
     // Not by std's handle, since another thread may hold its lock.
     // SAFETY: a string and its length. A failure to write it makes no difference.
-    #[cfg(target_os = "linux")]
-    unsafe {
-        libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len())
-    };
-    #[cfg(not(target_os = "linux"))]
-    eprint!("{text}");
+    unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
     std::process::abort()
 }

@@ -15,6 +15,8 @@
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 
 /// How much of a range the page cache has: [`cached`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,163 +26,135 @@ pub(crate) enum Cached {
     Nothing,
 }
 
-#[cfg(target_os = "linux")]
-pub(crate) use linux::*;
-#[cfg(not(target_os = "linux"))]
-pub(crate) use other::*;
+fn position(at: u64) -> io::Result<i64> {
+    i64::try_from(at).map_err(|_| io::ErrorKind::FileTooLarge.into())
+}
 
-#[cfg(target_os = "linux")]
-mod linux {
-    use std::os::fd::AsRawFd;
-    use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-
-    use super::{Cached, File, MaybeUninit, io};
-
-    fn position(at: u64) -> io::Result<i64> {
-        i64::try_from(at).map_err(|_| io::ErrorKind::FileTooLarge.into())
-    }
-
-    /// Reads at an offset. Returns how many bytes at the front of `into` were read; 0: the file ends before them.
-    pub(crate) fn read_at(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<usize> {
-        let at = position(at)?;
-        loop {
-            // SAFETY: the kernel writes at most `into.len()` bytes to memory that is borrowed mutably meanwhile.
-            let read = unsafe { libc::pread64(file.as_raw_fd(), into.as_mut_ptr().cast(), into.len(), at) };
-            match usize::try_from(read) {
-                Ok(read) => return Ok(read),
-                Err(_) => match io::Error::last_os_error() {
-                    error if error.kind() == io::ErrorKind::Interrupted => {}
-                    error => return Err(error),
-                },
-            }
+/// Reads at an offset. Returns how many bytes at the front of `into` were read; 0: the file ends before them.
+pub(crate) fn read_at(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<usize> {
+    let at = position(at)?;
+    loop {
+        // SAFETY: the kernel writes at most `into.len()` bytes to memory that is borrowed mutably meanwhile.
+        let read = unsafe { libc::pread64(file.as_raw_fd(), into.as_mut_ptr().cast(), into.len(), at) };
+        match usize::try_from(read) {
+            Ok(read) => return Ok(read),
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => {}
+                error => return Err(error),
+            },
         }
     }
+}
 
-    /// How much of `len` bytes of a file from `at` on the page cache has. `None`: the system does not tell.
-    pub(crate) fn cached(file: &File, at: u64, len: usize) -> Option<Cached> {
-        let page = crate::os::page_size() as u64;
-        let end = at.checked_add(len as u64).filter(|end| *end > at && i64::try_from(*end).is_ok())?;
-        let (first, last) = (at / page, (end - 1) / page);
-        // An overlay has no pages of its own: they are the file's below, which is what is mapped.
-        let counted = if is_overlay(file) { None } else { cachestat(file, at, len as u64) };
-        let cached = counted.or_else(|| if is_own(file) { mincore(file, first, last) } else { None })?;
-        Some(match cached {
-            0 => Cached::Nothing,
-            cached if cached > last - first => Cached::All,
-            _ => Cached::Part,
-        })
+/// How much of `len` bytes of a file from `at` on the page cache has. `None`: the system does not tell.
+pub(crate) fn cached(file: &File, at: u64, len: usize) -> Option<Cached> {
+    let page = crate::os::page_size() as u64;
+    let end = at.checked_add(len as u64).filter(|end| *end > at && i64::try_from(*end).is_ok())?;
+    let (first, last) = (at / page, (end - 1) / page);
+    // An overlay has no pages of its own: they are the file's below, which is what is mapped.
+    let counted = if is_overlay(file) { None } else { cachestat(file, at, len as u64) };
+    let cached = counted.or_else(|| if is_own(file) { mincore(file, first, last) } else { None })?;
+    Some(match cached {
+        0 => Cached::Nothing,
+        cached if cached > last - first => Cached::All,
+        _ => Cached::Part,
+    })
+}
+
+/// Whether the file is this user's, or this user is root.
+fn is_own(file: &File) -> bool {
+    // SAFETY: asks for a number.
+    let user = unsafe { libc::geteuid() };
+    user == 0 || file.metadata().is_ok_and(|metadata| metadata.uid() == user)
+}
+
+fn is_overlay(file: &File) -> bool {
+    let mut told = std::mem::MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: the kernel writes the struct, for which all zeros are valid too.
+    let told = unsafe {
+        libc::fstatfs(file.as_raw_fd(), told.as_mut_ptr());
+        told.assume_init()
+    };
+    told.f_type as u64 == libc::OVERLAYFS_SUPER_MAGIC as u64
+}
+
+/// Pages of a range that the page cache has. `None`: the kernel or a sandbox does not have the call, the file
+/// system does not support it, or the process may not know.
+fn cachestat(file: &File, at: u64, len: u64) -> Option<u64> {
+    /// The call's number, on all architectures that number new calls alike.
+    const CACHESTAT: libc::c_long = 451;
+    if cfg!(not(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))) {
+        return None;
     }
+    // The kernel's `cachestat_range` and `cachestat`, of which the first is the number of cached pages.
+    let (range, mut counts) = ([at, len], [0_u64; 5]);
+    // SAFETY: the kernel reads the range and writes the counts.
+    let said = unsafe {
+        libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0 as libc::c_uint)
+    };
+    (said == 0).then_some(counts[0])
+}
 
-    /// Whether the file is this user's, or this user is root.
-    fn is_own(file: &File) -> bool {
-        // SAFETY: asks for a number.
-        let user = unsafe { libc::geteuid() };
-        user == 0 || file.metadata().is_ok_and(|metadata| metadata.uid() == user)
-    }
-
-    fn is_overlay(file: &File) -> bool {
-        let mut told = std::mem::MaybeUninit::<libc::statfs>::zeroed();
-        // SAFETY: the kernel writes the struct, for which all zeros are valid too.
-        let told = unsafe {
-            libc::fstatfs(file.as_raw_fd(), told.as_mut_ptr());
-            told.assume_init()
-        };
-        told.f_type as u64 == libc::OVERLAYFS_SUPER_MAGIC as u64
-    }
-
-    /// Pages of a range that the page cache has. `None`: the kernel or a sandbox does not have the call, the file
-    /// system does not support it, or the process may not know.
-    pub(super) fn cachestat(file: &File, at: u64, len: u64) -> Option<u64> {
-        /// The call's number, on all architectures that number new calls alike.
-        const CACHESTAT: libc::c_long = 451;
-        if cfg!(not(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))) {
+/// The number of pages from `first` to `last` that the page cache has, by `mincore`. `None`: the file cannot be
+/// mapped.
+fn mincore(file: &File, first: u64, last: u64) -> Option<u64> {
+    let page = crate::os::page_size();
+    let at = i64::try_from(first * page as u64).ok()?;
+    let mut marks = vec![0_u8; (last - first + 1) as usize];
+    let len = marks.len() * page;
+    // SAFETY: a mapping of its own, which nothing touches and which is unmapped below. There is a mark for each of
+    // its pages.
+    let said = unsafe {
+        let (shared, read) = (libc::MAP_SHARED, libc::PROT_READ);
+        let map = libc::mmap64(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), at);
+        if map == libc::MAP_FAILED {
             return None;
         }
-        // The kernel's `cachestat_range` and `cachestat`, of which the first is the number of cached pages.
-        let (range, mut counts) = ([at, len], [0_u64; 5]);
-        // SAFETY: the kernel reads the range and writes the counts.
-        let said = unsafe {
-            libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0 as libc::c_uint)
-        };
-        (said == 0).then_some(counts[0])
-    }
-
-    /// The number of pages from `first` to `last` that the page cache has, by `mincore`. `None`: the file cannot be
-    /// mapped.
-    pub(super) fn mincore(file: &File, first: u64, last: u64) -> Option<u64> {
-        let page = crate::os::page_size();
-        let at = i64::try_from(first * page as u64).ok()?;
-        let mut marks = vec![0_u8; (last - first + 1) as usize];
-        let len = marks.len() * page;
-        // SAFETY: a mapping of its own, which nothing touches and which is unmapped below. There is a mark for each of
-        // its pages.
-        let said = unsafe {
-            let (shared, read) = (libc::MAP_SHARED, libc::PROT_READ);
-            let map = libc::mmap64(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), at);
-            if map == libc::MAP_FAILED {
-                return None;
-            }
-            let said = libc::mincore(map, len, marks.as_mut_ptr());
-            libc::munmap(map, len);
-            said
-        };
-        (said == 0).then(|| marks.iter().filter(|mark| **mark & 1 == 1).count() as u64)
-    }
-
-    /// Writes all bytes at an offset.
-    pub(crate) fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
-        std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
-    }
-
-    /// The flags with which the file was opened, or that it was given since; 0 if the system does not tell.
-    fn flags(file: &File) -> libc::c_int {
-        // SAFETY: asks for a number; the descriptor is open as long as the file is borrowed.
-        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) }.max(0)
-    }
-
-    /// Whether every write goes to the end of the file, whatever its offset (open(2), pwrite(2): `O_APPEND`).
-    pub(crate) fn appends(file: &File) -> bool {
-        flags(file) & libc::O_APPEND != 0
-    }
-
-    /// Whether the file is read and written past the page cache: `O_DIRECT`.
-    pub(crate) fn is_direct(file: &File) -> bool {
-        flags(file) & libc::O_DIRECT != 0
-    }
-
-    /// Opens the same file once more, by the calling thread's own table of files. A thread that has left the process's
-    /// table (unshare(2): `CLONE_FILES`) has other files under the same numbers.
-    pub(super) fn same(file: &File, options: &std::fs::OpenOptions) -> io::Result<File> {
-        options.open(format!("/proc/thread-self/fd/{}", file.as_raw_fd()))
-    }
-
-    /// The same file, opened for reading past the page cache. Reads through it start and end on whole pages, in the
-    /// file and in memory.
-    pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
-        same(file, std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT))
-    }
+        let said = libc::mincore(map, len, marks.as_mut_ptr());
+        libc::munmap(map, len);
+        said
+    };
+    (said == 0).then(|| marks.iter().filter(|mark| **mark & 1 == 1).count() as u64)
 }
 
-#[cfg(not(target_os = "linux"))]
-mod other {
-    use super::{Cached, File, MaybeUninit, io};
-
-    absent! {
-        read_at(&File, &mut [MaybeUninit<u8>], u64) -> io::Result<usize> = Err(io::ErrorKind::Unsupported.into());
-        cached(&File, u64, usize) -> Option<Cached> = None;
-        write_all_at(&File, &[u8], u64) -> io::Result<()> = Err(io::ErrorKind::Unsupported.into());
-        appends(&File) -> bool = false;
-        is_direct(&File) -> bool = false;
-        reopen_direct(&File) -> io::Result<File> = Err(io::ErrorKind::Unsupported.into());
-    }
+/// Writes all bytes at an offset.
+pub(crate) fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
 }
 
-#[cfg(all(test, target_os = "linux", not(loom)))]
+/// The flags with which the file was opened, or that it was given since; 0 if the system does not tell.
+fn flags(file: &File) -> libc::c_int {
+    // SAFETY: asks for a number; the descriptor is open as long as the file is borrowed.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) }.max(0)
+}
+
+/// Whether every write goes to the end of the file, whatever its offset (open(2), pwrite(2): `O_APPEND`).
+pub(crate) fn appends(file: &File) -> bool {
+    flags(file) & libc::O_APPEND != 0
+}
+
+/// Whether the file is read and written past the page cache: `O_DIRECT`.
+pub(crate) fn is_direct(file: &File) -> bool {
+    flags(file) & libc::O_DIRECT != 0
+}
+
+/// Opens the same file once more, by the calling thread's own table of files. A thread that has left the process's
+/// table (unshare(2): `CLONE_FILES`) has other files under the same numbers.
+fn same(file: &File, options: &std::fs::OpenOptions) -> io::Result<File> {
+    options.open(format!("/proc/thread-self/fd/{}", file.as_raw_fd()))
+}
+
+/// The same file, opened for reading past the page cache. Reads through it start and end on whole pages, in the
+/// file and in memory.
+pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
+    same(file, std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT))
+}
+
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::io::Write;
     use std::os::fd::AsRawFd;
 
-    use super::linux::same;
     use super::*;
 
     #[test]

@@ -88,7 +88,6 @@ pub(crate) fn empty_in_child(empty: fn()) {
     let _ = EMPTIES.set(empty);
 }
 
-#[cfg(target_os = "linux")]
 fn install() -> Result<()> {
     extern "C" fn in_child() {
         FORKED.store(true, Ordering::Relaxed);
@@ -104,9 +103,4 @@ fn install() -> Result<()> {
             Err(Error::OutOfMemory { wanted: 0, text: std::io::Error::from_raw_os_error(code).to_string() })
         }
     }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn install() -> Result<()> {
-    Ok(())
 }

@@ -39,11 +39,9 @@ fn stay_loaded() {
 
 /// This thread blocks signals until this is dropped. Signals that are sent to it meanwhile are delivered then.
 struct Blocked {
-    #[cfg(target_os = "linux")]
     before: Option<libc::sigset_t>,
 }
 
-#[cfg(target_os = "linux")]
 impl Blocked {
     fn now() -> Self {
         // SAFETY: sets of numbers, filled within; they live for the calls, which change this thread's mask alone.
@@ -67,19 +65,11 @@ impl Blocked {
     }
 }
 
-#[cfg(target_os = "linux")]
 impl Drop for Blocked {
     fn drop(&mut self) {
         if let Some(before) = &self.before {
             // SAFETY: the mask that this thread had before.
             unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before, std::ptr::null_mut()) };
         }
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-impl Blocked {
-    fn now() -> Self {
-        Self {}
     }
 }

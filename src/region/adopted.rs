@@ -9,7 +9,6 @@
 use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::Duration;
 
 use stable_deref_trait::StableDeref;
 
@@ -77,45 +76,35 @@ impl Regions {
     {
         let Adoptee { memory, base, len: whole } = adoptee;
         self.begin(whole);
-        let begun = || Region::new(base, RegionSource::Adopted(None), &self.context());
-        let (mut region, mut came) = (begun(), 0);
-        let (mut busy, mut longest) = (Duration::ZERO, Duration::ZERO);
+        let context = self.context();
+        let begun = || Region::new(base, RegionSource::Adopted(None), &context);
+        let (mut region, mut came, mut times) = (begun(), 0, Vec::new());
         while came < whole {
-            let (regions, context) = (self.clone(), region.context.clone());
             // The region itself stays here, with what it lists: a job that panics loses what it owns.
-            let part = Region::new(base, RegionSource::Adopted(None), &context);
+            let (regions, part) = (self.clone(), begun());
             let len = self.options.extent.min(whole - came);
             let called = context.worker().call(move || {
                 // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
-                let (pinned, took) = unsafe { regions.pin_extent(&part.context, part.at(came), len, true) };
-                Ok((pinned, took))
+                Ok(unsafe { regions.pin_extent(&part.context, part.at(came), len, true) })
             });
-            let (error, is_clean) = match called {
+            let (error, is_known) = match called {
                 Ok((Ok(pinned), took)) => {
                     region.extents.push(Extent { offset: came, len, pinned });
                     came += len;
-                    busy += took;
-                    longest = longest.max(took);
+                    times.push([took, took]);
                     continue;
                 }
-                // The device was found to be lost by this very call, before it has pinned anything.
-                Ok((Err(error), _)) if came == 0 && self.goes_on_after(Some(&error)) => {
-                    region = begun();
-                    continue;
-                }
-                Ok((Err(error), _)) => (error, context.worker().call(move || Ok(region.undo()))),
-                // The job panicked, and may have pinned its extent or not. The extents before it are unpinned.
-                Err(error) => {
-                    let _ = context.worker().call(move || Ok(region.undo()));
-                    (error.clone(), Err(error))
-                }
+                Ok((Err(error), _)) => (error, true),
+                // The job panicked, and may have pinned its extent or not.
+                Err(error) => (error, false),
             };
+            let undone = context.worker().call(move || Ok(region.undo()));
             // The caller gets the error; it is no failure of the pool's own growth.
             self.ended(whole, None, Some(owner));
-            if is_clean == Ok(true) {
+            if is_known && undone == Ok(true) {
                 return Err(SubmitError { error, buffer: Some(*memory) });
             }
-            if is_clean.is_err() {
+            if !is_known {
                 context.holds().leaked(1);
             }
             std::mem::forget(memory);
@@ -124,13 +113,11 @@ impl Regions {
         region.source = RegionSource::Adopted(Some(Owned::new(memory)));
         let extents = region.extents.clone();
         let info = self.add(region);
-        for extent in extents {
-            // SAFETY: within the region, which is listed, and handed over once.
-            unsafe {
-                owner.add_extent(info.id, info.base.add(extent.offset), extent.len, extent.is_pinned())
-            };
+        for (extent, times) in extents.into_iter().zip(times) {
+            // SAFETY: within the region.
+            let start = unsafe { info.base.add(extent.offset) };
+            self.hand_over(info.id, start, extent, times, owner);
         }
-        self.served(info.id, whole, busy, longest, owner);
         self.ended(0, None, Some(owner));
         Ok(info)
     }

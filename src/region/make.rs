@@ -125,16 +125,11 @@ impl Regions {
         info
     }
 
-    /// Makes the next extent, and leaves the rest to another job; without a region thread, makes all.
+    /// Makes the next extent, and leaves the rest to another job.
     fn go_on(self: &Arc<Self>, mut making: Making) {
-        loop {
-            let verdict = self.make_next(&mut making);
-            if !matches!(verdict, Ok(true)) {
-                return self.finish(making, verdict.err());
-            }
-            if !making.context.worker().is_inline() {
-                break;
-            }
+        let verdict = self.make_next(&mut making);
+        if !matches!(verdict, Ok(true)) {
+            return self.finish(making, verdict.err());
         }
         let (regions, context) = (self.clone(), making.context.clone());
         context.worker().send(move || regions.go_on(making));
@@ -182,42 +177,45 @@ impl Regions {
         };
         drop(deferral);
         making.came += len;
-        // SAFETY: an extent of a region that is listed, handed over once.
-        let go_on = unsafe { making.owner.add_extent(id, start, len, pinned == Pinned::Yes) };
-        self.served(id, len, touching + took, took, &making.owner);
-        self.changed.notify_all();
+        let extent = Extent { offset: 0, len, pinned };
+        let go_on = self.hand_over(id, start, extent, [touching + took, took], &making.owner);
         Ok(go_on && making.came < making.len)
     }
 
-    /// Notes that bytes of a region were handed over. `ready` is what can be checked out, so it is raised after that.
-    /// The region may have been removed already.
-    pub(super) fn served(
+    /// Hands an extent over of a region that is listed, once. `times` are the time spent on making it, and that of the
+    /// call that pinned it. Returns whether more is wanted.
+    pub(super) fn hand_over(
         self: &Arc<Self>,
         id: RegionId,
-        len: usize,
-        busy: Duration,
-        longest: Duration,
+        start: NonNull<u8>,
+        extent: Extent,
+        times: [Duration; 2],
         owner: &Arc<dyn Owner>,
-    ) {
+    ) -> bool {
+        let Extent { len, pinned, .. } = extent;
+        // SAFETY: within a region that is listed, which goes when the owner has it removed.
+        let go_on = unsafe { owner.add_extent(id, start, len, pinned == Pinned::Yes) };
         let mut progress = self.progress.lock();
         let mut again = false;
+        // `ready` is what can be checked out. The region may have been removed already.
         if let Some(region) = progress.region(id) {
             region.ready += len;
             again = region.unpinned().next().is_some();
             progress.pinning.ready += len;
         }
         let pinning = &mut progress.pinning;
-        pinning.busy += busy;
+        pinning.busy += times[0];
         pinning.made += len;
-        pinning.longest_call = pinning.longest_call.max(longest);
+        pinning.longest_call = pinning.longest_call.max(times[1]);
         drop(progress);
         if again {
             self.pin_again_after(AGAIN, Arc::downgrade(owner));
         }
+        self.changed.notify_all();
+        go_on
     }
 
-    /// Pins memory where it is, by the call that [`unpin`] undoes. Returns also how long the call
-    /// took. With [`Unpinned::Allow`] memory that is not pinned is no error.
+    /// Pins memory where it is, by the call that [`unpin`] undoes. Returns also how long the call took.
     ///
     /// # Safety
     /// The memory is whole pages that nobody has pinned, and stays until it was unpinned.
@@ -231,17 +229,22 @@ impl Regions {
         // SAFETY: this function's contract.
         let (pinned, took) = paced(|| unsafe { pin(context, start, len, is_adopted) });
         let pinned = match context.noting(pinned) {
-            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Transient => {
-                foreign::warn!(
-                    target: "pinpool::region::unpinned", device = context.name(), bytes = len,
-                    error = e.to_string(),
-                    "memory is not pinned: copies from it are slower and may block"
-                );
-                Ok(Pinned::NotYet)
-            }
+            Err(error) if self.goes_on_unpinned(context, len, &error) => Ok(Pinned::NotYet),
             pinned => pinned.map(|()| Pinned::Yes),
         };
         (pinned, took)
+    }
+
+    /// Whether memory that was refused with this error is used unpinned.
+    fn goes_on_unpinned(&self, context: &Context, len: usize, error: &Error) -> bool {
+        let goes_on = self.options.unpinned == Unpinned::Allow && error.class() == ErrorClass::Transient;
+        if goes_on {
+            foreign::warn!(
+                target: "pinpool::region::unpinned", device = context.name(), bytes = len, %error,
+                "memory is not pinned: copies from it are slower and may block"
+            );
+        }
+        goes_on
     }
 
     /// Allocates one extent: its first byte, what it is a part of, and whether it is pinned.
@@ -262,20 +265,11 @@ impl Regions {
             ask(len + page()).map(|base| (base, len + page()))
         });
         let (allocated, whole) = match asked {
-            Ok(allocated) => allocated,
-            Err(e)
-                if locked
-                    && self.options.unpinned == Unpinned::Allow
-                    && e.class() == ErrorClass::Transient =>
-            {
-                foreign::warn!(
-                    target: "pinpool::region::unpinned", device = context.name(), bytes = len,
-                    error = e.to_string(),
-                    "the driver gives no pinned memory, plain memory takes its place: copies from it are slower and may block"
-                );
+            // Plain memory takes its place.
+            Err(error) if locked && self.goes_on_unpinned(context, len, &error) => {
                 return Ok((map(len)?, RegionSource::Mapped, Pinned::NotYet));
             }
-            Err(e) => return Err(e),
+            asked => asked?,
         };
         let front = allocated.as_ptr().addr().next_multiple_of(page()) - allocated.as_ptr().addr();
         // SAFETY: less than a page, and if it is not 0, the allocation has one page more than the extent.
@@ -310,57 +304,59 @@ impl Regions {
         self.ended(len - came, error.as_ref(), Some(&owner));
     }
 
-    /// Has the region threads try memory that went unpinned again after a pause.
+    /// Has memory that went unpinned pinned after a pause.
     fn pin_again_after(self: &Arc<Self>, pause: Duration, owner: Weak<dyn Owner>) {
         if self.context.worker().is_inline() || std::mem::replace(&mut self.progress.lock().again, true) {
             return;
         }
         let regions = Arc::downgrade(self);
         crate::timer::after(pause, move || {
-            let Some(regions) = regions.upgrade() else { return };
-            let mut unpinned = Vec::new();
-            {
-                let mut progress = regions.progress.lock();
-                progress.again = false;
-                for region in progress.staying() {
-                    let (context, id) = (region.context.clone(), region.id);
-                    unpinned.extend(region.unpinned().map(|extent| (context.clone(), id, extent.offset)));
-                }
-            }
-            for (context, id, offset) in unpinned {
-                let (regions, owner) = (regions.clone(), owner.clone());
-                // By the device that is to unpin it.
-                context.clone().worker().send(move || regions.pin_again(&context, id, offset, pause, owner));
+            if let Some(regions) = regions.upgrade() {
+                regions.progress.lock().again = false;
+                regions.pin_again(pause, 0, owner);
             }
         });
     }
 
-    /// Pins an extent that went unpinned, unless its region goes.
-    fn pin_again(
-        self: &Arc<Self>,
-        context: &Context,
-        id: RegionId,
-        offset: usize,
-        pause: Duration,
-        owner: Weak<dyn Owner>,
-    ) {
-        let extent = self.progress.lock().region(id).and_then(|region| {
-            let extent = region.unpinned().find(|extent| extent.offset == offset).copied()?;
-            Some((region.at(offset), extent.len, region.is_adopted()))
-        });
-        let Some((start, len, is_adopted)) = extent else { return };
-        // SAFETY: it is mapped: its region goes by a later job of this thread.
-        let (result, took) = paced(|| unsafe { pin(context, start, len, is_adopted) });
-        let pinned = match result {
-            // Counted once, when the extent was made.
-            Err(error) if error.class() == ErrorClass::Transient => {
-                return self.pin_again_after((pause * 2).min(MOST_AGAIN), owner);
+    /// Tries the extents that went unpinned again, each in a job of its own, behind those that were `refused` already.
+    fn pin_again(self: &Arc<Self>, pause: Duration, refused: usize, owner: Weak<dyn Owner>) {
+        let of = |region: &Region| -> Vec<(Arc<Context>, RegionId, Extent)> {
+            region.unpinned().map(|extent| (region.context.clone(), region.id, *extent)).collect()
+        };
+        let found = self.progress.lock().staying().flat_map(|region| of(region)).nth(refused);
+        let Some((context, id, extent)) = found else {
+            if refused > 0 {
+                self.pin_again_after((pause * 2).min(MOST_AGAIN), owner);
             }
+            return;
+        };
+        let regions = self.clone();
+        // By the device that is to unpin it.
+        context.clone().worker().send(move || {
+            let is_refused = !regions.try_again(&context, id, extent, &owner);
+            regions.pin_again(pause, refused + usize::from(is_refused), owner);
+        });
+    }
+
+    /// Pins an extent that went unpinned, if it still is. `false`: it was refused, and may be pinned later.
+    fn try_again(&self, context: &Context, id: RegionId, extent: Extent, owner: &Weak<dyn Owner>) -> bool {
+        let known = self.progress.lock().region(id).and_then(|region| {
+            let is_unpinned = region.unpinned().any(|other| other.offset == extent.offset);
+            is_unpinned.then(|| (region.at(extent.offset), region.is_adopted()))
+        });
+        // Else its region goes, or another job has pinned it.
+        let Some((start, is_adopted)) = known else { return true };
+        // SAFETY: it is mapped: its region goes by a later job of this thread.
+        let (result, took) = paced(|| unsafe { pin(context, start, extent.len, is_adopted) });
+        let (device, bytes) = (context.name(), extent.len);
+        let pinned = match result {
+            // It was counted when the extent was made.
+            Err(error) if error.class() == ErrorClass::Transient => return false,
             result => match context.noting(result) {
                 Ok(()) => Pinned::Yes,
                 Err(error) => {
                     foreign::warn!(
-                        target: "pinpool::region::unpinned", device = context.name(), bytes = len, %error,
+                        target: "pinpool::region::unpinned", device, bytes, %error,
                         "memory that is not pinned cannot be: it is not tried again"
                     );
                     Pinned::Never
@@ -373,15 +369,16 @@ impl Regions {
             // Also of a region that goes meanwhile.
             let region = progress.regions.iter_mut().find(|region| region.id == id);
             let extents = region.into_iter().flat_map(|region| &mut region.extents);
-            extents.filter(|extent| extent.offset == offset).for_each(|extent| extent.pinned = pinned);
+            extents.filter(|other| other.offset == extent.offset).for_each(|extent| extent.pinned = pinned);
         }
         if pinned == Pinned::Yes {
             owner.upgrade().into_iter().for_each(|owner| owner.pinned_after_all(start));
             foreign::info!(
-                target: "pinpool::region::unpinned", device = context.name(), bytes = len,
+                target: "pinpool::region::unpinned", device, bytes,
                 "memory that was not pinned is pinned after all"
             );
         }
+        true
     }
 }
 
@@ -422,7 +419,7 @@ impl Region {
         for extent in &self.extents {
             let start = self.at(extent.offset);
             // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
-            if extent.is_pinned() && !unsafe { unpin(&self.context, start, extent.len) } {
+            if extent.pinned == Pinned::Yes && !unsafe { unpin(&self.context, start, extent.len) } {
                 clean = false;
             } else if matches!(self.source, RegionSource::Mapped) {
                 // One extent after the other: while memory is unmapped, no thread of the process can map any.
@@ -465,18 +462,19 @@ unsafe fn pin(context: &Context, start: NonNull<u8>, len: usize, is_adopted: boo
 /// [`pin`] has pinned it, and nothing can reach it any more.
 unsafe fn unpin(context: &Context, start: NonNull<u8>, len: usize) -> bool {
     let driver = context.driver();
-    let (unpinned, _) = paced(|| {
-        // SAFETY: this function's contract.
-        unsafe { driver.unpin(start, len) }
-    });
+    // SAFETY: this function's contract.
+    let (unpinned, _) = paced(|| unsafe { driver.unpin(start, len) });
     if let Err(error) = &unpinned {
-        context.holds().leaked(1);
-        foreign::error!(
-            target: "pinpool::region::leak", device = context.name(), bytes = len, %error,
-            "memory cannot be unpinned: it is leaked"
-        );
+        leak(context, len, error, "memory cannot be unpinned");
     }
     unpinned.is_ok()
+}
+
+/// Counts and logs memory that stays.
+fn leak(context: &Context, len: usize, error: &Error, why: &str) {
+    context.holds().leaked(1);
+    let device = context.name();
+    foreign::error!(target: "pinpool::region::leak", device, bytes = len, %error, "{why}: it is leaked");
 }
 
 /// Maps memory for a region.
@@ -499,10 +497,6 @@ fn unmap(context: &Context, start: NonNull<u8>, len: usize) {
 fn free(context: &Context, base: NonNull<u8>, len: usize, kind: HostKind) {
     // SAFETY: allocated once, freed once, and nothing uses it.
     if let Err(error) = unsafe { context.driver().free_host(base, len, kind) } {
-        context.holds().leaked(1);
-        foreign::error!(
-            target: "pinpool::region::leak", device = context.name(), bytes = len, %error,
-            "memory that the driver allocated cannot be freed: it is leaked"
-        );
+        leak(context, len, &error, "memory that the driver allocated cannot be freed");
     }
 }

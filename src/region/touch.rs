@@ -199,7 +199,7 @@ fn touch(base: NonNull<u8>, len: usize) {
     }
 }
 
-#[cfg(all(test, target_os = "linux", not(loom)))]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
@@ -215,41 +215,32 @@ mod tests {
     #[test]
     fn everything_waited_for_is_there_on_any_number_of_threads() {
         let page = os::page_size();
-        for threads in [0, 1, 3] {
-            for (huge, len) in [
-                (HugePages::Never, page),
-                (HugePages::Auto, UNIT + page),
-                (HugePages::Always, 3 * UNIT - page),
-            ] {
-                let base = os::map(len, 2 << 20).unwrap();
-                // SAFETY: mapped just now, unmapped below, after the toucher.
-                let mut toucher = unsafe { Toucher::start(base, len, threads, huge, Some(0)) };
-                toucher.wait(page);
-                assert!(resident(base, page) == page);
-                toucher.wait(len);
-                assert_eq!(resident(base, len), len, "{threads} threads, {huge:?}");
+        let sizes = [
+            (HugePages::Never, page),
+            (HugePages::Auto, UNIT + page),
+            (HugePages::Always, 3 * UNIT - page),
+            // It stops early, and leaves the rest untouched.
+            (HugePages::Never, 64 * UNIT),
+        ];
+        for (threads, (huge, len)) in
+            [0, 1, 3].into_iter().flat_map(|threads| sizes.map(|size| (threads, size)))
+        {
+            let base = os::map(len, 2 << 20).unwrap();
+            // SAFETY: mapped just now, unmapped below, after the toucher.
+            let mut toucher = unsafe { Toucher::start(base, len, threads, huge, Some(0)) };
+            toucher.wait(page);
+            assert!(resident(base, page) == page);
+            if len > 4 * UNIT {
+                drop(toucher);
+                assert!(threads > 0 || resident(base, len) == UNIT);
+            } else {
                 // Beyond the end it waits for all there is.
                 toucher.wait(usize::MAX);
+                assert_eq!(resident(base, len), len, "{threads} threads, {huge:?}");
                 drop(toucher);
-                // SAFETY: nothing uses it.
-                unsafe { os::unmap(base, len).unwrap() };
             }
+            // SAFETY: nothing uses it: the threads have ended.
+            unsafe { os::unmap(base, len).unwrap() };
         }
-    }
-
-    #[test]
-    fn stopping_early_leaves_the_rest_untouched_and_nobody_behind() {
-        let len = 64 * UNIT;
-        let base = os::map(len, 2 << 20).unwrap();
-        // SAFETY: as above.
-        let mut toucher = unsafe { Toucher::start(base, len, 0, HugePages::Never, None) };
-        toucher.wait(UNIT);
-        drop(toucher);
-        assert_eq!(resident(base, len), UNIT);
-        // SAFETY: as above.
-        let toucher = unsafe { Toucher::start(base, len, 2, HugePages::Never, None) };
-        drop(toucher);
-        // SAFETY: nothing uses it: the threads have ended.
-        unsafe { os::unmap(base, len).unwrap() };
     }
 }

@@ -240,7 +240,7 @@ fn every_call_fails_once() {
     let clean = node();
     clean.start_trace();
     assert_eq!(run(&clean, None), Vec::<String>::new(), "without any fault");
-    let trace = clean.stop_trace();
+    let trace = clean.trace();
     let mut counts: Vec<(Call, u64)> = Vec::new();
     for call in Call::ALL {
         let count = trace.iter().filter(|c| **c == call).count() as u64;

@@ -1,21 +1,21 @@
 //! The contract's calls ([`Driver`]). Each begins with [`HostDriver::enter`], and checks its arguments. What a call
-//! queues is run by the stream's thread ([`super::unit`]).
+//! queues is run by the stream's thread ([`super::node`]).
 
 use std::any::Any;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
-use std::ptr::NonNull;
+use std::ptr::{NonNull, with_exposed_provenance};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::fault::{Call, Failure};
 use super::memory::Place;
-use super::node::{HostNode, Node};
-use super::unit::{HostFunction, Kernel, Point, State, Unit, Work, number, owner};
+use super::node::{HostFunction, Kernel, Node, State, Work};
+use super::{Call, Failure, HostNode};
 use crate::device::address::AddressFault;
 use crate::device::ending::Ending;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
-use crate::error::{Error, ErrorClass, Result};
+use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::foreign::Owned;
 use crate::locks::MutexGuard;
 use crate::os;
@@ -24,67 +24,98 @@ use crate::os;
 /// without running what they have queued.
 pub(crate) struct HostDriver {
     node: Arc<Node>,
-    unit: Arc<Unit>,
+    name: Arc<str>,
+    device: usize,
     id: u64,
-    /// Dropped when all streams have ended.
     ending: Ending,
 }
 
 impl HostNode {
     /// A driver of one device, for one opening of it. It ends when that is closed.
     pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
-        let Some(unit) = self.0.units.get(ordinal as usize) else {
-            let known = format!("this node has host:0 to host:{}", self.devices() - 1);
-            return Err(Error::UnknownDevice { name: format!("host:{ordinal}"), known });
-        };
-        Ok(HostDriver::open(&self.0, Arc::clone(unit)))
+        let (devices, name) = (self.devices(), format!("host:{ordinal}"));
+        if ordinal >= devices {
+            let known = format!("this node has host:0 to host:{}", devices - 1);
+            return Err(Error::UnknownDevice { name, known });
+        }
+        Ok(self.open(ordinal as usize, &name))
+    }
+
+    fn open(&self, device: usize, name: &str) -> Arc<dyn Driver> {
+        let (node, id) = (Arc::clone(&self.0), self.0.state.lock().number());
+        Arc::new(HostDriver { node, name: name.into(), device, id, ending: Ending::new() })
     }
 
     /// Calls `hook` before each call of a device of the node.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn hook(&self, hook: impl Fn(Call) + Send + Sync + 'static) {
-        assert!(self.0.faults.hook.set(Box::new(hook)).is_ok(), "the node has a hook");
+        assert!(self.0.hook.set(Box::new(hook)).is_ok(), "the node has a hook");
+        self.0.alert.store(true, Ordering::Relaxed);
     }
 
-    /// The driver of a device with this name.
+    /// A driver of the first device under this name.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn named(&self, name: &str) -> Arc<dyn Driver> {
-        HostDriver::open(&self.0, Unit::new(name, 0, &super::HostConfig::new(), 0))
+        self.open(0, name)
     }
 }
 
-impl HostDriver {
-    fn open(node: &Arc<Node>, unit: Arc<Unit>) -> Arc<dyn Driver> {
-        Arc::new(Self { node: Arc::clone(node), unit, id: number(), ending: Ending::new() })
-    }
+/// The event behind a handle, which is a reference of its own to it.
+fn event(handle: EventHandle) -> ManuallyDrop<Arc<AtomicU64>> {
+    // SAFETY: handles come from `create_event`, and the crate uses none that it has destroyed.
+    ManuallyDrop::new(unsafe { Arc::from_raw(with_exposed_provenance(handle.0 as usize)) })
+}
 
+impl HostDriver {
     /// Every call begins with this: it takes a fault that was armed for the call, refuses the call of a dead device,
-    /// and locks the device. A failure that it returns is for the operation that the call queues.
+    /// and locks the node. A failure that it returns is for the operation that the call queues.
     fn enter(&self, call: Call) -> Result<(MutexGuard<'_, State>, Option<Failure>)> {
-        let failure = self.node.faults.on_call(self.unit.ordinal, call);
-        let mut state = self.unit.state.lock();
-        // A dead device still gives back what it was given.
-        if state.dead.is_some() && !matches!(call, Call::Unpin | Call::Free | Call::FreeHost) {
-            return Err(self.unit.lost(&mut state, call));
+        #[cfg(all(test, not(loom)))]
+        self.node.hook.get().into_iter().for_each(|hook| hook(call));
+        let mut state = self.node.state.lock();
+        let failure = state.strike(self.device, call);
+        if state.units[self.device].dead.is_some() {
+            self.node.quiet(&mut state, self.device);
+            // A dead device still gives back what it was given.
+            if !matches!(call, Call::Unpin | Call::Free | Call::FreeHost) {
+                return Err(self.lost(&state, call));
+            }
         }
-        use Call::{Copy, CopyBlocking, Launch, Record, WaitEvent};
-        let queues = matches!(call, Copy | CopyBlocking | Launch | Record | WaitEvent);
         let class = match failure {
             None | Some(Failure::Stall) => return Ok((state, failure)),
-            Some(Failure::RunsAnyway) if queues => return Ok((state, failure)),
+            Some(Failure::RunsAnyway) if call.queues() => return Ok((state, failure)),
             Some(Failure::DeviceLost) => {
-                self.unit.kill(&mut state, "a fault was armed for a call, and killed the device");
-                return Err(self.unit.lost(&mut state, call));
+                let cause = "a fault was armed for a call, and killed the device";
+                self.node.kill(&mut state, self.device, cause);
+                return Err(self.lost(&state, call));
             }
             Some(Failure::Argument) => ErrorClass::Argument,
             Some(Failure::Capture) => ErrorClass::Capture,
             Some(Failure::Transient | Failure::RunsAnyway) => ErrorClass::Transient,
         };
-        Err(self.unit.error(call, class, "a fault was armed for this call"))
+        Err(self.error(call, class, "a fault was armed for this call"))
+    }
+
+    /// This device's error.
+    fn error(&self, call: Call, class: ErrorClass, text: impl Into<Arc<str>>) -> Error {
+        let code = match class {
+            ErrorClass::Argument => libc::EINVAL,
+            ErrorClass::Capture => libc::EPERM,
+            ErrorClass::DeviceLost => libc::ENODEV,
+            _ => libc::EAGAIN,
+        };
+        let (device, call, text) = (self.name.clone(), call.name(), text.into());
+        Error::Device(DeviceError { device, call, code: i64::from(code), text, class })
+    }
+
+    /// The error of a call to a dead device.
+    fn lost(&self, state: &State, call: Call) -> Error {
+        let cause = state.units[self.device].dead.clone().unwrap_or_default();
+        self.error(call, ErrorClass::DeviceLost, cause)
     }
 
     fn refuse<T>(&self, call: Call, text: impl Into<Arc<str>>) -> Result<T> {
-        Err(self.unit.error(call, ErrorClass::Argument, text))
+        Err(self.error(call, ErrorClass::Argument, text))
     }
 
     fn unknown<T>(&self, call: Call, what: &str, handle: u64) -> Result<T> {
@@ -100,55 +131,52 @@ impl HostDriver {
     ) -> Result<()> {
         let (mut state, failure) = self.enter(call)?;
         let work = work(&state)?;
-        let recorded = if let Work::Record(event) = work { Some(event) } else { None };
-        let Some(point) = state.submit(stream.0, work, failure == Some(Failure::Stall)) else {
-            return self.unknown(call, "stream", stream.0);
-        };
-        if let Some(event) = recorded {
-            self.unit.events.with(event, |last| *last = Some(point.clone()));
-        }
+        let submitted = state.submit(self.device, stream.0, work, failure == Some(Failure::Stall));
+        let Some(number) = submitted else { return self.unknown(call, "stream", stream.0) };
         if call == Call::CopyBlocking {
-            self.unit.wait(&mut state, call, &point)?;
+            self.node.wait(&mut state, number);
+            if state.units[self.device].dead.is_some() {
+                self.node.quiet(&mut state, self.device);
+                return Err(self.lost(&state, call));
+            }
         }
         if failure == Some(Failure::RunsAnyway) {
             let text = "a fault was armed for this call, whose operation was queued all the same";
-            return Err(self.unit.error(call, ErrorClass::Transient, text));
+            return Err(self.error(call, ErrorClass::Transient, text));
         }
         Ok(())
     }
 
-    /// A call that destroys something, which `destroy` does, or says that it is not there.
-    fn destroy(&self, call: Call, handle: u64, destroy: impl FnOnce(&mut State) -> bool) -> Result<()> {
+    /// A call that destroys something, which `destroy` does. A dead device refuses the call, and lets go of the thing
+    /// all the same.
+    fn destroy(&self, call: Call, destroy: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
         let entered = self.enter(call).map(drop);
-        // A dead device refuses the call, and lets go of the thing all the same.
         let goes = entered.as_ref().map_or_else(Error::is_device_lost, |()| true);
-        let gone = goes && destroy(&mut self.unit.state.lock());
-        entered?;
-        if gone { Ok(()) } else { self.unknown(call, "object", handle) }
+        let destroyed = if goes { destroy(&mut self.node.state.lock()) } else { Ok(()) };
+        entered.and(destroyed)
     }
 
     /// Finds the bytes at a device address.
     fn place(&self, state: &State, at: DevicePtr, len: usize) -> Result<Place> {
         let below = state.memory.range(..=at.0).next_back();
         let here = below.map(|(start, block)| (block, (at.0 - start) as usize));
-        let fault = match here
-            .filter(|(block, offset)| *offset < block.len || (*offset == block.len && len == 0))
-        {
-            Some((block, offset)) if len <= block.len - offset => {
-                return Ok(Place::Device(Arc::clone(block), offset));
-            }
-            Some((block, offset)) => {
-                let over = len - (block.len - offset);
-                AddressFault::PastEnd { start: block.address, size: block.len, over }
-            }
-            None => match owner(at.0).filter(|owner| *owner != self.unit.ordinal) {
-                Some(owner) => AddressFault::OtherDevice { device: format!("host:{owner}") },
-                None if self.node.has_pinned(at.0 as usize) => AddressFault::Host { registered: true },
+        let fault =
+            match here.filter(|(block, offset)| *offset < block.len || (*offset == block.len && len == 0)) {
+                Some((block, _)) if block.device != self.device => {
+                    AddressFault::OtherDevice { device: format!("host:{}", block.device) }
+                }
+                Some((block, offset)) if len <= block.len - offset => {
+                    return Ok(Place::Device(Arc::clone(block), offset));
+                }
+                Some((block, offset)) => {
+                    let over = len - (block.len - offset);
+                    AddressFault::PastEnd { start: block.address, size: block.len, over }
+                }
+                None if state.has_pinned(at.0 as usize) => AddressFault::Host { registered: true },
                 None if os::is_host_memory(at.0) == Some(true) => AddressFault::Host { registered: false },
                 None => AddressFault::Unknown,
-            },
-        };
-        Err(fault.of(&self.unit.name, at.0, len))
+            };
+        Err(fault.of(&self.name, at.0, len))
     }
 
     /// Checks a copy, and finds the allocations that it uses.
@@ -179,39 +207,25 @@ impl HostDriver {
         })
     }
 
-    /// Takes out a range of host memory that no copy uses, and returns the pages of it alone.
-    fn leave(
-        &self,
-        call: Call,
-        base: NonNull<u8>,
-        len: usize,
-        kind: Option<HostKind>,
-    ) -> Result<Range<usize>> {
-        let range = range(base, len);
-        if self.node.uses(&range) {
-            return self.refuse(call, format!("{range:#x?} is used by a copy that is queued or running"));
-        }
-        self.node.leave(&range, (self.unit.ordinal, kind)).or_else(|text| self.refuse(call, text))
-    }
-
     /// Enters a range of host memory, and locks the pages that it is on unless it is managed memory.
     fn lock(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
-        let (range, owner) = (range(base, len), (self.unit.ordinal, kind));
-        self.node.enter(&range, owner).or_else(|text| self.refuse(call, text))?;
+        let (range, owner) = (range(base, len), (self.device, kind));
+        let entered = self.node.state.lock().enter(&range, owner);
+        entered.or_else(|text| self.refuse(call, text))?;
         if kind == Some(HostKind::Managed) {
             return Ok(());
         }
-        let (pages, len) = on_pages(base, &range);
+        let (pages, len) = on_pages(base, len);
         os::lock(pages, len).inspect_err(|_| {
             // It cannot fail: the range was entered above.
-            let _ = self.node.leave(&range, owner);
+            let _ = self.node.state.lock().leave(&range, owner);
         })
     }
 }
 
 impl Driver for HostDriver {
     fn name(&self) -> &str {
-        &self.unit.name
+        &self.name
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -227,10 +241,10 @@ impl Driver for HostDriver {
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        drop(self.enter(Call::Unpin)?);
-        let left = self.leave(Call::Unpin, base, len, None)?;
-        // A range that is pinned on the same page at this very moment may find it unlocked, which costs it speed.
-        let (pages, len) = on_pages(base, &left);
+        let left = self.enter(Call::Unpin)?.0.leave(&range(base, len), (self.device, None));
+        left.or_else(|text| self.refuse(Call::Unpin, text))?;
+        // A range that is pinned on the same page finds that page unlocked, which costs it speed.
+        let (pages, len) = on_pages(base, len);
         os::unlock(pages, len).or_else(|error| self.refuse(Call::Unpin, error.to_string()))
     }
 
@@ -250,16 +264,16 @@ impl Driver for HostDriver {
     }
 
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()> {
-        drop(self.enter(Call::FreeHost)?);
-        self.leave(Call::FreeHost, base, len, Some(kind))?;
+        let left = self.enter(Call::FreeHost)?.0.leave(&range(base, len), (self.device, Some(kind)));
+        left.or_else(|text| self.refuse(Call::FreeHost, text))?;
         // SAFETY: mapped when it was allocated, and not in use, as the caller promises. Unmapping unlocks it.
         unsafe { os::unmap(base, len) }
     }
 
     fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
-        drop(self.enter(Call::DeviceAddress)?);
+        let (state, _) = self.enter(Call::DeviceAddress)?;
         let address = at.addr().get();
-        match self.node.has_pinned(address) {
+        match state.has_pinned(address) {
             true => Ok(address as u64),
             false => self.refuse(Call::DeviceAddress, format!("{address:#x} is not pinned")),
         }
@@ -270,8 +284,8 @@ impl Driver for HostDriver {
         if len == 0 {
             return self.refuse(Call::Allocate, "0 bytes of device memory were asked for");
         }
-        let allocated = self.unit.allocate(&mut state, len).map(DevicePtr);
-        allocated.map_err(|text| self.unit.error(Call::Allocate, ErrorClass::Transient, text))
+        let allocated = state.allocate(self.device, len).map(DevicePtr);
+        allocated.map_err(|text| self.error(Call::Allocate, ErrorClass::Transient, text))
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
@@ -279,9 +293,9 @@ impl Driver for HostDriver {
         let Some(block) = state.memory.remove(&ptr.0) else {
             return self.unknown(Call::Free, "memory", ptr.0);
         };
-        state.used -= block.len;
+        state.units[block.device].used -= block.len;
+        // Unmapping takes time, so no lock is held. The last reference may be that of a queued operation.
         drop(state);
-        // The last reference may be that of a queued operation, or this one. Unmapping takes time, so no lock is held.
         drop(block);
         Ok(())
     }
@@ -293,11 +307,17 @@ impl Driver for HostDriver {
 
     fn create_stream(&self) -> Result<StreamHandle> {
         let (mut state, _) = self.enter(Call::CreateStream)?;
-        self.unit.create(&mut state, self.id).map(StreamHandle)
+        self.node.create(&mut state, self.device, self.id).map(StreamHandle).map_err(|error| {
+            let text = format!("no thread for the stream: {error}");
+            self.error(Call::CreateStream, ErrorClass::Transient, text)
+        })
     }
 
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
-        self.destroy(Call::DestroyStream, stream.0, |state| state.destroy(stream.0))
+        self.destroy(Call::DestroyStream, |state| match state.units[self.device].destroy(stream.0) {
+            true => Ok(()),
+            false => self.unknown(Call::DestroyStream, "stream", stream.0),
+        })
     }
 
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()> {
@@ -309,38 +329,35 @@ impl Driver for HostDriver {
     }
 
     fn create_event(&self) -> Result<EventHandle> {
-        drop(self.enter(Call::CreateEvent)?);
-        Ok(EventHandle(self.unit.events.create()))
+        self.enter(Call::CreateEvent)?.0.units[self.device].events += 1;
+        // An event that was never recorded counts as complete.
+        let event = Arc::into_raw(Arc::new(AtomicU64::new(0)));
+        Ok(EventHandle(event.expose_provenance() as u64))
     }
 
-    fn destroy_event(&self, event: EventHandle) -> Result<()> {
-        self.destroy(Call::DestroyEvent, event.0, |_| self.unit.events.destroy(event.0))
-    }
-
-    fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
-        self.queue(Call::Record, stream, |_| match self.unit.events.with(event.0, |_| ()) {
-            Some(()) => Ok(Work::Record(event.0)),
-            None => self.unknown(Call::Record, "event", event.0),
+    fn destroy_event(&self, handle: EventHandle) -> Result<()> {
+        self.destroy(Call::DestroyEvent, |state| {
+            state.units[self.device].events -= 1;
+            drop(ManuallyDrop::into_inner(event(handle)));
+            Ok(())
         })
     }
 
-    fn query(&self, event: EventHandle) -> Result<bool> {
-        // The device's lock is needed only where the answer is an error.
-        if !self.node.faults.is_idle() || self.unit.is_dead.load(Ordering::Relaxed) {
+    fn record(&self, handle: EventHandle, stream: StreamHandle) -> Result<()> {
+        self.queue(Call::Record, stream, |_| Ok(Work::Record(Arc::clone(&event(handle)))))
+    }
+
+    fn query(&self, handle: EventHandle) -> Result<bool> {
+        if self.node.alert.load(Ordering::Relaxed) {
             drop(self.enter(Call::Query)?);
         }
-        // An event that was never recorded counts as complete.
-        match self.unit.events.with(event.0, |last| last.as_ref().is_none_or(Point::is_over)) {
-            Some(is_over) => Ok(is_over),
-            None => self.unknown(Call::Query, "event", event.0),
-        }
+        // Acquire: pairs with the release in `Node::run`.
+        Ok(event(handle).load(Ordering::Acquire) == 0)
     }
 
-    fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
-        self.queue(Call::WaitEvent, stream, |_| match self.unit.events.with(event.0, |last| last.clone()) {
-            Some(recorded) => Ok(recorded.map_or(Work::Record(0), Work::Wait)),
-            None => self.unknown(Call::WaitEvent, "event", event.0),
-        })
+    fn wait_event(&self, stream: StreamHandle, handle: EventHandle) -> Result<()> {
+        // Relaxed: it is written under the lock where it gets a number; one that has ended is not waited for.
+        self.queue(Call::WaitEvent, stream, |_| Ok(Work::Wait(event(handle).load(Ordering::Relaxed))))
     }
 }
 
@@ -348,21 +365,21 @@ fn range(base: NonNull<u8>, len: usize) -> Range<usize> {
     base.addr().get()..base.addr().get() + len
 }
 
-/// The first of the pages that a range of bytes, which begins near `base`, is on, and their length.
-fn on_pages(base: NonNull<u8>, range: &Range<usize>) -> (NonNull<u8>, usize) {
-    let (page, front) = (os::page_size(), range.start % os::page_size());
-    let first = NonNull::new(base.as_ptr().with_addr(range.start - front)).unwrap_or(base);
-    (first, (front + range.len()).next_multiple_of(page))
+/// The first of the pages that bytes are on, and their length.
+fn on_pages(base: NonNull<u8>, len: usize) -> (NonNull<u8>, usize) {
+    let (page, front) = (os::page_size(), base.addr().get() % os::page_size());
+    let first = NonNull::new(base.as_ptr().wrapping_sub(front)).unwrap_or(base);
+    (first, (front + len).next_multiple_of(page))
 }
 
 impl Drop for HostDriver {
     fn drop(&mut self) {
-        self.unit.state.lock().abandon(self.id);
+        self.node.abandon(self.device, self.id);
     }
 }
 
 impl fmt::Debug for HostDriver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("HostDriver").field(&self.unit.name).finish()
+        f.debug_tuple("HostDriver").field(&self.name).finish()
     }
 }

@@ -1,8 +1,8 @@
 //! Device memory, and the function that moves bytes.
 //!
 //! *Addresses.* A device's memory is a set of mappings of this process, behind addresses that mean nothing to the CPU:
-//! the top bits name the device, and the rest counts upwards, with gaps, and never begins again. So an address that is
-//! stale, of another device, or past an end is refused when a copy is submitted, and hits no other allocation.
+//! they count upwards, with gaps, and are never used again. So an address that is stale, of another device, or past an
+//! end is refused when a copy is submitted, and hits no other allocation.
 //!
 //! *Races.* A program may tell two streams to write the same bytes at once. On an accelerator the result is garbage;
 //! here it must not be a data race in the process, since safe code can ask for it. So each MiB of an allocation has a
@@ -11,6 +11,7 @@
 //!
 //! *Lifetime.* A queued operation keeps the mapping that it uses, also when the memory is freed before its turn.
 
+use std::ops::Range;
 use std::ptr::{NonNull, from_ref};
 use std::sync::Arc;
 
@@ -24,6 +25,7 @@ const HUGE: usize = 2 << 20;
 
 /// One allocation.
 pub(super) struct Block {
+    pub(super) device: usize,
     pub(super) address: u64,
     pub(super) len: usize,
     data: NonNull<u8>,
@@ -37,14 +39,14 @@ unsafe impl Sync for Block {}
 
 impl Block {
     /// `len` is not 0. `None`: the system has no such memory.
-    pub(super) fn new(address: u64, len: usize) -> Option<Arc<Self>> {
+    pub(super) fn new(device: usize, address: u64, len: usize) -> Option<Arc<Self>> {
         let data = os::map(len, if len < HUGE { 1 } else { HUGE }).ok()?;
         if len >= HUGE {
             // Zeroing small pages would take most of the time of a first copy.
             os::advise_huge(data, len);
         }
         let locks = (0..len.div_ceil(PART)).map(|_| Mutex::new(())).collect();
-        Some(Arc::new(Self { address, len, data, locks }))
+        Some(Arc::new(Self { device, address, len, data, locks }))
     }
 }
 
@@ -68,6 +70,14 @@ pub(super) enum Place {
 unsafe impl Send for Place {}
 
 impl Place {
+    /// The addresses of `len` bytes of host memory.
+    pub(super) fn host(&self, len: usize) -> Option<Range<usize>> {
+        match self {
+            Self::Host(start) if len > 0 => Some(start.addr()..start.addr().saturating_add(len)),
+            _ => None,
+        }
+    }
+
     /// The bytes from `at` on that lie under one lock, and that lock.
     fn part(&self, at: usize) -> (usize, Option<&Mutex<()>>) {
         match self {

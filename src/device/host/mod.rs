@@ -1,24 +1,22 @@
 //! The host device, in plain Rust. [`crate::host`] is its page.
 //!
-//! The files, in the order in which to read them. `memory`: device memory, and the function that moves bytes. `unit`:
-//! one device: its streams with their threads, its events, and how it dies. `driver`: the contract's calls. `fault`:
-//! armed faults and traces. `node`: the machine, its pinned ranges, and the public handle to it. Only `memory`, `unit`
-//! and `driver` have unsafe code. The crate calls this through `Driver`, and a program through `HostNode`.
+//! The files, in the order in which to read them. This one: how a node is set up, and what can be made to fail.
+//! `memory`: device memory, and the function that moves bytes. `node`: the machine, the streams' threads, and how a
+//! device dies. `driver`: the contract's calls. `handle`: the public handle to a node. The crate calls this through
+//! `Driver`, and a program through `HostNode`.
 
 mod driver;
-mod fault;
+mod handle;
 mod memory;
 mod node;
 #[cfg(all(test, not(loom)))]
 mod tests;
-mod unit;
 
 use std::time::Duration;
 
 pub(crate) use driver::HostDriver;
-pub use fault::{Call, Failure, Fault};
-pub use node::{HostNode, HostUsage};
-pub(crate) use unit::HostFunction;
+pub use handle::{HostNode, HostUsage};
+pub(crate) use node::HostFunction;
 
 use crate::error::{Error, Result};
 
@@ -73,15 +71,10 @@ impl HostConfig {
     }
 
     fn check(&self) -> Result<()> {
-        if !(1..=MAX_DEVICES).contains(&self.devices) {
-            let devices = self.devices;
-            return Err(Error::Argument(format!("{devices} host devices; a node has 1 to {MAX_DEVICES}")));
+        if (1..=MAX_DEVICES).contains(&self.devices) {
+            return Ok(());
         }
-        if self.memory == Some(0) {
-            let text = "host devices with 0 bytes of memory; give them at least 1";
-            return Err(Error::Argument(text.to_owned()));
-        }
-        Ok(())
+        Err(Error::Argument(format!("{} host devices; a node has 1 to {MAX_DEVICES}", self.devices)))
     }
 
     /// Bytes of memory of each device.
@@ -98,4 +91,121 @@ impl Default for HostConfig {
     fn default() -> Self {
         Self::new()
     }
+}
+
+macro_rules! calls {
+    ($($(#[$doc:meta])* $call:ident $name:literal,)*) => {
+        /// A call that a device serves. A [`Fault`] is armed for one, and a trace is a list of them.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Call {
+            $($(#[$doc])* $call,)*
+        }
+
+        impl Call {
+            /// Every kind of call, for tests that go through all of them.
+            pub const ALL: [Self; 18] = [$(Self::$call),*];
+
+            /// The call's name, as errors show it, such as `copy_blocking`.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$call => $name,)*
+                }
+            }
+        }
+    };
+}
+
+calls! {
+    /// Pins host pages, or registers host memory.
+    Pin "pin",
+    /// Unpins host pages, or unregisters host memory.
+    Unpin "unpin",
+    /// Allocates host memory, by the device.
+    AllocateHost "allocate_host",
+    /// Frees host memory that the device allocated.
+    FreeHost "free_host",
+    /// Asks for the address at which the device sees host memory.
+    DeviceAddress "device_address",
+    /// Allocates device memory.
+    Allocate "allocate",
+    /// Frees device memory.
+    Free "free",
+    /// Checks memory that the crate did not allocate.
+    Examine "examine",
+    /// Creates a stream.
+    CreateStream "create_stream",
+    /// Destroys a stream.
+    DestroyStream "destroy_stream",
+    /// Submits a copy.
+    Copy "copy",
+    /// Copies, and waits for the copy.
+    CopyBlocking "copy_blocking",
+    /// Queues a host function ([`launch`](crate::host::launch)).
+    Launch "launch",
+    /// Creates an event.
+    CreateEvent "create_event",
+    /// Destroys an event.
+    DestroyEvent "destroy_event",
+    /// Records an event on a stream.
+    Record "record",
+    /// Asks whether an event is complete.
+    Query "query",
+    /// Makes a stream wait for an event.
+    WaitEvent "wait_event",
+}
+
+impl Call {
+    /// Whether the call queues an operation on a stream.
+    fn queues(self) -> bool {
+        matches!(self, Self::Copy | Self::CopyBlocking | Self::Launch | Self::Record | Self::WaitEvent)
+    }
+}
+
+/// What an armed [`Fault`] does to its call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Failure {
+    /// Fails with class [`Argument`](crate::ErrorClass::Argument); nothing happens.
+    Argument,
+    /// Fails with class [`Transient`](crate::ErrorClass::Transient); nothing happens.
+    Transient,
+    /// Kills the device, as [`HostNode::kill`] does, and fails with class
+    /// [`DeviceLost`](crate::ErrorClass::DeviceLost).
+    DeviceLost,
+    /// Fails with class [`Transient`](crate::ErrorClass::Transient), but the operation is queued and runs all the same.
+    /// For a call that queues nothing, and for an allocation, this is the same as [`Failure::Transient`].
+    RunsAnyway,
+    /// Fails with class [`Capture`](crate::ErrorClass::Capture); nothing happens.
+    Capture,
+    /// Succeeds, but the operation and all that follow it on that stream do not run until [`HostNode::resume`] or
+    /// [`HostNode::resume_stream`]. For a call that queues nothing, this is no fault at all.
+    Stall,
+}
+
+/// One call that is to fail: armed by [`HostNode::fail`].
+///
+/// ```
+/// # use pinpool::{Device, Error, ErrorClass};
+/// use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+///
+/// let node = HostNode::new(HostConfig::new())?;
+/// let device = Device::on(&node, 0)?;
+/// node.start_trace();
+/// node.fail(Fault { device: 0, call: Call::Allocate, nth: 1, failure: Failure::Transient });
+/// let memory = device.alloc(100)?; // the first allocation from now
+/// assert_eq!(device.alloc(100).unwrap_err().class(), ErrorClass::Transient, "the second");
+/// assert_eq!(node.trace(), [Call::Allocate, Call::Allocate]);
+/// # drop(memory);
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Fault {
+    /// The device, counted from 0.
+    pub device: u32,
+    /// The kind of call.
+    pub call: Call,
+    /// Which of those calls, counted from now; 0 is the next one.
+    pub nth: u64,
+    /// What happens to that call.
+    pub failure: Failure,
 }

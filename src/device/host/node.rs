@@ -1,271 +1,442 @@
-//! Nodes: several devices, the host memory that they have pinned, and [`HostNode`], the handle by which tests hang them
-//! and make them fail.
-
-#![deny(unsafe_code)]
+//! The machine: its devices with their streams and memory, the streams' threads, and how a device dies.
+//!
+//! All that a node has is in its [`State`], under one lock. A stream is a channel to a thread, which runs operations in
+//! the order in which they were submitted. Each operation has a number, under which [`State::queued`] has it until it
+//! has ended. An event is one atomic number: that of its last recording until the stream has come to that recording,
+//! and 0 from then on. So asking about it is one load. A stream that waits for an event waits for that number to leave
+//! `queued`. No circle can form, since an operation waits only for one that was submitted before it.
+//!
+//! Bytes are moved without the lock, in parts of 1 MiB at most, and before each part the thread looks, under the lock,
+//! whether the device is alive. [`Node::kill`] notes the cause of death, takes what has not begun out of `queued`, and
+//! waits until no copy of the device is in it any more: from then on none touches host memory. Each call that answers
+//! that the device is dead waits for the same, because its caller may free at once what copies were using. A host
+//! function is called without the lock and not waited for, so that a device can be killed while one waits.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use super::HostConfig;
-use super::fault::{Armed, Book, Call, Failure, Fault, FaultBook};
-use super::unit::{State, Unit};
+use crossbeam::channel::{Sender, unbounded};
+
+use super::memory::{Block, Place, copy_part};
+use super::{Call, Failure, Fault, HostConfig};
+use crate::amount::amount;
 use crate::device::HostKind;
-use crate::error::Result;
-use crate::locks::Mutex;
+use crate::foreign::{self, Owned};
+use crate::locks::{Condvar, Mutex, MutexGuard};
 
-/// What the devices of a node share.
-pub(super) struct Node {
-    pub(super) units: Vec<Arc<Unit>>,
-    pub(super) faults: FaultBook,
-    /// Host memory that devices have pinned or allocated, by its start: the end, and whose it is.
-    ranges: Mutex<BTreeMap<usize, (usize, Owner)>>,
+/// The first device address that is given out: the CPU has none as high.
+const FIRST_ADDRESS: u64 = 1 << 53;
+/// The alignment of allocations' addresses, and the least gap between two.
+const GAP: u64 = 4096;
+/// The longest allocation. (Linux gives a process no more addresses.)
+const LONGEST: usize = 1 << 47;
+
+/// A function of the program's, which gets the bytes that it reads and those that it writes.
+pub(crate) type HostFunction = Box<dyn FnOnce(&[&[u8]], &mut [&mut [u8]]) + Send>;
+
+/// A host function, and the places and lengths of the bytes that it gets.
+pub(super) struct Kernel {
+    pub(super) reads: Vec<(Place, usize)>,
+    pub(super) writes: Vec<(Place, usize)>,
+    pub(super) function: Owned<HostFunction>,
+}
+
+pub(super) enum Work {
+    /// From, to, and bytes.
+    Copy(Place, Place, usize),
+    Launch(Kernel),
+    Record(Arc<AtomicU64>),
+    /// Waits until the operation with this number has ended.
+    Wait(u64),
+}
+
+/// An operation that is queued or running.
+struct Queued {
+    device: usize,
+    stream: u64,
+    /// The host memory that a copy uses.
+    host: Vec<Range<usize>>,
+    /// `None`: the stream's thread has taken it, and runs it.
+    work: Option<Work>,
+}
+
+pub(super) struct Stream {
+    /// The number of the driver that made it.
+    owner: u64,
+    /// `None`: it was destroyed. The thread runs what it has, and ends.
+    queue: Option<Sender<u64>>,
+    /// Operations from this number on do not run until the stream is resumed.
+    pub(super) held: Option<u64>,
+}
+
+/// One device.
+#[derive(Default)]
+pub(super) struct Unit {
+    /// Why the device died, if it did.
+    pub(super) dead: Option<String>,
+    pub(super) hung: bool,
+    /// Streams in the order of creation. One that was destroyed is here until its thread has ended.
+    pub(super) streams: BTreeMap<u64, Stream>,
+    /// The number of streams made so far, and of those that were not destroyed when their driver was dropped.
+    created: u64,
+    pub(super) left: usize,
+    /// The number of events that were not destroyed.
+    pub(super) events: usize,
+    /// Bytes of device memory, and those that are allocated.
+    capacity: usize,
+    pub(super) used: usize,
+}
+
+impl Unit {
+    /// The streams that were not destroyed.
+    pub(super) fn open(&mut self) -> impl Iterator<Item = &mut Stream> {
+        self.streams.values_mut().filter(|stream| stream.queue.is_some())
+    }
+
+    /// Destroys a stream. What is queued still runs, unless the device is dead. `false`: there is no such stream.
+    pub(super) fn destroy(&mut self, id: u64) -> bool {
+        self.streams.get_mut(&id).and_then(|stream| stream.queue.take()).is_some()
+    }
 }
 
 /// A device, and the kind of the memory if the device has allocated it.
-type Owner = (u32, Option<HostKind>);
+type Owner = (usize, Option<HostKind>);
 
-impl Node {
-    fn new(config: &HostConfig) -> Arc<Self> {
-        let (capacity, faults, ranges) = (config.capacity(), FaultBook::default(), Mutex::default());
-        let unit = |ordinal| Unit::new(&format!("host:{ordinal}"), ordinal, config, capacity);
-        Arc::new(Self { units: (0..config.devices).map(unit).collect(), faults, ranges })
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) units: Vec<Unit>,
+    pub(super) memory: BTreeMap<u64, Arc<Block>>,
+    /// The end of the addresses given out so far.
+    addresses: u64,
+    /// Host memory that devices have pinned or allocated, by its start: the end, and whose it is.
+    pub(super) ranges: BTreeMap<usize, (usize, Owner)>,
+    /// The last number given to a stream, a driver or an operation.
+    last: u64,
+    queued: BTreeMap<u64, Queued>,
+    /// Faults that have not struck.
+    pub(super) armed: Vec<Fault>,
+    pub(super) trace: Option<Vec<Call>>,
+}
+
+impl State {
+    /// A number that nothing of the node has or had.
+    pub(super) fn number(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
+    /// Counts the call, and takes the fault that strikes it: the one that was armed first. Others that are due strike
+    /// later calls.
+    pub(super) fn strike(&mut self, device: usize, call: Call) -> Option<Failure> {
+        self.trace.iter_mut().for_each(|trace| trace.push(call));
+        let mut strikes = None;
+        self.armed.retain_mut(|fault| {
+            if (fault.device as usize, fault.call) != (device, call) {
+                return true;
+            }
+            if fault.nth == 0 && strikes.is_none() {
+                strikes = Some(fault.failure);
+                return false;
+            }
+            fault.nth = fault.nth.saturating_sub(1);
+            true
+        });
+        strikes
     }
 
     /// Enters a range of host memory, or says why it is refused.
-    pub(super) fn enter(&self, range: &Range<usize>, owner: Owner) -> Result<(), String> {
-        let mut ranges = self.ranges.lock();
-        match ranges.range(..range.end).next_back() {
+    pub(super) fn enter(&mut self, range: &Range<usize>, owner: Owner) -> Result<(), String> {
+        match self.ranges.range(..range.end).next_back() {
             Some((start, (end, (other, _)))) if *end > range.start => {
                 Err(format!("{range:#x?} overlaps {start:#x}..{end:#x}, which host:{other} has pinned"))
             }
-            _ => Ok(_ = ranges.insert(range.start, (range.end, owner))),
+            _ => Ok(_ = self.ranges.insert(range.start, (range.end, owner))),
         }
     }
 
-    /// Takes a range out again. Returns the pages that it was on and that no other range is on.
-    pub(super) fn leave(&self, range: &Range<usize>, owner: Owner) -> Result<Range<usize>, String> {
-        let mut ranges = self.ranges.lock();
-        if ranges.get(&range.start) != Some(&(range.end, owner)) {
+    /// Takes a range out again that no copy uses, or says why not.
+    pub(super) fn leave(&mut self, range: &Range<usize>, owner: Owner) -> Result<(), String> {
+        let overlaps = |used: &Range<usize>| used.start < range.end && range.start < used.end;
+        if self.queued.values().any(|work| work.host.iter().any(overlaps)) {
+            return Err(format!("{range:#x?} is used by a copy that is queued or running"));
+        }
+        if self.ranges.get(&range.start) != Some(&(range.end, owner)) {
             return Err(format!("{range:#x?} is not what host:{} has pinned or allocated", owner.0));
         }
-        ranges.remove(&range.start);
-        let page = crate::os::page_size();
-        let (mut start, mut end) = (range.start / page * page, range.end.next_multiple_of(page));
-        if ranges.range(..range.start).next_back().is_some_and(|(_, (other, _))| *other > start) {
-            start += page;
-        }
-        if ranges.range(range.end..end).next().is_some() {
-            end -= page;
-        }
-        Ok(start..end.max(start))
+        Ok(_ = self.ranges.remove(&range.start))
     }
 
-    /// Whether a copy of any device of the node, queued or running, uses any of this host memory.
-    pub(super) fn uses(&self, range: &Range<usize>) -> bool {
-        self.units.iter().any(|unit| unit.state.lock().uses(range))
-    }
-
-    /// Whether any device of the node has pinned or allocated the host memory at this address.
+    /// Whether a device has pinned or allocated the host memory at this address.
     pub(super) fn has_pinned(&self, address: usize) -> bool {
-        self.ranges.lock().range(..=address).next_back().is_some_and(|(_, (end, _))| address < *end)
+        self.ranges.range(..=address).next_back().is_some_and(|(_, (end, _))| address < *end)
+    }
+
+    /// Allocates device memory, or says why not.
+    pub(super) fn allocate(&mut self, device: usize, len: usize) -> Result<u64, String> {
+        let unit = &mut self.units[device];
+        let left = unit.capacity - unit.used;
+        let [wanted, left_over, all] = [len, left, unit.capacity].map(amount);
+        if len > left {
+            return Err(format!("out of device memory: {wanted} wanted, {left_over} of {all} left"));
+        }
+        let address = self.addresses.max(FIRST_ADDRESS) + GAP;
+        // Pages are mapped here, and come when they are used.
+        let block = if len <= LONGEST { Block::new(device, address, len) } else { None };
+        let block = block.ok_or_else(|| format!("the system has no {wanted} for device memory"))?;
+        unit.used += len;
+        self.addresses = (address + len as u64).next_multiple_of(GAP);
+        self.memory.insert(address, block);
+        Ok(address)
+    }
+
+    /// Queues an operation. `None`: there is no such stream.
+    pub(super) fn submit(&mut self, device: usize, id: u64, work: Work, stalls: bool) -> Option<u64> {
+        let number = self.number();
+        let stream = self.units[device].streams.get_mut(&id)?;
+        let queue = stream.queue.as_ref()?;
+        if stalls {
+            stream.held.get_or_insert(number);
+        }
+        let mut host = Vec::new();
+        match &work {
+            Work::Record(event) => event.store(number, Ordering::Relaxed),
+            Work::Copy(from, to, len) => {
+                host.extend([from, to].into_iter().filter_map(|side| side.host(*len)))
+            }
+            Work::Launch(_) | Work::Wait(_) => {}
+        }
+        self.queued.insert(number, Queued { device, stream: id, host, work: Some(work) });
+        // It does not fail: the thread has not ended.
+        queue.send(number).ok()?;
+        Some(number)
+    }
+
+    /// The number of a device's operations that are queued or running.
+    pub(super) fn queued(&self, device: usize) -> usize {
+        self.queued.values().filter(|work| work.device == device).count()
     }
 }
 
-/// What a host device has that was not given back: see [`HostNode::live`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct HostUsage {
-    /// The number of streams created and not destroyed.
-    pub streams: usize,
-    /// The number of events created and not destroyed.
-    pub events: usize,
-    /// The number of allocations of device memory.
-    pub allocations: usize,
-    /// The bytes of these allocations.
-    pub allocated_bytes: usize,
-    /// Bytes of host memory that the device has pinned.
-    pub pinned_bytes: usize,
-    /// Bytes of host memory that the device has allocated itself. Those that are page-locked count as pinned, too.
-    pub host_bytes: usize,
-    /// The number of operations queued or running.
-    pub queued: usize,
+/// What the devices of a node share.
+pub(super) struct Node {
+    pub(super) state: Mutex<State>,
+    /// An operation has ended, or is not to run any more.
+    ended: Condvar,
+    /// A device or a stream was resumed, or operations are not to run any more.
+    pub(super) resumed: Condvar,
+    /// Whether asking about an event takes more than a look at it: a fault was armed, a trace was begun, or a device is
+    /// dead. Relaxed: who sets it synchronises with other threads' calls itself.
+    pub(super) alert: AtomicBool,
+    /// The longest delay before a copy, and the seed of the delays.
+    late: Option<(Duration, u64)>,
+    /// What a unit test does before each call.
+    #[cfg(all(test, not(loom)))]
+    pub(super) hook: std::sync::OnceLock<Box<dyn Fn(Call) + Send + Sync>>,
 }
 
-/// A machine with host devices. Clones are the same machine.
-///
-/// The [module's page](crate::host) says what its devices do. All methods may be called from any thread. In the child
-/// of a fork they do nothing, and report nothing.
-///
-/// ```
-/// # use pinpool::{Device, Pool, Unpinned};
-/// use pinpool::host::{HostConfig, HostNode};
-///
-/// let node = HostNode::new(HostConfig::new())?;
-/// let device = Device::on(&node, 0)?;
-/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let (stream, memory, mut buffer) = (device.stream()?, device.alloc(4)?, pool.checkout(4)?);
-/// # buffer.extend_from_slice(b"data");
-/// node.hang(0);
-/// let copy = stream.upload(buffer, memory.slice(..)?)?;
-/// assert!(!copy.is_done()? && node.live(0).queued > 0, "nothing runs on a hung device");
-/// node.resume(0);
-/// copy.wait()?;
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-#[derive(Clone)]
-pub struct HostNode(pub(super) Arc<Node>);
-
-impl HostNode {
-    /// A new node.
-    ///
-    /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) if the configuration makes no sense;
-    /// [`Error::Forked`](crate::Error::Forked).
-    pub fn new(config: HostConfig) -> Result<Self> {
-        crate::os::watch_forks()?;
-        config.check()?;
-        Ok(Self(Node::new(&config)))
+impl Node {
+    pub(super) fn new(config: &HostConfig) -> Arc<Self> {
+        let capacity = config.capacity();
+        let units = (0..config.devices).map(|_| Unit { capacity, ..Unit::default() }).collect();
+        Arc::new(Self {
+            state: Mutex::new(State { units, ..State::default() }),
+            ended: Condvar::new(),
+            resumed: Condvar::new(),
+            alert: AtomicBool::new(false),
+            // A delay of more than a day never ends in practice, and an `Instant` has room for it.
+            late: config.late.map(|(max, seed)| (max.min(Duration::from_secs(1 << 32)), seed)),
+            #[cfg(all(test, not(loom)))]
+            hook: std::sync::OnceLock::new(),
+        })
     }
 
-    /// The node behind `Device::open("host")`: one device, without delays. The first call makes it.
-    #[must_use]
-    pub fn system() -> Self {
-        static SYSTEM: OnceLock<HostNode> = OnceLock::new();
-        let new = || Self(Node::new(&HostConfig::new()));
-        if crate::os::watch_forks().is_err() {
-            // In the child of a fork none is put there: the fork may have copied the cell while another thread of the
-            // parent was filling it.
-            return SYSTEM.get().cloned().unwrap_or_else(new);
-        }
-        SYSTEM.get_or_init(new).clone()
-    }
-
-    /// Looks at the faults and the trace or changes them. In the child of a fork it does nothing: locks may be held
-    /// there by threads that do not exist.
-    fn book<R: Default>(&self, change: impl FnOnce(&mut Book) -> R) -> R {
-        if crate::os::forked() { R::default() } else { self.0.faults.change(change) }
-    }
-
-    /// Looks at a device or changes it. `None` in the child of a fork, and if there is no such device.
-    fn on<R>(&self, device: u32, change: impl FnOnce(&mut State) -> R) -> Option<R> {
-        let unit = self.0.units.get(device as usize).filter(|_| !crate::os::forked())?;
-        Some(change(&mut unit.state.lock()))
-    }
-
-    /// The number of devices.
-    #[must_use]
-    pub fn devices(&self) -> u32 {
-        self.0.units.len() as u32
-    }
-
-    /// The number of the device's operations that are queued or running.
-    #[must_use]
-    pub fn queued(&self, device: u32) -> usize {
-        self.on(device, |state| state.queued()).unwrap_or_default()
-    }
-
-    /// Arms a fault. It strikes once. Of several that are due for one call, the first armed strikes, and the others
-    /// strike later calls.
-    pub fn fail(&self, fault: Fault) {
-        let Fault { device, call, nth: left, failure } = fault;
-        self.book(|book| book.armed.push(Armed { target: Some((device, call)), left, failure }));
-    }
-
-    /// Makes the `nth` call from now fail, of any kind and to any device of the node; 0 is the next call.
-    pub fn fail_any(&self, nth: u64, failure: Failure) {
-        self.book(|book| book.armed.push(Armed { target: None, left: nth, failure }));
-    }
-
-    /// Disarms all faults that have not struck, and says how many there were.
-    pub fn clear_faults(&self) -> usize {
-        self.book(|book| book.armed.drain(..).count())
-    }
-
-    /// Begins to record calls to the node's devices, and forgets those recorded before. The record grows until
-    /// [`stop_trace`](Self::stop_trace).
-    pub fn start_trace(&self) {
-        self.book(|book| book.trace = Some(Vec::new()));
-    }
-
-    /// The calls recorded so far, in order, those that failed included.
-    #[must_use]
-    pub fn trace(&self) -> Vec<Call> {
-        self.book(|book| book.trace.clone()).unwrap_or_default()
-    }
-
-    /// Ends recording and returns what was recorded.
-    pub fn stop_trace(&self) -> Vec<Call> {
-        self.book(|book| book.trace.take()).unwrap_or_default()
-    }
-
-    /// Kills the device for good. When this returns, its copies do not touch host memory any more. The call waits for
-    /// the parts of copies that are under way, 1 MiB at most per stream.
-    pub fn kill(&self, device: u32) {
-        if let Some(unit) = self.0.units.get(device as usize).filter(|_| !crate::os::forked()) {
-            unit.kill(&mut unit.state.lock(), "the device was killed");
+    /// Waits until an operation has ended, or the device has died.
+    pub(super) fn wait(&self, state: &mut MutexGuard<'_, State>, number: u64) {
+        while state.queued.contains_key(&number) {
+            self.ended.wait(state);
         }
     }
 
-    /// Keeps the device's queued operations from running, on all its streams and those made later. Operations that are
-    /// running come to their end.
-    pub fn hang(&self, device: u32) {
-        self.on(device, |state| state.hung = true);
+    /// Waits until no copy of a dead device touches memory any more.
+    pub(super) fn quiet(&self, state: &mut MutexGuard<'_, State>, device: usize) {
+        while state.queued.values().any(|work| work.device == device && !work.host.is_empty()) {
+            self.ended.wait(state);
+        }
     }
 
-    /// Lets everything on the device run again: it undoes [`hang`](Self::hang), [`hang_stream`](Self::hang_stream) and
-    /// [`Failure::Stall`].
-    pub fn resume(&self, device: u32) {
-        self.on(device, |state| {
-            state.hung = false;
-            state.streams.values_mut().for_each(|stream| stream.hold(None));
-        });
+    /// Drops operations that have not begun.
+    fn clear(&self, state: &mut State, of: impl Fn(&Queued) -> bool) {
+        state.queued.retain(|_, work| work.work.is_none() || !of(work));
+        self.ended.notify_all();
+        self.resumed.notify_all();
     }
 
-    /// Keeps one stream's operations from running. Streams that were not destroyed are counted from 0 in the order in
-    /// which they were created. `false`: there is no such stream.
-    pub fn hang_stream(&self, device: u32, nth: usize) -> bool {
-        self.hold(device, nth, Some(0))
+    /// Kills a device. When this returns, no copy of it touches memory any more, and none will.
+    pub(super) fn kill(&self, state: &mut MutexGuard<'_, State>, device: usize, cause: &str) {
+        let dropped = state.queued(device);
+        if state.units[device].dead.is_none() {
+            state.units[device].dead = Some(cause.to_owned());
+            self.alert.store(true, Ordering::Relaxed);
+            self.clear(state, |work| work.device == device);
+            let device = format!("host:{device}");
+            foreign::debug!(target: "pinpool::device", device, cause, dropped, "host device died");
+        }
+        self.quiet(state, device);
     }
 
-    /// Undoes [`hang_stream`](Self::hang_stream) and [`Failure::Stall`] for one stream, counted in the same way.
-    /// `false`: there is no such stream.
-    pub fn resume_stream(&self, device: u32, nth: usize) -> bool {
-        self.hold(device, nth, None)
+    /// Destroys the streams of a driver that is dropped, and forgets what they have queued.
+    pub(super) fn abandon(&self, device: usize, owner: u64) {
+        let mut state = self.state.lock();
+        let unit = &mut state.units[device];
+        for stream in unit.streams.values_mut().filter(|stream| stream.owner == owner) {
+            unit.left += usize::from(stream.queue.take().is_some());
+        }
+        let own: Vec<u64> =
+            unit.streams.iter().filter(|(_, it)| it.owner == owner).map(|(id, _)| *id).collect();
+        self.clear(&mut state, |work| own.contains(&work.stream));
     }
 
-    fn hold(&self, device: u32, nth: usize, held: Option<u64>) -> bool {
-        let hold =
-            |state: &mut State| state.open().filter(|s| s.owner.is_some()).nth(nth).map(|s| s.hold(held));
-        self.on(device, hold).flatten().is_some()
+    /// Makes a stream and starts its thread.
+    pub(super) fn create(
+        self: &Arc<Self>,
+        state: &mut State,
+        device: usize,
+        owner: u64,
+    ) -> std::io::Result<u64> {
+        let (id, node, (queue, works)) = (state.number(), Arc::clone(self), unbounded());
+        let unit = &mut state.units[device];
+        unit.created += 1;
+        let nth = (device as u64) << 32 | unit.created;
+        let mut late = self.late.map(|(max, seed)| (max, seed.wrapping_add(nth)));
+        // Detached: the thread ends by itself after its stream, and no thread waits for that.
+        crate::os::thread::spawn(format!("pinpool-host-{id}"), move || {
+            for number in works {
+                node.run(device, id, number, &mut late);
+            }
+            node.state.lock().units[device].streams.remove(&id);
+        })?;
+        unit.streams.insert(id, Stream { owner, queue: Some(queue), held: None });
+        Ok(id)
     }
 
-    /// What the device has that was not given back, for tests that look for leaks.
-    #[must_use]
-    pub fn live(&self, device: u32) -> HostUsage {
-        let mut usage = self.on(device, |state| HostUsage {
-            streams: state.open().count(),
-            events: self.0.units.get(device as usize).map_or(0, |unit| unit.events.count()),
-            allocations: state.memory.len(),
-            allocated_bytes: state.used,
-            queued: state.queued(),
-            ..HostUsage::default()
-        });
-        if let Some(usage) = &mut usage {
-            for (start, (end, (_, kind))) in self.0.ranges.lock().iter().filter(|(_, (_, at))| at.0 == device)
-            {
-                usage.pinned_bytes += if *kind == Some(HostKind::Managed) { 0 } else { end - start };
-                usage.host_bytes += if kind.is_some() { end - start } else { 0 };
+    /// Runs an operation when its turn has come, unless it was dropped by then.
+    fn run(&self, device: usize, id: u64, number: u64, late: &mut Option<(Duration, u64)>) {
+        let (mut delay, mut until) = (late.as_mut(), None);
+        let mut state = self.state.lock();
+        loop {
+            let Some(work) = state.queued.get(&number).and_then(|queued| queued.work.as_ref()) else {
+                return;
+            };
+            let (unit, moves) = (&state.units[device], matches!(work, Work::Copy(..) | Work::Launch(_)));
+            let held = unit.streams.get(&id).and_then(|stream| stream.held);
+            if unit.hung || held.is_some_and(|held| held <= number) {
+                self.resumed.wait(&mut state);
+            } else if matches!(work, Work::Wait(other) if state.queued.contains_key(other)) {
+                self.ended.wait(&mut state);
+            } else if let Some((max, seed)) = delay.take().filter(|_| moves) {
+                // After the delay the loop looks again: the device may have been hung or killed meanwhile.
+                until = Some(Instant::now() + random(seed, *max));
+                MutexGuard::unlocked(&mut state, std::thread::yield_now);
+            } else if let Some(until) = until.filter(|until| Instant::now() < *until) {
+                self.resumed.wait_until(&mut state, until);
+            } else {
+                break;
             }
         }
-        usage.unwrap_or_default()
+        let State { queued, memory, .. } = &mut *state;
+        let Some(work) = queued.get_mut(&number).and_then(|queued| queued.work.take()) else { return };
+        let is_freed =
+            |place: &Place| matches!(place, Place::Device(block, _) if !memory.contains_key(&block.address));
+        let freed = match &work {
+            Work::Copy(from, to, _) => is_freed(from) || is_freed(to),
+            Work::Launch(kernel) => {
+                kernel.reads.iter().chain(&kernel.writes).any(|(place, _)| is_freed(place))
+            }
+            Work::Record(_) | Work::Wait(_) => false,
+        };
+        if freed {
+            queued.remove(&number);
+            let cause = "a queued operation was to use device memory that had been freed";
+            return self.kill(&mut state, device, cause);
+        }
+        match work {
+            // SAFETY: the places were checked when this was submitted. The submitter promised (`Driver::copy`) that
+            // host memory is valid and not in use until an event after this operation is complete, and no such event
+            // completes before the operation has ended. A device that dies says so only when it touches no memory.
+            Work::Copy(from, to, len) => unsafe { self.copy(&mut state, device, &from, &to, len) },
+            Work::Launch(kernel) => self.call(&mut state, device, kernel),
+            // Release: pairs with the acquire in `HostDriver::query`, so that who asks sees all effects of what came
+            // before. An event that was recorded again has another number by now.
+            Work::Record(event) => {
+                _ = event.compare_exchange(number, 0, Ordering::Release, Ordering::Relaxed);
+            }
+            Work::Wait(_) => {}
+        }
+        state.queued.remove(&number);
+        self.ended.notify_all();
+    }
+
+    /// Copies while the device lives.
+    ///
+    /// # Safety
+    /// As for [`copy_part`], but `len` may be 0.
+    unsafe fn copy(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        device: usize,
+        from: &Place,
+        to: &Place,
+        len: usize,
+    ) {
+        let mut at = 0;
+        while at < len && state.units[device].dead.is_none() {
+            // SAFETY: the caller's promise, and `at < len`.
+            at += MutexGuard::unlocked(state, || unsafe { copy_part(from, to, at, len) });
+        }
+    }
+
+    /// Calls a host function with copies of the bytes, and writes back those that it may write. So the function never
+    /// shares memory with a copy of another stream.
+    fn call(&self, state: &mut MutexGuard<'_, State>, device: usize, kernel: Kernel) {
+        let Kernel { reads, writes, function } = kernel;
+        let mut fetch = |places: &[(Place, usize)]| -> Vec<Vec<u8>> {
+            let fetch_one = |(place, len): &(Place, usize)| {
+                let mut bytes = vec![0; *len];
+                let to = Place::Host(bytes.as_mut_ptr());
+                // SAFETY: the place was checked with this length; the vector has that length, and is not used yet.
+                unsafe { self.copy(state, device, place, &to, *len) };
+                bytes
+            };
+            places.iter().map(fetch_one).collect()
+        };
+        let (read, mut written) = (fetch(&reads), fetch(&writes));
+        if state.units[device].dead.is_some() {
+            return;
+        }
+        let returned = MutexGuard::unlocked(state, || {
+            let panicked = "a host function on a stream panicked: the device memory stays as it was";
+            foreign::call(panicked, || {
+                let read: Vec<&[u8]> = read.iter().map(Vec::as_slice).collect();
+                let mut written: Vec<&mut [u8]> = written.iter_mut().map(Vec::as_mut_slice).collect();
+                function.into_inner()(&read, &mut written);
+            })
+        });
+        if returned.is_some() {
+            for ((place, len), bytes) in writes.iter().zip(&mut written) {
+                // SAFETY: as above, and nothing writes the vector any more.
+                unsafe { self.copy(state, device, &Place::Host(bytes.as_mut_ptr()), place, *len) };
+            }
+        }
     }
 }
 
-impl fmt::Debug for HostNode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names = self.0.units.iter().map(|unit| &unit.name);
-        f.debug_tuple("HostNode").field(&names.collect::<Vec<_>>()).finish()
-    }
+/// A random time up to `max`, and the next seed (splitmix64).
+fn random(seed: &mut u64, max: Duration) -> Duration {
+    *seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut mixed = (*seed ^ (*seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    max.mul_f64(((mixed ^ (mixed >> 31)) >> 11) as f64 / (1_u64 << 53) as f64)
 }

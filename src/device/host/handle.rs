@@ -1,0 +1,202 @@
+//! [`HostNode`]: the public handle to a machine with host devices, by which tests hang them and make them fail.
+
+#![deny(unsafe_code)]
+
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+
+use super::node::{Node, State, Unit};
+use super::{Call, Fault, HostConfig};
+use crate::device::HostKind;
+use crate::error::Result;
+
+/// What a host device has that was not given back: see [`HostNode::live`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HostUsage {
+    /// The number of streams created and not destroyed.
+    pub streams: usize,
+    /// The number of events created and not destroyed.
+    pub events: usize,
+    /// The number of allocations of device memory.
+    pub allocations: usize,
+    /// The bytes of these allocations.
+    pub allocated_bytes: usize,
+    /// Bytes of host memory that the device has pinned.
+    pub pinned_bytes: usize,
+    /// Bytes of host memory that the device has allocated itself. Those that are page-locked count as pinned, too.
+    pub host_bytes: usize,
+    /// The number of operations queued or running.
+    pub queued: usize,
+}
+
+/// A machine with host devices. Clones are the same machine.
+///
+/// The [module's page](crate::host) says what its devices do. All methods may be called from any thread. In the child
+/// of a fork they do nothing, and report nothing.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// use pinpool::host::{HostConfig, HostNode};
+///
+/// let node = HostNode::new(HostConfig::new())?;
+/// let device = Device::on(&node, 0)?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (stream, memory, mut buffer) = (device.stream()?, device.alloc(4)?, pool.checkout(4)?);
+/// # buffer.extend_from_slice(b"data");
+/// node.hang(0);
+/// let copy = stream.upload(buffer, memory.slice(..)?)?;
+/// assert!(!copy.is_done()? && node.live(0).queued > 0, "nothing runs on a hung device");
+/// node.resume(0);
+/// copy.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct HostNode(pub(super) Arc<Node>);
+
+impl HostNode {
+    /// A new node.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) if the configuration makes no sense;
+    /// [`Error::Forked`](crate::Error::Forked).
+    pub fn new(config: HostConfig) -> Result<Self> {
+        crate::os::watch_forks()?;
+        config.check()?;
+        Ok(Self(Node::new(&config)))
+    }
+
+    /// The node behind `Device::open("host")`: one device, without delays. The first call makes it.
+    #[must_use]
+    pub fn system() -> Self {
+        static SYSTEM: OnceLock<HostNode> = OnceLock::new();
+        let new = || Self(Node::new(&HostConfig::new()));
+        if crate::os::watch_forks().is_err() {
+            // In the child of a fork none is put there: the fork may have copied the cell while another thread of the
+            // parent was filling it.
+            return SYSTEM.get().cloned().unwrap_or_else(new);
+        }
+        SYSTEM.get_or_init(new).clone()
+    }
+
+    /// Looks at the node or changes it. In the child of a fork it does nothing: locks may be held there by threads that
+    /// do not exist.
+    fn with<R: Default>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+        if crate::os::forked() { R::default() } else { change(&mut self.0.state.lock()) }
+    }
+
+    /// Looks at a device or changes it, if there is such a device.
+    fn on<R: Default>(&self, device: u32, change: impl FnOnce(&mut Unit) -> R) -> R {
+        self.with(|state| state.units.get_mut(device as usize).map(change).unwrap_or_default())
+    }
+
+    /// The number of devices.
+    #[must_use]
+    pub fn devices(&self) -> u32 {
+        self.with(|state| state.units.len() as u32)
+    }
+
+    /// The number of the device's operations that are queued or running.
+    #[must_use]
+    pub fn queued(&self, device: u32) -> usize {
+        self.with(|state| state.queued(device as usize))
+    }
+
+    /// Arms a fault. It strikes once. Of several that are due for one call, the first armed strikes, and the others
+    /// strike later calls.
+    pub fn fail(&self, fault: Fault) {
+        self.with(|state| state.armed.push(fault));
+        self.0.alert.store(true, Ordering::Relaxed);
+    }
+
+    /// Disarms all faults that have not struck, and says how many there were.
+    pub fn clear_faults(&self) -> usize {
+        self.with(|state| state.armed.drain(..).count())
+    }
+
+    /// Begins to record calls to the node's devices, and forgets those recorded before. The record grows with each
+    /// call.
+    pub fn start_trace(&self) {
+        self.with(|state| state.trace = Some(Vec::new()));
+        self.0.alert.store(true, Ordering::Relaxed);
+    }
+
+    /// The calls recorded so far, in order, those that failed included.
+    #[must_use]
+    pub fn trace(&self) -> Vec<Call> {
+        self.with(|state| state.trace.clone().unwrap_or_default())
+    }
+
+    /// Kills the device for good. When this returns, its copies do not touch host memory any more. The call waits for
+    /// the parts of copies that are under way, 1 MiB at most per stream.
+    pub fn kill(&self, device: u32) {
+        if device < self.devices() {
+            self.0.kill(&mut self.0.state.lock(), device as usize, "the device was killed");
+        }
+    }
+
+    /// Keeps the device's queued operations from running, on all its streams and those made later. Operations that are
+    /// running come to their end.
+    pub fn hang(&self, device: u32) {
+        self.on(device, |unit| unit.hung = true);
+    }
+
+    /// Lets everything on the device run again: it undoes [`hang`](Self::hang), [`hang_stream`](Self::hang_stream) and
+    /// [`Failure::Stall`](super::Failure::Stall).
+    pub fn resume(&self, device: u32) {
+        self.on(device, |unit| {
+            unit.hung = false;
+            unit.streams.values_mut().for_each(|stream| stream.held = None);
+            self.0.resumed.notify_all();
+        });
+    }
+
+    /// Keeps one stream's operations from running. Streams that were not destroyed are counted from 0 in the order in
+    /// which they were created. `false`: there is no such stream.
+    pub fn hang_stream(&self, device: u32, nth: usize) -> bool {
+        self.hold(device, nth, Some(0))
+    }
+
+    /// Undoes [`hang_stream`](Self::hang_stream) and [`Failure::Stall`](super::Failure::Stall) for one stream, counted
+    /// in the same way. `false`: there is no such stream.
+    pub fn resume_stream(&self, device: u32, nth: usize) -> bool {
+        self.hold(device, nth, None)
+    }
+
+    fn hold(&self, device: u32, nth: usize, held: Option<u64>) -> bool {
+        self.on(device, |unit| {
+            self.0.resumed.notify_all();
+            unit.open().nth(nth).map(|stream| stream.held = held).is_some()
+        })
+    }
+
+    /// What the device has that was not given back, for tests that look for leaks.
+    #[must_use]
+    pub fn live(&self, device: u32) -> HostUsage {
+        let device = device as usize;
+        self.with(|state| {
+            let queued = state.queued(device);
+            let Some(unit) = state.units.get_mut(device) else { return HostUsage::default() };
+            let mut usage = HostUsage {
+                streams: unit.open().count() + unit.left,
+                events: unit.events,
+                allocations: state.memory.values().filter(|block| block.device == device).count(),
+                allocated_bytes: unit.used,
+                queued,
+                ..HostUsage::default()
+            };
+            for (start, (end, (_, kind))) in state.ranges.iter().filter(|(_, (_, at))| at.0 == device) {
+                usage.pinned_bytes += if *kind == Some(HostKind::Managed) { 0 } else { end - start };
+                usage.host_bytes += if kind.is_some() { end - start } else { 0 };
+            }
+            usage
+        })
+    }
+}
+
+impl fmt::Debug for HostNode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostNode").field("devices", &self.devices()).finish()
+    }
+}
