@@ -161,7 +161,7 @@ fn streams() {
     drop(open);
     let small = Open::new(if quick() { 16 } else { 256 });
     let poll = |open: &Open| {
-        let mut sampler = Sampler::new(&open.pool).events(false);
+        let mut sampler = Sampler::new(&open.pool);
         median(if quick() { 3 } else { 50 }, || _ = sampler.poll())
     };
     let small_poll = poll(&small);
@@ -178,7 +178,7 @@ fn metrics() {
         let pool =
             Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().expect("a pool");
         let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
-        let mut sampler = Sampler::new(&pool).events(false);
+        let mut sampler = Sampler::new(&pool);
         for _ in 0..lived / 64 {
             let streams: Vec<Stream> = (0..64).map(|_| device.stream().expect("a stream")).collect();
             ::metrics::with_local_recorder(&recorder, || sampler.poll());

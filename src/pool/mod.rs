@@ -49,6 +49,7 @@ use crate::freelist::{Descriptor, list_of};
 use crate::region::Regions;
 use crate::segment::Placement;
 use crate::stream::Stream;
+use crate::stream::timeline::reaper::BATCH;
 use crate::telemetry::counters::{ErrorTally, RefusedTally};
 use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
 use crate::telemetry::stuck;
@@ -475,9 +476,7 @@ impl Pool {
     /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is
     /// likely, and of some others. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        let by_hand = self.is_by_hand();
-        let look = |d: &Device| if by_hand { d.listing().advance() } else { d.listing().glance() };
-        self.0.devices.iter().fold(false, |any, d| look(d) | any)
+        self.0.devices.iter().fold(false, |any, device| device.listing().look(BATCH) | any)
     }
 
     /// Moves devices by hand one step on, and takes back what is complete. Whether anything has changed.

@@ -151,10 +151,8 @@ impl Pool {
         let (mut bytes, is_stable) = self.central().unlisted_bytes();
         let (mut claimed, mut moves) = (0, 0);
         for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
-            let (flight, moved) = timeline.flight(self.central().number());
-            bytes += flight.bytes;
-            claimed += flight.claimed;
-            moves += moved;
+            let (flying, lent, moved) = timeline.flight(self.central().number());
+            (bytes, claimed, moves) = (bytes + flying, claimed + lent, moves + moved);
         }
         is_stable.then_some((bytes, claimed, moves))
     }

@@ -1,7 +1,6 @@
 //! Holds: what a device may still use is kept by one, whatever it is.
 //!
-//! A [`Hold`] is one use of memory by a device: a counted reference to what is used, which implements [`Retain`]. An
-//! entry on a timeline has a hold on its device memory and, where its host memory is no segment, one on that. Other
+//! A [`Hold`] is one use of memory by a device: a counted reference to what is used, which implements [`Retain`]. Other
 //! references are the program's own (an `Arc` of a buffer, a slice of device memory) and those of other entries. The
 //! last reference that goes lets go of the memory; the program gets exclusive access only when it has the last one.
 //!
@@ -11,9 +10,8 @@
 //!
 //! # Invariants
 //!
-//! - A hold ends in one of two ways. [`Hold::release`] drops the reference: the device was seen to be done with the
-//!   memory, or never got it. Everything else (quarantine, a panic, a forgotten hold) leaks the reference, so the count
-//!   never comes to zero again, and the memory is neither used again nor freed.
+//! - [`Hold::release`] alone drops the reference: the device was seen to be done with the memory, or never got it.
+//!   Everything else (quarantine, a panic, a forgotten hold) leaks it, so the memory is neither used again nor freed.
 //! - What is quarantined counts once, however many holds are lost: the segment's state word decides which is first.
 //! - No lock is held where a hold is released, since what it kept may be the program's.
 
@@ -96,7 +94,10 @@ impl Resource {
     /// the last reference is dropped.
     pub(crate) fn shared(self) -> Arc<dyn Retain> {
         match self {
-            Self::Segment(segment) => Arc::new(Loan::new(segment)),
+            Self::Segment(segment) => Arc::new(Loan(segment.central().in_one(|central| {
+                central.unlisted_in_flight(segment.granted() as isize);
+                Flown::new(segment.alias())
+            }))),
             Self::Object(object) => object,
             Self::Nothing => Arc::new(()),
         }
@@ -175,15 +176,6 @@ pub(super) fn give_up(segment: &Segment, bytes: &mut Vec<usize>) -> Option<u16> 
 /// A segment in flight that is no entry's. Its drop completes the flight. The central pool counts its bytes as in
 /// flight until then, and no timeline does.
 struct Loan(Flown);
-
-impl Loan {
-    fn new(segment: Segment) -> Self {
-        Self(segment.central().in_one(|central| {
-            central.unlisted_in_flight(segment.granted() as isize);
-            Flown::new(segment.alias())
-        }))
-    }
-}
 
 impl Drop for Loan {
     fn drop(&mut self) {

@@ -8,12 +8,9 @@
 //! - A count under a lock is a plain number ([`Histogram`], [`ClassTally`]). A count that many threads make without a
 //!   lock is a relaxed atomic ([`ErrorTally`]).
 //!
-//! # Buckets
-//!
 //! All histograms have the same fixed buckets, so that any two can be added, and the difference of two is one again.
-//! Their upper bounds are 1 us, 2 us, 4 us, and so on up to 2^30 us (some 18 minutes); a bound belongs to its bucket,
-//! and one more bucket has all longer durations. Doubling is coarse for a benchmark and right for an operator: the
-//! durations of interest span twenty powers of two, and a change by a factor of two is worth acting upon.
+//! Doubling bounds are coarse for a benchmark and right for an operator: the durations of interest span twenty powers
+//! of two, and a change by a factor of two is worth acting upon.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -273,28 +270,24 @@ impl ClassTally {
         Self { counts: [(0, 0); CLASSES + 1], large_bytes: 0 }
     }
 
-    fn count(&mut self, class: Option<Class>, takes: u64, puts: u64) {
-        let (taken, put) = &mut self.counts[class.map_or(CLASSES, Class::index)];
+    /// Counts on the checkouts and returns that a thread cache has counted.
+    pub(crate) fn count_on(&mut self, class: impl Into<Option<Class>>, takes: u64, puts: u64) {
+        let (taken, put) = &mut self.counts[class.into().map_or(CLASSES, Class::index)];
         (*taken, *put) = (taken.wrapping_add(takes), put.wrapping_add(puts));
     }
 
     pub(crate) fn took(&mut self, class: Option<Class>, granted: usize) {
-        self.count(class, 1, 0);
+        self.count_on(class, 1, 0);
         if class.is_none() {
             self.large_bytes = self.large_bytes.wrapping_add(granted as u64);
         }
     }
 
     pub(crate) fn gave(&mut self, class: Option<Class>, granted: usize) {
-        self.count(class, 0, 1);
+        self.count_on(class, 0, 1);
         if class.is_none() {
             self.large_bytes = self.large_bytes.wrapping_sub(granted as u64);
         }
-    }
-
-    /// Counts on the checkouts and returns that a thread cache has counted.
-    pub(crate) fn count_on(&mut self, class: Class, takes: u64, puts: u64) {
-        self.count(Some(class), takes, puts);
     }
 
     /// All checkouts and returns, and the bytes that are out.

@@ -1,23 +1,16 @@
 //! The ledger: since when a segment is out, and which call checked it out.
 //!
-//! # How it works
-//!
 //! A hit reads no clock, so the pool does not know when most buffers were checked out. Two sources make up for that,
-//! both of them off the hit path:
+//! both of them off the hit path, and their entries are kept under the central pool's lock:
 //!
 //! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) cache nothing, so
 //!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
 //! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that no cache served, and each that was requested
 //!   as long-lived, which no cache serves.
 //!
-//! The entries are kept under the central pool's lock.
-//!
-//! # Invariant
-//!
-//! *An entry is always of the checkout that it was made for.* The buffer of an entered segment names the list that
-//! always counts as full, in place of its class's (`central::raw`). So its return fails a comparison that each return
-//! makes in any case (whether its list has room), leaves the fast path there, and closes the entry. The time is then
-//! counted into the histogram of holding times.
+//! Invariant: *an entry is always of the checkout that it was made for.* The buffer of an entered segment names the
+//! list that always counts as full, in place of its class's (`central::raw`). So its return fails a comparison that
+//! each return makes in any case (whether its list has room), leaves the fast path there, and closes the entry.
 
 use std::collections::BTreeMap;
 use std::panic::Location;

@@ -13,9 +13,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use super::counters::{BOUNDS, ClassStats, Histogram};
-use super::snapshot::DeviceStats;
-use crate::pool::PoolStats;
-use crate::region::Pinning;
+use super::snapshot::{DeviceStats, Snapshot};
 
 /// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";
@@ -79,11 +77,7 @@ impl Metric {
 
 /// A poll of a pool: what its metrics are read from.
 pub(super) struct PoolSample {
-    pub(super) stats: PoolStats,
-    pub(super) classes: Vec<ClassStats>,
-    pub(super) pinning: Pinning,
-    pub(super) waiting: Histogram,
-    pub(super) holding: Histogram,
+    pub(super) all: Snapshot,
     pub(super) peak_bytes: usize,
     pub(super) stuck_buffers: usize,
     pub(super) stuck_bytes: usize,
@@ -94,7 +88,7 @@ pub(super) struct PoolSample {
 impl PoolSample {
     fn by_stride<V>(&self, of: fn(&ClassStats) -> V) -> impl Iterator<Item = (String, V)> {
         let label = |class: &ClassStats| class.stride.map_or("large".to_owned(), |stride| stride.to_string());
-        self.classes.iter().map(move |class| (label(class), of(class)))
+        self.all.classes.iter().map(move |class| (label(class), of(class)))
     }
 }
 
@@ -163,21 +157,14 @@ impl From<Histogram> for Value {
     }
 }
 
-/// A value that was read.
-#[derive(Debug)]
-pub(super) struct Reading {
-    /// The metric's place in the table.
-    pub(super) row: usize,
-    /// The value of the metric's second label. Empty: it has none.
-    pub(super) label: Cow<'static, str>,
-    pub(super) value: Value,
-}
+/// What a value is of: the metric's place in the table, and the value of its second label (empty where it has none).
+pub(super) type Key = (usize, Cow<'static, str>);
 
 /// Takes what rows read.
 struct Readings {
     /// The row that reads.
     row: usize,
-    all: Vec<Reading>,
+    all: Vec<(Key, Value)>,
 }
 
 impl Readings {
@@ -189,12 +176,7 @@ impl Readings {
     /// Takes the values of a metric with two labels, each with its second label.
     fn each<L: Into<Cow<'static, str>>, V: Into<Value>>(&mut self, list: impl IntoIterator<Item = (L, V)>) {
         let row = self.row;
-        let readings = list.into_iter();
-        self.all.extend(readings.map(|(label, value)| Reading {
-            row,
-            label: label.into(),
-            value: value.into(),
-        }));
+        self.all.extend(list.into_iter().map(|(label, value)| ((row, label.into()), value.into())));
     }
 }
 
@@ -250,65 +232,65 @@ macro_rules! table {
 table! {
     gauge [pinpool.memory.bytes] [pool, state]
         |p, to| to.each([
-            ("free", p.stats.free_bytes as f64),
-            ("checked_out", p.stats.checked_out_bytes as f64),
-            ("in_flight", p.stats.in_flight_bytes as f64),
-            ("quarantined", p.stats.quarantined_bytes as f64),
-            ("cut", p.stats.cut_bytes as f64),
+            ("free", p.all.pool.free_bytes as f64),
+            ("checked_out", p.all.pool.checked_out_bytes as f64),
+            ("in_flight", p.all.pool.in_flight_bytes as f64),
+            ("quarantined", p.all.pool.quarantined_bytes as f64),
+            ("cut", p.all.pool.cut_bytes as f64),
         ]),
         "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: pinned and unpinned.";
-    gauge [pinpool.memory.pinned.bytes] [pool] |p, to| to.one(p.stats.pinned_bytes as f64),
+    gauge [pinpool.memory.pinned.bytes] [pool] |p, to| to.one(p.all.pool.pinned_bytes as f64),
         "Bytes that are pinned.";
-    gauge [pinpool.memory.unpinned.bytes] [pool] |p, to| to.one(p.stats.unpinned_bytes as f64),
+    gauge [pinpool.memory.unpinned.bytes] [pool] |p, to| to.one(p.all.pool.unpinned_bytes as f64),
         "Bytes that the pool serves and that are not pinned.";
-    gauge [pinpool.memory.capacity.bytes] [pool] |p, to| to.one(p.stats.capacity_bytes as f64),
+    gauge [pinpool.memory.capacity.bytes] [pool] |p, to| to.one(p.all.pool.capacity_bytes as f64),
         "Bytes that the pool may hold at most.";
-    gauge [pinpool.memory.cached.bytes] [pool] |p, to| to.one(p.stats.cached_bytes as f64),
+    gauge [pinpool.memory.cached.bytes] [pool] |p, to| to.one(p.all.pool.cached_bytes as f64),
         "Of the free bytes, those that are cached for the next checkouts.";
-    gauge [pinpool.memory.claimed.bytes] [pool] |p, to| to.one(p.stats.claimed_bytes as f64),
+    gauge [pinpool.memory.claimed.bytes] [pool] |p, to| to.one(p.all.pool.claimed_bytes as f64),
         "Of the bytes in flight, those that a stream-ready buffer has claimed.";
-    gauge [pinpool.memory.requested.bytes] [pool] |p, to| to.one(p.stats.requested_bytes as f64),
+    gauge [pinpool.memory.requested.bytes] [pool] |p, to| to.one(p.all.pool.requested_bytes as f64),
         "The lengths asked for, of all buffers that are out.";
-    gauge [pinpool.memory.rounding.bytes] [pool] |p, to| to.one(p.stats.rounding_bytes as f64),
+    gauge [pinpool.memory.rounding.bytes] [pool] |p, to| to.one(p.all.pool.rounding_bytes as f64),
         "Bytes given to buffers that are out beyond the lengths asked for.";
-    gauge [pinpool.memory.largest_free.bytes] [pool] |p, to| to.one(p.stats.largest_free_bytes as f64),
+    gauge [pinpool.memory.largest_free.bytes] [pool] |p, to| to.one(p.all.pool.largest_free_bytes as f64),
         "The longest free range in one piece.";
     gauge [pinpool.memory.peak.bytes] [pool] |p, to| to.one(p.peak_bytes as f64),
         "The most bytes at a time since the poll before that were in use or cached by threads.";
-    monotonic_counter [pinpool.checkouts.total] [pool] |p, to| to.one(p.stats.checkouts),
+    monotonic_counter [pinpool.checkouts.total] [pool] |p, to| to.one(p.all.pool.checkouts),
         "Segments checked out.";
-    monotonic_counter [pinpool.returns.total] [pool] |p, to| to.one(p.stats.returns),
+    monotonic_counter [pinpool.returns.total] [pool] |p, to| to.one(p.all.pool.returns),
         "Segments that came back.";
-    monotonic_counter [pinpool.misses.total] [pool] |p, to| to.one(p.stats.misses),
+    monotonic_counter [pinpool.misses.total] [pool] |p, to| to.one(p.all.pool.misses),
         "Requests that the thread's own cache could not serve.";
-    monotonic_counter [pinpool.reclaims.total] [pool] |p, to| to.one(p.stats.reclaims),
+    monotonic_counter [pinpool.reclaims.total] [pool] |p, to| to.one(p.all.pool.reclaims),
         "Times that cached segments were taken back from the threads.";
-    monotonic_counter [pinpool.growths.total] [pool] |p, to| to.one(p.stats.growths),
+    monotonic_counter [pinpool.growths.total] [pool] |p, to| to.one(p.all.pool.growths),
         "Regions that the pool began to pin because a request found nothing.";
-    monotonic_counter [pinpool.growth_failures.total] [pool] |p, to| to.one(p.stats.growth_failures),
+    monotonic_counter [pinpool.growth_failures.total] [pool] |p, to| to.one(p.all.pool.growth_failures),
         "Times that pinning ended before all of a region was pinned.";
-    monotonic_counter [pinpool.waits.total] [pool] |p, to| to.one(p.stats.waits),
+    monotonic_counter [pinpool.waits.total] [pool] |p, to| to.one(p.all.pool.waits),
         "Requests that had to wait.";
-    monotonic_counter [pinpool.timeouts.total] [pool] |p, to| to.one(p.stats.timeouts),
+    monotonic_counter [pinpool.timeouts.total] [pool] |p, to| to.one(p.all.pool.timeouts),
         "Waits that were given up at their deadline.";
-    monotonic_counter [pinpool.abandoned.total] [pool] |p, to| to.one(p.stats.abandoned),
+    monotonic_counter [pinpool.abandoned.total] [pool] |p, to| to.one(p.all.pool.abandoned),
         "Waits whose future was dropped: a client went away, or a runtime's own timeout passed.";
     monotonic_counter [pinpool.refused.total] [pool, reason]
-        |p, to| to.each(p.stats.refused.by_reason()),
+        |p, to| to.each(p.all.pool.refused.by_reason()),
         "Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed.";
-    gauge [pinpool.waiting.requests] [pool] |p, to| to.one(p.stats.waiting as f64),
+    gauge [pinpool.waiting.requests] [pool] |p, to| to.one(p.all.pool.waiting as f64),
         "Requests that wait now.";
-    monotonic_counter [pinpool.errors.total] [pool, class] |p, to| to.each(p.stats.errors.by_class()),
+    monotonic_counter [pinpool.errors.total] [pool, class] |p, to| to.each(p.all.pool.errors.by_class()),
         "Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown.";
-    histogram [pinpool.wait.seconds] [pool] |p, to| to.one(p.waiting),
+    histogram [pinpool.wait.seconds] [pool] |p, to| to.one(p.all.waiting),
         "How long requests waited for memory.";
-    histogram [pinpool.holding.seconds] [pool] |p, to| to.one(p.holding),
+    histogram [pinpool.holding.seconds] [pool] |p, to| to.one(p.all.holding),
         "How long buffers were out; of a sample, one in eight of those that no cache served.";
     gauge [pinpool.pinning.bytes_per_second] [pool]
-        |p, to| to.one(p.pinning.bytes_per_second().unwrap_or(0.0)),
+        |p, to| to.one(p.all.pinning.bytes_per_second().unwrap_or(0.0)),
         "Bytes pinned per second spent in pinning.";
     gauge [pinpool.pinning.longest_call.seconds] [pool]
-        |p, to| to.one(p.pinning.longest_call.as_secs_f64()),
+        |p, to| to.one(p.all.pinning.longest_call.as_secs_f64()),
         "The longest single call that pinned.";
     gauge [pinpool.sampled.timestamp.seconds] [pool] |p, to| to.one(p.at_seconds),
         "When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended.";
@@ -345,14 +327,14 @@ table! {
         "Streams with work in flight of which nothing completed for longer than the sampler's threshold.";
     gauge [pinpool.stream.in_flight.bytes] [device, stream]
         |d, to| to.each(d.by_stream(|[bytes, _]| bytes)),
-        "Bytes of segments in flight on a stream: on one of the busiest, or under other on the rest together.";
+        "Bytes of segments in flight on a stream: on one with a gauge of its own, or under other on the rest together.";
     gauge [pinpool.stream.in_flight.entries] [device, stream]
         |d, to| to.each(d.by_stream(|[_, entries]| entries)),
-        "Copies and holds in flight on a stream: on one of the busiest, or under other on the rest together.";
+        "Copies and holds in flight on a stream: on one with a gauge of its own, or under other on the rest together.";
 }
 
 /// Reads all metrics of a sample.
-pub(super) fn read(sample: Sample) -> Vec<Reading> {
+pub(super) fn read(sample: Sample) -> Vec<(Key, Value)> {
     let mut readings = Readings { row: 0, all: Vec::new() };
     for (row, Row { read, .. }) in ROWS.iter().enumerate() {
         readings.row = row;
@@ -362,12 +344,12 @@ pub(super) fn read(sample: Sample) -> Vec<Reading> {
 }
 
 /// Sends a value as events. `first`: the value of the first label.
-pub(super) fn send_event(reading: &Reading, first: &str) {
-    let send = |number: &dyn tracing::Value| (ROWS[reading.row].send)(number, first, &reading.label);
-    match &reading.value {
+pub(super) fn send_event((row, label): &Key, value: &Value, first: &str) {
+    let send = |number: &dyn tracing::Value| (ROWS[*row].send)(number, first, label);
+    match value {
         Value::Counter(count) => send(count),
         Value::Gauge(level) => send(level),
-        Value::Histogram(durations) => thinned(durations).iter().for_each(|seconds| send(seconds)),
+        Value::Histogram(durations) => thinned(durations).for_each(|seconds| send(&seconds)),
     }
 }
 
@@ -377,17 +359,15 @@ fn stands_for(upper: Option<Duration>) -> f64 {
 }
 
 /// The durations of a histogram, each as what stands for it. Where there are more than [`REPLAYED`], there are fewer,
-/// in the same proportions.
-fn thinned(durations: &Histogram) -> Vec<f64> {
+/// in the same proportions, and at least one for each bucket: there are half as many buckets as that.
+fn thinned(durations: &Histogram) -> impl Iterator<Item = f64> + '_ {
     let all = durations.count();
-    let buckets = || durations.buckets().filter(|bucket| bucket.count > 0);
-    // Each bucket is shown at least once; the rest is shared in proportion.
-    let rest = REPLAYED.saturating_sub(buckets().count() as u64);
-    let shown = |count: u64| match all {
+    let shown = move |count: u64| match all {
         0..=REPLAYED => count,
-        _ => 1 + (u128::from(count) * u128::from(rest) / u128::from(all)) as u64,
+        _ => 1.max((u128::from(count) * u128::from(REPLAYED / 2) / u128::from(all)) as u64),
     };
-    buckets().flat_map(|b| std::iter::repeat_n(stands_for(b.upper), shown(b.count) as usize)).collect()
+    let buckets = durations.buckets().filter(|bucket| bucket.count > 0);
+    buckets.flat_map(move |b| std::iter::repeat_n(stands_for(b.upper), shown(b.count) as usize))
 }
 
 /// Describes each metric to the facade.
@@ -414,15 +394,15 @@ pub(super) fn describe() {
 /// Sends a value to the facade. Counts of a histogram are exact where the recorder's buckets have the bounds of
 /// [`Histogram::bounds_seconds`].
 #[cfg(feature = "metrics")]
-pub(super) fn send_to_recorder(reading: &Reading, first: &str) {
+pub(super) fn send_to_recorder((row, label): &Key, value: &Value, first: &str) {
     static RECORDER_METADATA: metrics::Metadata<'static> =
         metrics::Metadata::new(TARGET, metrics::Level::INFO, Some(module_path!()));
-    let metric = &METRICS[reading.row];
-    let labels = metric.labels.iter().zip([first, &*reading.label]);
+    let metric = &METRICS[*row];
+    let labels = metric.labels.iter().zip([first, &**label]);
     let labels: Vec<metrics::Label> =
         labels.map(|(name, value)| metrics::Label::new(*name, value.to_owned())).collect();
     let key = metrics::Key::from_parts(metric.name, labels);
-    metrics::with_recorder(|recorder| match &reading.value {
+    metrics::with_recorder(|recorder| match value {
         Value::Counter(count) => recorder.register_counter(&key, &RECORDER_METADATA).increment(*count),
         Value::Gauge(level) => recorder.register_gauge(&key, &RECORDER_METADATA).set(*level),
         Value::Histogram(durations) => {
@@ -445,44 +425,27 @@ mod tests {
         let mut seen = HashSet::new();
         for metric in METRICS {
             let name = metric.prometheus_name();
-            assert!(seen.insert(name.clone()), "{name} is there twice");
-            assert!(
-                name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_'),
-                "{name}"
-            );
+            assert!(name.bytes().all(|b| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'_')), "{name}");
             assert_eq!(metric.kind == MetricKind::Counter, name.ends_with("_total"), "{name}");
             assert!(metric.kind != MetricKind::Histogram || name.ends_with("_seconds"), "{name}");
+            assert!(seen.insert(name), "twice");
         }
     }
 
     #[test]
-    fn a_bucket_is_stood_for_by_one_of_its_own() {
-        for upper in BOUNDS.map(Some).into_iter().chain([None]) {
-            let mut histogram = Histogram::default();
-            histogram.record(Duration::from_secs_f64(stands_for(upper)));
-            let bucket = histogram.buckets().find(|bucket| bucket.count == 1).unwrap();
-            assert_eq!(bucket.upper, upper);
-        }
-    }
-
-    #[test]
-    fn too_many_are_thinned_in_proportion() {
+    fn durations_are_replayed_in_their_buckets_and_too_many_are_thinned_in_proportion() {
         let mut histogram = Histogram::default();
         (0..3).for_each(|_| histogram.record(Duration::from_millis(1)));
-        assert_eq!(thinned(&histogram).len(), 3, "few are shown one by one");
+        assert_eq!(thinned(&histogram).count(), 3, "few are shown one by one");
         (0..6000).for_each(|_| histogram.record(Duration::from_secs(1)));
-        let shown = |upper: Duration| {
-            thinned(&histogram).iter().filter(|seconds| **seconds == stands_for(Some(upper))).count()
-        };
-        assert_eq!((shown(BOUNDS[10]), shown(BOUNDS[20])), (1, 62), "what is rare is shown all the same");
+        let shown = |upper: Duration| thinned(&histogram).filter(|s| *s == stands_for(Some(upper))).count();
+        assert_eq!((shown(BOUNDS[10]), shown(BOUNDS[20])), (1, 31), "what is rare is shown all the same");
         // As many buckets as there are, of which all but one have little.
-        for bound in BOUNDS {
-            histogram.record(bound);
-        }
+        BOUNDS.iter().for_each(|bound| histogram.record(*bound));
         histogram.record(Duration::MAX);
-        let mut shown = thinned(&histogram);
-        assert!(shown.len() <= REPLAYED as usize);
-        shown.dedup();
-        assert_eq!(shown.len(), BOUNDS.len() + 1);
+        assert!(thinned(&histogram).count() <= REPLAYED as usize);
+        let mut again = Histogram::default();
+        thinned(&histogram).for_each(|seconds| again.record(Duration::from_secs_f64(seconds)));
+        assert!(again.buckets().all(|bucket| bucket.count > 0), "each is in the bucket that it stands for");
     }
 }

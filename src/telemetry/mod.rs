@@ -68,9 +68,9 @@
 //!   all of them; as events at most 64 are sent a poll, in the same proportions. A recorder whose buckets have the
 //!   bounds of [`Histogram::bounds_seconds`] counts exactly; sums are good to a quarter or so.
 //!
-//! Labels are bounded: at most 16 streams of a device have gauges of their own at a time, and at most 256 in the life
-//! of a sampler; all others are added up under the label `other`. The facade has no call that removes a metric, and a
-//! recorder keeps the last value of a gauge. So the last poll of a pool, a device or a stream that has ended sends
+//! Labels are bounded: the first 64 streams of a device that a sampler sees have gauges of their own; all others are
+//! added up under the label `other`. The facade has no call that removes a metric, and a recorder keeps the last value
+//! of a gauge. So the last poll of a pool, a device or a stream that has ended sends
 //! zeros, and later polls nothing. An exporter needs no timeout for idle metrics (`PrometheusBuilder::idle_timeout`):
 //! that holds for the whole process, and would take away the server's own counters and what it sets but once. A server
 //! that builds pools again and again gives them the same [name](crate::PoolBuilder::name).

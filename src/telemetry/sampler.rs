@@ -1,23 +1,20 @@
 //! The sampler: polls pools, and sends metrics and reports of what is stuck.
 //!
 //! A poll takes a [snapshot](Pool::snapshot) of each pool, subtracts the values that were sent before, and sends the
-//! rest as events and, with the feature `metrics`, to the `metrics` facade. A poll takes tens of microseconds, on the
-//! sampler's thread or on the caller's, and does not slow down checkouts.
-//!
-//! A poll also looks for what an operator has to act on: buffers that are known to have been out for too long, and
-//! streams on which nothing completes.
+//! rest as events and, with the feature `metrics`, to the `metrics` facade. It also looks for what an operator has to
+//! act on: buffers that are known to have been out for too long, and streams on which nothing completes. All that takes
+//! tens of microseconds, on the sampler's thread or on the caller's, and does not slow down checkouts.
 //!
 //! The sampler holds weak handles only: a pool whose last handle is dropped closes, and is not polled any more.
 
 use std::borrow::Cow;
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::metrics::{self, DeviceSample, PoolSample, Reading, Sample, Value};
-use super::snapshot::{DeviceStats, Snapshot, StreamStats};
+use super::metrics::{self, DeviceSample, Key, PoolSample, Sample, Value};
+use super::snapshot::{DeviceStats, StreamStats};
 use super::stuck::{self, BufferState, Known, StuckBuffer};
 use crate::error::{Error, Result};
 use crate::foreign;
@@ -25,11 +22,9 @@ use crate::pool::{Pool, WeakPool};
 
 /// Stuck buffers of a pool that one poll logs at most.
 const BUFFERS_LOGGED: usize = 8;
-/// Streams of a device that have gauges of their own at a time.
-const STREAMS_SHOWN: usize = 16;
-/// Streams of a device that ever get gauges of their own. A recorder may keep a gauge for good, so a server that makes
-/// a stream for each request must not add gauges without end.
-const STREAMS_NAMED: usize = 256;
+/// Streams of a device that have gauges of their own: the first that a sampler sees. A recorder may keep a gauge for
+/// ever, so a server that makes a stream for each request must not add gauges without end.
+const STREAMS_NAMED: usize = 64;
 /// The label of the gauges of all other streams together.
 const OTHER_STREAMS: &str = "other";
 
@@ -46,8 +41,8 @@ const OTHER_STREAMS: &str = "other";
 /// let device = Device::open("host")?;
 /// let pool = Pool::builder(&device).name("weights").unpinned(Unpinned::Allow).build()?;
 /// // On a thread of its own, until `sampling` is dropped. `poll` does the same on the caller's.
-/// let sampler = Sampler::new(&pool).stuck_buffers_after(Duration::from_secs(300));
-/// let sampling = sampler.stuck_streams_after(Duration::from_secs(30)).spawn(Duration::from_secs(10))?;
+/// let sampler = Sampler::new(&pool).stuck_after(Duration::from_secs(300));
+/// let sampling = sampler.spawn(Duration::from_secs(10))?;
 /// # drop(sampling);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
@@ -56,12 +51,10 @@ const OTHER_STREAMS: &str = "other";
 pub struct Sampler {
     pools: Vec<WatchedPool>,
     devices: BTreeMap<u64, WatchedDevice>,
-    to: Receivers,
     #[cfg(feature = "metrics")]
     described: bool,
-    /// `None`: never.
-    buffers_after: Option<Duration>,
-    streams_after: Option<Duration>,
+    /// The time after which buffers and streams are stuck.
+    stuck_after: Duration,
 }
 
 #[derive(Debug)]
@@ -76,9 +69,8 @@ struct WatchedPool {
 struct WatchedDevice {
     sent: Sent,
     streams: HashMap<u64, WatchedStream>,
-    /// The streams that have gauges of their own, and the number of those that ever had.
-    shown: BTreeSet<u64>,
-    named: usize,
+    /// The streams that have gauges of their own, or had.
+    named: HashSet<u64>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -94,7 +86,7 @@ struct WatchedStream {
 #[derive(Debug, Default)]
 struct Sent {
     name: String,
-    values: Vec<Reading>,
+    values: BTreeMap<Key, Value>,
 }
 
 /// A sampler that runs on a thread of its own: [`Sampler::spawn`]. Dropping it ends the thread, and waits for a poll
@@ -112,15 +104,9 @@ impl Sampler {
         let sampler = Self {
             pools: Vec::new(),
             devices: BTreeMap::new(),
-            to: Receivers {
-                events: true,
-                #[cfg(feature = "metrics")]
-                recorder: true,
-            },
             #[cfg(feature = "metrics")]
             described: false,
-            buffers_after: Some(Duration::from_secs(60)),
-            streams_after: Some(Duration::from_secs(60)),
+            stuck_after: Duration::from_secs(60),
         };
         sampler.pool(pool)
     }
@@ -129,47 +115,20 @@ impl Sampler {
     pub fn pool(mut self, pool: &Pool) -> Self {
         self.pools.push(WatchedPool {
             pool: pool.downgrade(),
-            sent: Sent { name: pool.name().to_owned(), values: Vec::new() },
+            sent: Sent { name: pool.name().to_owned(), values: BTreeMap::new() },
             logged: HashSet::new(),
         });
         self
     }
 
-    /// Whether metrics are sent as events, of the target `pinpool::metrics` and the level TRACE: a log that does not
-    /// ask for that does not have them. Default: yes.
-    pub fn events(mut self, events: bool) -> Self {
-        self.to.events = events;
-        self
-    }
-
-    /// Whether metrics are sent to the recorder of the `metrics` facade. Default: yes.
-    #[cfg(feature = "metrics")]
-    pub fn recorder(mut self, recorder: bool) -> Self {
-        self.to.recorder = recorder;
-        self
-    }
-
-    /// The time after which buffers and streams count as stuck: both of
-    /// [`stuck_buffers_after`](Self::stuck_buffers_after) and [`stuck_streams_after`](Self::stuck_streams_after).
-    /// Default: a minute.
-    pub fn stuck_after(self, threshold: Duration) -> Self {
-        self.stuck_buffers_after(threshold).stuck_streams_after(threshold)
-    }
-
-    /// The time after which a buffer that is known to be out counts as stuck, and is logged, once. `Duration::MAX`:
-    /// never. Default: a minute. [`Pool::stuck`] says which buffers are known, and what a look for them costs. Buffers
-    /// that are [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined ones.
+    /// The time after which a buffer that is known to be out counts as stuck, and a stream that has work in flight of
+    /// which nothing completes. Each is logged once. `Duration::MAX`: never. Default: a minute.
     ///
-    /// One poll logs at most eight buffers of a pool, the oldest first; the next polls log the others.
-    pub fn stuck_buffers_after(mut self, threshold: Duration) -> Self {
-        self.buffers_after = (threshold < Duration::MAX).then_some(threshold);
-        self
-    }
-
-    /// The time after which a stream counts as stuck that has work in flight of which nothing completes. It is logged
-    /// once. `Duration::MAX`: never. Default: a minute.
-    pub fn stuck_streams_after(mut self, threshold: Duration) -> Self {
-        self.streams_after = (threshold < Duration::MAX).then_some(threshold);
+    /// [`Pool::stuck`] says which buffers are known, and what a look for them costs. Buffers that are
+    /// [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined ones. One poll logs at
+    /// most eight buffers of a pool, the oldest first; the next polls log the others.
+    pub fn stuck_after(mut self, threshold: Duration) -> Self {
+        self.stuck_after = threshold;
         self
     }
 
@@ -180,32 +139,31 @@ impl Sampler {
             return false;
         }
         #[cfg(feature = "metrics")]
-        if self.to.recorder && !std::mem::replace(&mut self.described, true) {
+        if !std::mem::replace(&mut self.described, true) {
             _ = foreign::call(RECORDER_PANICKED, metrics::describe);
         }
         let now = Instant::now();
         // Where no subscriber takes the level, not even the labels are looked at.
-        let mut to = self.to;
-        to.events = to.events && foreign::listens(metrics::LEVEL);
+        let events = foreign::listens(metrics::LEVEL);
         let mut devices: BTreeMap<u64, DeviceStats> = BTreeMap::new();
         self.pools.retain_mut(|watched| {
             let Some(pool) = watched.pool.upgrade() else {
-                watched.sent.send(Sample::default(), to);
+                watched.sent.send(Sample::default(), events);
                 return false;
             };
-            let stats = watched.poll(&pool, self.buffers_after, to);
+            let stats = watched.poll(&pool, self.stuck_after, events);
             devices.extend(pool.devices().iter().map(|device| device.context().id()).zip(stats));
             true
         });
         self.devices.retain(|id, watched| {
             let stays = devices.contains_key(id);
             if !stays {
-                watched.sent.send(Sample::default(), to);
+                watched.sent.send(Sample::default(), events);
             }
             stays
         });
         for (id, stats) in devices {
-            self.devices.entry(id).or_default().poll(stats, now, self.streams_after, to);
+            self.devices.entry(id).or_default().poll(stats, now, self.stuck_after, events);
         }
         !self.pools.is_empty()
     }
@@ -250,52 +208,31 @@ impl Drop for Sampling {
 #[cfg(feature = "metrics")]
 const RECORDER_PANICKED: &str = "a recorder panicked: the value that it was given may be lost";
 
-/// Where the sampler sends values to.
-#[derive(Clone, Copy, Debug)]
-struct Receivers {
-    events: bool,
-    #[cfg(feature = "metrics")]
-    recorder: bool,
-}
-
-impl Receivers {
-    fn send(self, reading: &Reading, first: &str) {
-        if self.events {
-            foreign::tell_now(|| metrics::send_event(reading, first));
-        }
-        #[cfg(feature = "metrics")]
-        if self.recorder {
-            _ = foreign::call(RECORDER_PANICKED, || metrics::send_to_recorder(reading, first));
-        }
+/// Sends a value to whoever takes it. `first`: the value of the first label.
+fn send(key: &Key, value: &Value, first: &str, events: bool) {
+    if events {
+        foreign::tell_now(|| metrics::send_event(key, value, first));
     }
+    #[cfg(feature = "metrics")]
+    let _ = foreign::call(RECORDER_PANICKED, || metrics::send_to_recorder(key, value, first));
 }
 
 impl Sent {
     /// Sends a sample: counters and histograms as what was counted since the poll before. A gauge that was read then
     /// and is read no more is sent as zero, once, since a recorder keeps the last value of each.
-    fn send(&mut self, sample: Sample, to: Receivers) {
-        let mut before: Vec<Option<Reading>> =
-            std::mem::take(&mut self.values).into_iter().map(Some).collect();
-        // Readings come in the order of the poll before, but for labels that came or went: so the search begins behind
-        // the one that was found last.
-        let mut at = 0;
-        for mut reading in metrics::read(sample) {
-            let is_same = |was: &Reading| (was.row, &was.label) == (reading.row, &reading.label);
-            let found = (at..before.len()).chain(0..at).find(|at| before[*at].as_ref().is_some_and(is_same));
-            let was = found.and_then(|found| before[found].take().map(|was| was.value));
-            at = found.map_or(at, |found| found + 1);
-            let new = reading.value.since(was);
-            let now = std::mem::replace(&mut reading.value, new);
-            to.send(&reading, &self.name);
-            self.values.push(Reading { value: now, ..reading });
+    fn send(&mut self, sample: Sample, events: bool) {
+        let mut before = std::mem::take(&mut self.values);
+        for (key, mut value) in metrics::read(sample) {
+            let new = value.since(before.remove(&key));
+            send(&key, &new, &self.name, events);
+            self.values.insert(key, value);
         }
-        for mut last in before.into_iter().flatten() {
-            if let Value::Gauge(level) = &mut last.value {
-                *level = 0.0;
-                to.send(&last, &self.name);
+        for (key, last) in before {
+            if let Value::Gauge(_) = last {
+                send(&key, &Value::Gauge(0.0), &self.name, events);
             } else {
                 // Kept for the difference, should it be read again.
-                self.values.push(last);
+                self.values.insert(key, last);
             }
         }
     }
@@ -303,26 +240,23 @@ impl Sent {
 
 impl WatchedPool {
     /// Returns the counts of the pool's devices.
-    fn poll(&mut self, pool: &Pool, stuck_after: Option<Duration>, to: Receivers) -> Vec<DeviceStats> {
-        let mut stuck =
-            stuck_after.map_or(Vec::new(), |after| stuck::find(after, pool.central(), pool.devices()));
+    fn poll(&mut self, pool: &Pool, stuck_after: Duration, events: bool) -> Vec<DeviceStats> {
+        let mut stuck = Vec::new();
+        if stuck_after < Duration::MAX {
+            stuck = stuck::find(stuck_after, pool.central(), pool.devices());
+        }
         // Nothing keeps a quarantined buffer that could let go of it.
         stuck.retain(|(_, buffer)| !buffer.long_lived && buffer.state != BufferState::Quarantined);
         self.log(pool.name(), &stuck);
-        let Snapshot { pool: stats, classes, devices, pinning, waiting, holding, .. } = pool.snapshot();
         let sample = PoolSample {
-            stats,
-            classes,
-            pinning,
-            waiting,
-            holding,
+            all: pool.snapshot(),
             peak_bytes: pool.central().take_peak(),
             stuck_buffers: stuck.len(),
             stuck_bytes: stuck.iter().map(|(_, buffer)| buffer.granted).sum(),
             at_seconds: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
         };
-        self.sent.send(Sample { pool: Some(&sample), device: None }, to);
-        devices
+        self.sent.send(Sample { pool: Some(&sample), device: None }, events);
+        sample.all.devices
     }
 
     fn log(&mut self, pool: &str, stuck: &[(Known, StuckBuffer)]) {
@@ -344,7 +278,7 @@ impl WatchedPool {
 }
 
 impl WatchedDevice {
-    fn poll(&mut self, stats: DeviceStats, now: Instant, stuck_after: Option<Duration>, to: Receivers) {
+    fn poll(&mut self, stats: DeviceStats, now: Instant, stuck_after: Duration, events: bool) {
         self.sent.name.clone_from(&stats.name);
         let is_there = |number: &u64| stats.streams.binary_search_by_key(number, |s| s.stream).is_ok();
         self.streams.retain(|number, _| is_there(number));
@@ -352,43 +286,31 @@ impl WatchedDevice {
         let stuck_streams = stuck.count();
         let streams = self.divide(&stats.streams);
         let sample = DeviceSample { stats, stuck_streams, streams };
-        self.sent.send(Sample { pool: None, device: Some(&sample) }, to);
+        self.sent.send(Sample { pool: None, device: Some(&sample) }, events);
     }
 
-    /// Chooses the streams that have gauges of their own, and adds up all others. A chosen one stays for as long as it
-    /// has work in flight, or nothing else needs its place; a server with few streams sees all of them.
+    /// What is in flight on each of the streams that have gauges of their own, and on all others together.
     fn divide(&mut self, streams: &[StreamStats]) -> Vec<(Cow<'static, str>, [usize; 2])> {
-        let before = std::mem::take(&mut self.shown);
-        let mut streams: Vec<&StreamStats> = streams.iter().collect();
-        streams.sort_by_key(|s| {
-            Reverse((s.in_flight > 0, before.contains(&s.stream), s.in_flight_bytes, s.in_flight))
-        });
         let (mut samples, mut others) = (Vec::new(), [0; 2]);
-        for stream in &streams {
-            let is_new = !before.contains(&stream.stream);
+        for stream in streams {
             let flying = [stream.in_flight_bytes, stream.in_flight];
-            if self.shown.len() < STREAMS_SHOWN && (!is_new || self.named < STREAMS_NAMED) {
-                self.named += usize::from(is_new);
-                self.shown.insert(stream.stream);
+            if self.named.len() < STREAMS_NAMED {
+                self.named.insert(stream.stream);
+            }
+            if self.named.contains(&stream.stream) {
                 samples.push((stream.stream.to_string().into(), flying));
             } else {
                 others.iter_mut().zip(flying).for_each(|(sum, more)| *sum += more);
             }
         }
-        if self.shown.len() < streams.len() {
+        if samples.len() < streams.len() {
             samples.push((OTHER_STREAMS.into(), others));
         }
         samples
     }
 
     /// Whether a stream has had work in flight for at least `after`, of which nothing completed. Logs it once.
-    fn is_stuck(
-        &mut self,
-        device: &str,
-        stream: &StreamStats,
-        now: Instant,
-        after: Option<Duration>,
-    ) -> bool {
+    fn is_stuck(&mut self, device: &str, stream: &StreamStats, now: Instant, after: Duration) -> bool {
         let came = (stream.completed, stream.completed_seq);
         let fresh = WatchedStream { came, since: now, logged: false };
         let watched = self.streams.entry(stream.stream).or_insert(fresh);
@@ -397,7 +319,7 @@ impl WatchedDevice {
             return false;
         }
         let idle = now.saturating_duration_since(watched.since);
-        let stuck = after.is_some_and(|after| idle >= after);
+        let stuck = idle >= after;
         if stuck && !std::mem::replace(&mut watched.logged, true) {
             crate::foreign::warn!(
                 target: "pinpool::stream::stuck",

@@ -1,8 +1,5 @@
-//! The snapshot: everything that a pool and its devices have counted, at one moment.
-//!
-//! [`Pool::stats`] is the short form. [`Pool::snapshot`] adds what dashboards show: the parts by size class, the
-//! devices with their streams, and histograms. Both add up what was counted where it happened ([`super::counters`]),
-//! and neither stops a checkout.
+//! The snapshot: everything that a pool and its devices have counted where it happened ([`super::counters`]), at one
+//! moment.
 
 use super::counters::{ClassStats, ErrorCounts, Histogram};
 use crate::device::handle::Device;

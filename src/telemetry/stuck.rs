@@ -1,19 +1,16 @@
 //! The report on buffers that have been out for long: which, since when, and what they wait for.
 //!
-//! A pool is exhausted because it is too small, or because buffers are kept for too long. The report tells which. It
-//! puts together what two places know:
-//!
-//! - the central pool: the checkouts that were entered in the ledger ([`super::ledger`]), with their time, tag and call
-//!   site, and the segments that are quarantined;
-//! - the streams: what is in flight on each of them, under which sequence number, whether the event of that sequence
-//!   number is recorded, and since when the reaper knows of it.
-//!
-//! A buffer that the program has, and whose checkout was not entered, is in neither place: the statistics count it.
+//! It puts together what two places know: the central pool has the checkouts that were entered in the ledger
+//! ([`super::ledger`]), with their time, tag and call site, and the segments that are quarantined; the streams have what
+//! is in flight, under which sequence number, whether the event of that number is recorded, and since when a look has
+//! known of it. The statistics alone count a buffer that the program has and whose checkout was not entered.
 //!
 //! The places are read one after the other. So a buffer that is returned or completes between two readings may still be
 //! listed, or be listed without its stream.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -153,10 +150,11 @@ pub(super) fn find(
     if crate::os::forked() {
         return Vec::new();
     }
-    let mut out = central.out_for(threshold);
-    out.sort_unstable_by_key(|segment| segment.descriptor);
     let now = Instant::now();
-    let mut flying: Vec<(OutSegment, Awaited)> = Vec::new();
+    // By descriptors. A batch that copies several parts of a buffer has an entry for each part.
+    let found = central.out_for(threshold).into_iter();
+    let mut out: BTreeMap<usize, (OutSegment, Vec<Awaited>)> =
+        found.map(|segment| (segment.descriptor, (segment, Vec::new()))).collect();
     for device in devices {
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
@@ -167,44 +165,32 @@ pub(super) fn find(
                 }
                 let (word, since) = (segment.descriptor(), since.unwrap_or(now));
                 let descriptor = std::ptr::from_ref(word).addr();
-                // Most are young. The timeline is locked meanwhile, so nothing is done for them.
-                let is_old = now.saturating_duration_since(since) >= threshold;
-                if !is_old && place(&out, descriptor).is_err() {
-                    return;
+                let (known, awaited) = match out.entry(descriptor) {
+                    Entry::Occupied(known) => known.into_mut(),
+                    // Most are young. The timeline is locked meanwhile, so nothing is done for them.
+                    Entry::Vacant(_) if now.saturating_duration_since(since) < threshold => return,
+                    Entry::Vacant(place) => {
+                        let (state, granted) = (word.word().state(), segment.granted());
+                        let found = OutSegment { descriptor, state, granted, since, entry: None };
+                        place.insert((found, Vec::new()))
+                    }
+                };
+                if known.entry.is_none() {
+                    known.since = known.since.min(since);
                 }
-                let (state, granted) = (word.word().state(), segment.granted());
-                let unrecorded = OutSegment { descriptor, state, granted, since, entry: None };
-                flying.push((unrecorded, Awaited { device: name.clone(), stream, seq, completed, event }));
+                let next = Awaited { device: name.clone(), stream, seq, completed, event };
+                if awaited.last() != Some(&next) {
+                    awaited.push(next);
+                }
             });
         }
     }
-    // A stable sort: the entries of one buffer stay in the order of the streams. A batch that copies several parts of a
-    // buffer has an entry for each part.
-    flying.sort_by_key(|(segment, _)| segment.descriptor);
-    flying.dedup_by(|(segment, next), (other, last)| segment.descriptor == other.descriptor && next == last);
-    let recorded = out.len();
-    for entries in flying.chunk_by(|(segment, _), (next, _)| segment.descriptor == next.descriptor) {
-        let Some((oldest, _)) = entries.iter().min_by_key(|(segment, _)| segment.since) else { continue };
-        match place(&out[..recorded], oldest.descriptor) {
-            Ok(at) if out[at].entry.is_some() => {}
-            Ok(at) => out[at].since = out[at].since.min(oldest.since),
-            Err(_) => out.push(*oldest),
-        }
-    }
+    let buffer =
+        |(of, awaited): (OutSegment, _)| ((of.descriptor, of.since), StuckBuffer::new(of, now, awaited));
+    let mut buffers: Vec<_> = out.into_values().map(buffer).collect();
     // The oldest first, and of these the largest.
-    out.sort_by_cached_key(|segment| (segment.since, Reverse(segment.granted)));
-    let buffers = out.into_iter().map(|segment| {
-        let first = flying.partition_point(|(of, _)| of.descriptor < segment.descriptor);
-        let own = flying[first..].iter().take_while(|(of, _)| of.descriptor == segment.descriptor);
-        let awaited = own.map(|(_, awaited)| awaited.clone()).collect();
-        ((segment.descriptor, segment.since), StuckBuffer::new(segment, now, awaited))
-    });
-    buffers.collect()
-}
-
-/// The place of a descriptor's segment in a list that is sorted by descriptors.
-fn place(out: &[OutSegment], descriptor: usize) -> Result<usize, usize> {
-    out.binary_search_by_key(&descriptor, |segment| segment.descriptor)
+    buffers.sort_by_key(|((_, since), buffer)| (*since, Reverse(buffer.granted)));
+    buffers
 }
 
 /// Logs the buffers that are out, after a wait for memory has timed out, or while one lasts for `long`.

@@ -4,29 +4,41 @@
 //! [`Timeline::close`] closes and records; [`Timeline::ask`] asks about the oldest events; `complete` and
 //! [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a waiting task `glance`.
 
-use super::super::hold::After;
-use super::{EVENT_TRIES, EventState, Mark, Timeline, TimelineState};
+use super::super::hold::{After, give_up};
+use super::{EVENT_TRIES, Mark, TIMED, Timeline, TimelineState};
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
-use crate::sync::{AtomicBool, Ordering};
+use crate::foreign;
+use crate::sync::{AtomicBool, MutexGuard, Ordering};
 use std::sync::Arc;
 use std::time::Instant;
 
 impl Timeline {
     // --- closing and recording ---------------------------------------------------------------------------------------
 
-    /// Closes the open sequence number, if it has entries, and records its event. After an error the entries wait for a
-    /// later event.
+    /// Closes the open sequence number, if it has entries, and records its event, or the one that closed numbers still
+    /// wait for. After an error the entries wait for a later event.
     pub(crate) fn close(&self) -> Result<()> {
+        let elsewhere = self.elsewhere();
+        let closing = {
+            let mut state = self.state.lock();
+            let is_due = match elsewhere {
+                None => state.open_entries > 0 || state.is_uncovered(),
+                Some(_) => state.has_failed(),
+            };
+            if !is_due {
+                return Ok(());
+            }
+            Closing::new(self, &mut state)
+        };
         // A capture may have begun since the stream was shared, or since an event failed.
-        let capturing = match self.elsewhere() {
+        let capturing = match elsewhere {
             None => self.is_capturing(),
-            Some(_) if !self.state.lock().is_failing() => return Ok(()),
             // The driver says if a capture is in the way of the stream that covers this one.
             Some(confined) => self.context.noting(self.context.driver().capturing(confined.covering)),
         };
         match capturing {
-            Ok(false) => self.close_now(None),
+            Ok(false) => closing.record(None),
             Ok(true) => Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" }),
             Err(error) => {
                 self.not_recorded(&error);
@@ -38,43 +50,14 @@ impl Timeline {
     /// Makes later work of `waiter`, a stream of the same device, start only after everything submitted here so far.
     pub(crate) fn wait_here(self: &Arc<Self>, waiter: StreamHandle) -> Result<()> {
         self.usable()?;
-        let closed = self.close_now(Some(waiter));
-        // After an error too: the event may have been recorded, or is due.
-        if !std::mem::replace(&mut self.state.lock().listed, true) {
+        let (list, closing) = {
+            let mut state = self.state.lock();
+            (!std::mem::replace(&mut state.listed, true), Closing::new(self, &mut state))
+        };
+        if list {
             self.listing.list(self);
         }
-        closed
-    }
-
-    /// Closes the open sequence number and records its event. A `waiter` waits for that event, which is then recorded
-    /// even if nothing is in flight: work that the crate does not see may be on the stream.
-    pub(super) fn close_now(&self, waiter: Option<StreamHandle>) -> Result<()> {
-        crate::os::check_fork()?;
-        // The event comes first: where none can be made, the number is closed without one, and another is due.
-        let event = self.context.event().inspect_err(|error| self.not_recorded(error))?;
-        let mut recording = {
-            let mut state = self.state.lock();
-            let nothing = state.open_entries == 0 && !state.is_failing() && waiter.is_none();
-            if nothing || self.lost.get().is_some() {
-                drop(state);
-                self.context.recycle(event);
-                return self.not_lost();
-            }
-            state.close(EventState::Due, Some(event));
-            state.under_way += 1;
-            Recording { timeline: self, seq: state.open - 1, event, recorded: false }
-        };
-        let stream = self.elsewhere().map_or(self.stream, |confined| confined.covering);
-        if let Err(error) = self.context.noting(self.context.driver().record(event, stream)) {
-            drop(recording);
-            self.not_recorded(&error);
-            return Err(error);
-        }
-        // Before the event is published, since it may be used again from then on.
-        let waits = waiter
-            .map_or(Ok(()), |waiter| self.context.noting(self.context.driver().wait_event(waiter, event)));
-        recording.recorded = true;
-        waits
+        closing.record(Some(waiter))
     }
 
     /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that is alive the event
@@ -92,13 +75,13 @@ impl Timeline {
         let give_up = {
             let mut state = self.state.lock();
             if state.open_entries > 0 && self.lost.get().is_none() {
-                state.close(EventState::Failing, None);
+                state.close();
             }
             // On a device with a limited number of events, recorded ones are free again as the stream goes on.
-            let comes_back = error.class() == ErrorClass::Transient && state.recorded().is_some();
-            !comes_back && gives_up(&mut state.record_failures, error)
+            let comes_back = error.class() == ErrorClass::Transient && !state.marks.is_empty();
+            !comes_back && gives_up(&mut state.failures, error)
         };
-        crate::foreign::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "an event could not be recorded");
+        foreign::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "an event could not be recorded");
         if give_up {
             self.lose(error);
         }
@@ -118,10 +101,9 @@ impl Timeline {
         let role = Asking(&self.asking);
         let mut progress = false;
         loop {
-            let Some((seq, event)) = self.state.lock().recorded() else { break };
+            let Some(Mark { seq, event }) = self.state.lock().marks.front().copied() else { break };
             match self.context.noting(self.context.driver().query(event)) {
                 Ok(true) => {
-                    // If the stream was lost meanwhile, `lose` has dealt with its events.
                     self.complete(seq);
                     progress = true;
                 }
@@ -131,11 +113,16 @@ impl Timeline {
                 // The event was recorded into a capture, so it will never be complete. A new event covers the same
                 // sequence numbers.
                 Err(error) if error.class() == ErrorClass::Capture && self.is_shared() => {
-                    self.state.lock().fail(seq);
+                    let mut state = self.state.lock();
+                    if let Some(mark) = state.take_mark(seq) {
+                        let completed = self.completed.load(Ordering::Relaxed);
+                        state.covered = state.marks.back().map_or(completed, |last| last.seq);
+                        state.fail(mark.event);
+                    }
                     break;
                 }
                 Err(error) => {
-                    if !gives_up(&mut self.state.lock().ask_failures, &error) {
+                    if !gives_up(&mut self.state.lock().failures, &error) {
                         break;
                     }
                     drop(role);
@@ -152,9 +139,11 @@ impl Timeline {
         let mut after = After::default();
         let mut state = self.state.lock();
         // If the stream was lost meanwhile, `lose` has dealt with its events.
-        let Some(mark) = state.place(seq).and_then(|at| state.marks.remove(at)) else { return };
-        let free = state.free_before(seq);
-        (state.record_failures, state.ask_failures) = (0, 0);
+        let Some(mark) = state.take_mark(seq) else { return };
+        // Events that failed before this number was closed were recorded before its event, if at all.
+        let (free, failed): (Vec<_>, _) = state.failed.drain(..).partition(|(closed, _)| *closed < seq);
+        state.failed = failed;
+        state.failures = 0;
         if seq > self.completed.load(Ordering::Relaxed) {
             state.complete(seq, self.context.flights(), &mut after);
             // Release: pairs with the acquire in `is_complete`. Stored under the lock, after the entries were
@@ -164,80 +153,77 @@ impl Timeline {
             after.wakes = std::mem::replace(&mut state.waiting, later);
         }
         drop(state);
-        for event in mark.event.into_iter().chain(free) {
-            self.context.recycle(event);
-        }
+        self.context.recycle(mark.event);
+        free.into_iter().for_each(|(_, event)| self.context.recycle(event));
         crate::sync::landing(|| after.run());
     }
 
     /// What is complete on this stream can never be known: quarantines what is in flight, and wakes all waiters.
     pub(crate) fn lose(&self, error: &Error) {
         // What is quarantined wakes waiters when the lock is released, and these must not wait for a copy either.
-        crate::sync::landing(|| self.lose_landing(error));
-    }
-
-    fn lose_landing(&self, error: &Error) {
-        let mut after = After::default();
-        let mut state = self.state.lock();
-        if self.lost.set(error.clone()).is_ok() {
-            crate::foreign::error!(
-                target: "pinpool::stream::lost",
-                device = self.context.name(),
-                stream = self.number,
-                %error,
-                entries = state.entries.len(),
-                "a stream is lost; what is in flight on it is quarantined"
-            );
-        }
-        let marks = std::mem::take(&mut state.marks);
-        if state.quarantine(self.is_dead(), &mut after) {
-            // They keep the device open. (Quarantined segments do that by way of their pool.)
-            self.context.holds().note_quarantined();
-        }
-        after.wakes = std::mem::take(&mut state.waiting);
-        drop(state);
-        for Mark { state, event, .. } in marks {
-            match (state, event) {
-                (EventState::Recorded, Some(event)) => self.keep_back(event),
-                (EventState::Failing, Some(event)) => self.context.set_aside(event),
-                // The thread that records it finds the mark gone.
-                _ => {}
+        crate::sync::landing(|| {
+            let mut after = After::default();
+            let mut state = self.state.lock();
+            if self.lost.set(error.clone()).is_ok() {
+                foreign::error!(
+                    target: "pinpool::stream::lost",
+                    device = self.context.name(),
+                    stream = self.number,
+                    %error,
+                    entries = state.entries.len() - state.pending,
+                    "a stream is lost; what is in flight on it is quarantined"
+                );
             }
-        }
-        after.run();
+            let marks = std::mem::take(&mut state.marks);
+            if state.quarantine(self.is_dead(), &mut after) {
+                // They keep the device open. (Quarantined segments do that by way of their pool.)
+                self.context.holds().note_quarantined();
+            }
+            after.wakes = std::mem::take(&mut state.waiting);
+            drop(state);
+            marks.into_iter().for_each(|mark| self.keep_back(mark.event));
+            after.run();
+        });
     }
 
     /// The reaper's look: closes the open sequence number if it was open at the last look already (with `now`, in any
     /// case), and asks the driver. Returns whether anything completed.
     pub(crate) fn advance(&self, now: bool) -> bool {
-        self.look_at(|| {
-            let mut state = self.state.lock();
-            let due = (state.open_entries > 0 && (now || state.seen == state.open)) || state.is_failing();
+        if crate::os::forked() {
+            return false;
+        }
+        self.look_at(Some(self.state.lock()), |state| {
+            let (seen, pending) = (state.seen, state.pending);
             state.seen = state.open;
-            state.date_marks();
-            due.then(|| UnderWay::new(self, &mut state))
+            // Of what is in flight, this look finds what was submitted after the last one.
+            let found = state.entries.iter_mut().rev().skip(pending).take_while(|entry| entry.seq >= seen);
+            let mut clock = None;
+            let mut now_once = || *clock.get_or_insert_with(Instant::now);
+            found.for_each(|entry| _ = entry.since.get_or_insert_with(&mut now_once));
+            now || seen == state.open
         })
     }
 
     /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and asks the driver. If
     /// the state's lock is taken at that moment, closing is left to a later look.
     pub(super) fn glance(&self, seq: u64) {
-        self.look_at(|| {
-            let mut state = self.state.try_lock()?;
-            let due = (state.open_entries > 0 && seq >= state.open) || state.is_failing();
-            due.then(|| UnderWay::new(self, &mut state))
-        });
+        if !crate::os::forked() {
+            self.look_at(self.state.try_lock(), |state| seq >= state.open);
+        }
     }
 
-    /// Closes the open sequence number if it is `due`, and asks the driver.
-    fn look_at<'a>(&'a self, due: impl FnOnce() -> Option<UnderWay<'a>>) -> bool {
-        if crate::os::forked() {
-            return false;
-        }
+    /// Closes the open sequence number if the caller wants it, or an event failed, and asks the driver.
+    fn look_at(
+        &self,
+        state: Option<MutexGuard<'_, TimelineState>>,
+        wants: impl FnOnce(&mut TimelineState) -> bool,
+    ) -> bool {
+        let due =
+            state.is_some_and(|mut state| wants(&mut state) && state.open_entries > 0 || state.has_failed());
         if let Some(error) = self.context.poisoned() {
             self.lose(error);
         }
-        if let Some(_under_way) = due() {
+        if due {
             _ = self.close();
         }
         self.ask()
@@ -249,17 +235,22 @@ impl Timeline {
     /// # Errors
     /// The number is not closed, or its event is still due: then the stream is still named.
     pub(crate) fn close_for_good(&self) -> Result<()> {
-        self.close()?;
-        // A thread that found the number due just before may be in a call of the driver, which does not take long.
-        while self.state.lock().under_way > 0 {
-            crate::sync::yield_now();
+        const OUTSIDE: &str = "end the capture, and call again";
+        if self.elsewhere().is_none() {
+            self.not_capturing("recording the events of holds", OUTSIDE)?;
         }
-        match self.state.lock().is_failing() {
-            true => Err(Error::Capturing {
-                what: "an event of the stream",
-                remedy: "end the capture, and call again",
-            }),
-            false => Ok(()),
+        self.close()?;
+        loop {
+            let state = self.state.lock();
+            // A thread that found the number due just before may be in a call of the driver, which does not take long.
+            if state.under_way == 0 {
+                return match state.is_uncovered() {
+                    true => Err(Error::Capturing { what: "an event of the stream", remedy: OUTSIDE }),
+                    false => self.not_lost(),
+                };
+            }
+            drop(state);
+            crate::sync::yield_now();
         }
     }
 
@@ -280,47 +271,71 @@ impl Timeline {
     }
 }
 
-/// An event that is being recorded. Its drop, after an error or by a panic too, says how that ended: where it was not
-/// recorded for certain, the sequence number is left to a later event.
-struct Recording<'a> {
+/// A thread that closes a sequence number and records its event. Meanwhile it names the stream to the driver. Its drop,
+/// after an error or by a panic too, says how that ended: where the event was not recorded for certain, the number is
+/// left to a later event.
+pub(super) struct Closing<'a> {
     timeline: &'a Timeline,
-    seq: u64,
-    event: EventHandle,
+    /// The number that was closed, and its event.
+    mark: Option<Mark>,
     recorded: bool,
 }
 
-impl Drop for Recording<'_> {
+impl<'a> Closing<'a> {
+    pub(super) fn new(timeline: &'a Timeline, state: &mut TimelineState) -> Self {
+        state.under_way += 1;
+        Self { timeline, mark: None, recorded: false }
+    }
+
+    /// Closes the open sequence number and records its event. A `waiter` waits for that event, which is then recorded
+    /// even if nothing is in flight: work that the crate does not see may be on the stream.
+    pub(super) fn record(mut self, waiter: Option<StreamHandle>) -> Result<()> {
+        crate::os::check_fork()?;
+        let timeline = self.timeline;
+        let context = &timeline.context;
+        // The event comes first: where none can be made, the number is closed without one, and another is due.
+        let event = context.event().inspect_err(|error| timeline.not_recorded(error))?;
+        {
+            let mut state = timeline.state.lock();
+            let nothing = state.open_entries == 0 && !state.is_uncovered() && waiter.is_none();
+            if nothing || timeline.lost.get().is_some() {
+                drop(state);
+                context.recycle(event);
+                return timeline.not_lost();
+            }
+            self.mark = Some(Mark { seq: state.open, event });
+            state.close();
+        }
+        let stream = timeline.elsewhere().map_or(timeline.stream, |confined| confined.covering);
+        if let Err(error) = context.noting(context.driver().record(event, stream)) {
+            drop(self);
+            timeline.not_recorded(&error);
+            return Err(error);
+        }
+        // Before the event is published, since it may be used again from then on.
+        let waits =
+            waiter.map_or(Ok(()), |waiter| context.noting(context.driver().wait_event(waiter, event)));
+        self.recorded = true;
+        waits
+    }
+}
+
+impl Drop for Closing<'_> {
     fn drop(&mut self) {
         let mut state = self.timeline.state.lock();
         state.under_way -= 1;
-        match state.place(self.seq) {
-            Some(at) if self.recorded => {
-                state.marks[at].state = EventState::Recorded;
-                state.record_failures = 0;
-            }
-            Some(_) => state.fail(self.seq),
-            // For a stream that was given up meanwhile no event is due any more.
-            None => {
-                drop(state);
-                self.timeline.keep_back(self.event);
-            }
+        let Some(mark) = self.mark else { return };
+        if self.timeline.lost.get().is_some() {
+            drop(state);
+            self.timeline.keep_back(mark.event);
+        } else if self.recorded {
+            let at = state.marks.partition_point(|other| other.seq < mark.seq);
+            state.marks.insert(at, mark);
+            state.covered = state.covered.max(mark.seq);
+            state.failures = 0;
+        } else {
+            state.fail(mark.event);
         }
-    }
-}
-
-/// A thread that has found a number due and closes it.
-struct UnderWay<'a>(&'a Timeline);
-
-impl<'a> UnderWay<'a> {
-    fn new(timeline: &'a Timeline, state: &mut TimelineState) -> Self {
-        state.under_way += 1;
-        Self(timeline)
-    }
-}
-
-impl Drop for UnderWay<'_> {
-    fn drop(&mut self) {
-        self.0.state.lock().under_way -= 1;
     }
 }
 
@@ -335,54 +350,78 @@ impl Drop for Asking<'_> {
 }
 
 impl TimelineState {
-    /// Opens the next sequence number, and marks the one that was open until now.
-    fn close(&mut self, state: EventState, event: Option<EventHandle>) {
-        self.marks.push_back(Mark { seq: self.open, state, event, since: None });
+    /// Opens the next sequence number.
+    fn close(&mut self) {
         self.open += 1;
         (self.open_entries, self.open_bytes) = (0, 0);
     }
 
-    /// The place of the mark of a number, unless that has failed or the stream was lost.
-    fn place(&self, seq: u64) -> Option<usize> {
-        let at = self.marks.partition_point(|mark| mark.seq < seq);
-        let mark = self.marks.get(at)?;
-        (mark.seq == seq && mark.state != EventState::Failing).then_some(at)
+    /// Removes the mark of a number, unless the stream was lost.
+    fn take_mark(&mut self, seq: u64) -> Option<Mark> {
+        let at = self.marks.iter().position(|mark| mark.seq == seq)?;
+        self.marks.remove(at)
     }
 
-    /// The oldest event that was recorded, with its number.
-    pub(super) fn recorded(&self) -> Option<(u64, EventHandle)> {
-        let mark = self.marks.iter().find(|mark| mark.state == EventState::Recorded)?;
-        mark.event.map(|event| (mark.seq, event))
+    /// Keeps an event that may be recorded and does not count.
+    fn fail(&mut self, event: EventHandle) {
+        self.failed.push((self.open - 1, event));
     }
 
-    /// The event of a mark may be recorded and does not count: another one is due.
-    fn fail(&mut self, seq: u64) {
-        if let Some(mark) = self.place(seq).and_then(|at| self.marks.remove(at)) {
-            let (seq, state) = (self.open - 1, EventState::Failing);
-            self.marks.push_back(Mark { seq, state, since: None, ..mark });
+    /// Whether entries of closed numbers wait for an event that is not recorded.
+    pub(super) fn is_uncovered(&self) -> bool {
+        self.covered + 1 < self.open && self.entries.len() > self.pending
+    }
+
+    /// Whether an event failed, and no thread is about to record another one.
+    pub(super) fn has_failed(&self) -> bool {
+        self.is_uncovered() && self.under_way == 0
+    }
+
+    /// Completes the entries up to a sequence number. `flights` gets how long the timed ones took.
+    fn complete(
+        &mut self,
+        seq: u64,
+        flights: &crate::locks::Mutex<crate::telemetry::counters::Histogram>,
+        after: &mut After,
+    ) {
+        self.moves += 1;
+        while self.entries.front().is_some_and(|entry| entry.seq <= seq) {
+            let Some(entry) = self.entries.pop_front() else { break };
+            self.completed += 1;
+            if let Some(since) = entry.since.filter(|_| entry.number % TIMED == 0) {
+                flights.lock().record(since.elapsed());
+            }
+            if let Some(flown) = entry.flown {
+                // Counted before the word changes: from then on the handle may return the segment, and with the last
+                // segment of a closed pool the central pool is freed.
+                flown.count(-1, -isize::from(flown.is_claimed()));
+                after.returned.extend(flown.complete());
+            }
+            after.released.extend(entry.host.into_iter().chain(entry.memory));
         }
     }
 
-    /// Whether entries wait for an event in place of one that failed.
-    pub(super) fn is_failing(&self) -> bool {
-        let last = self.marks.iter().rev().find(|mark| mark.state != EventState::Due);
-        last.is_some_and(|mark| mark.state == EventState::Failing) && !self.entries.is_empty()
-    }
-
-    /// The events that failed before the number `seq` was closed, whose own event was seen complete: they are free.
-    fn free_before(&mut self, seq: u64) -> Vec<EventHandle> {
-        let before = self.marks.partition_point(|mark| mark.seq < seq);
-        let (failed, others): (Vec<_>, Vec<_>) =
-            self.marks.drain(..before).partition(|mark| mark.state == EventState::Failing);
-        others.into_iter().rev().for_each(|mark| self.marks.push_front(mark));
-        failed.into_iter().filter_map(|mark| mark.event).collect()
-    }
-
-    /// Notes when the reaper found the marks that are new, for reports.
-    fn date_marks(&mut self) {
-        for mark in self.marks.iter_mut().rev().take_while(|mark| mark.since.is_none()) {
-            mark.since = Some(Instant::now());
+    /// Quarantines every entry that has joined a sequence number. A pending entry follows when it joins.
+    ///
+    /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go of. Otherwise the
+    /// copies may still be queued, and their device memory is leaked, since a device may die of a copy to freed memory.
+    /// Returns whether a hold was lost on anything but segments.
+    fn quarantine(&mut self, dead: bool, after: &mut After) -> bool {
+        let mut keeps = false;
+        for entry in self.entries.drain(..self.entries.len() - self.pending) {
+            if let Some(flown) = entry.flown {
+                flown.count(-1, -isize::from(flown.is_claimed()));
+                give_up(&flown.segment, &mut after.quarantined);
+            }
+            let (free, kept) = if dead { (entry.memory, None) } else { (None, entry.memory) };
+            for hold in entry.host.into_iter().chain(kept) {
+                keeps |= hold.quarantine(&mut after.quarantined);
+            }
+            after.released.extend(free);
         }
+        self.moves += 1;
+        (self.open_entries, self.open_bytes) = (0, 0);
+        keeps
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Flight, Timeline, TimelineEntry, TimelineState};
+use super::{PENDING, Timeline, TimelineState};
 use crate::central::Segment;
 use crate::sync::Ordering;
 
@@ -69,28 +69,29 @@ impl Timeline {
         self.asking.load(Ordering::Acquire) || self.state.lock().under_way > 0
     }
 
-    /// Bytes of a central pool that are in flight here, and how many of these are claimed; and a count of all changes
-    /// so far.
-    pub(crate) fn flight(&self, central: u64) -> (Flight, u64) {
+    /// Bytes of a central pool that are in flight here, how many of these are claimed, and a count of all changes so
+    /// far.
+    pub(crate) fn flight(&self, central: u64) -> (usize, usize, u64) {
         let state = self.state.lock();
-        (state.flight(Some(central)), state.moves)
+        let (bytes, claimed) = state.flight(Some(central));
+        (bytes, claimed, state.moves)
     }
 
     /// The counts now. Not in the child of a fork.
     pub(crate) fn look(&self) -> StreamStats {
         let state = self.state.lock();
-        let flight = state.flight(None);
+        let (in_flight_bytes, claimed_bytes) = state.flight(None);
         StreamStats {
             stream: self.number(),
             submitted: state.submitted,
             completed: state.completed,
-            in_flight: state.entries.len() + state.pending.len(),
-            in_flight_bytes: flight.bytes,
-            claimed_bytes: flight.claimed,
+            in_flight: state.entries.len(),
+            in_flight_bytes,
+            claimed_bytes,
             seq: state.open,
             // Only changed under the lock, which is held here.
             completed_seq: self.completed.load(Ordering::Relaxed),
-            events: state.marks.iter().filter(|mark| mark.state == EventState::Recorded).count(),
+            events: state.marks.len(),
             lost: self.lost.get().is_some(),
         }
     }
@@ -99,44 +100,28 @@ impl Timeline {
     /// is known to be in flight.
     pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(&Segment, u64, EventState, Option<Instant>)) {
         let state = self.state.lock();
-        // Computed once, not for each of thousands of entries: an event covers all sequence numbers up to its own.
-        let highest = |state_of: EventState| {
-            let last = state.marks.iter().rev().find(|mark| mark.state == state_of);
-            last.map_or(0, |mark| mark.seq)
-        };
-        let (recorded, failing) = (highest(EventState::Recorded), highest(EventState::Failing));
-        let event = |seq: u64| match () {
-            () if seq <= recorded => EventState::Recorded,
-            () if seq <= failing => EventState::Failing,
-            () => EventState::Due,
-        };
-        let since = |seq: u64| {
-            let first = state.marks.partition_point(|mark| mark.seq < seq);
-            state.marks.get(first).and_then(|mark| mark.since)
-        };
-        for TimelineEntry { seq, flown, host, .. } in state.entries.iter().chain(&state.pending) {
-            let (seq, event, since) = match *seq {
-                0 => (state.open, EventState::Submitting, None),
-                seq => (seq, event(seq), since(seq)),
+        let closed = if state.under_way == 0 { EventState::Failing } else { EventState::Due };
+        for entry in &state.entries {
+            let (seq, event) = match entry.seq {
+                PENDING => (state.open, EventState::Submitting),
+                seq if seq <= state.covered => (seq, EventState::Recorded),
+                seq if seq < state.open => (seq, closed),
+                seq => (seq, EventState::Due),
             };
-            flown.iter().for_each(|flown| visit(&flown.segment, seq, event, since));
-            host.iter()
-                .for_each(|hold| hold.for_each_segment(&mut |segment| visit(segment, seq, event, since)));
+            let mut visit = |segment: &Segment| visit(segment, seq, event, entry.since);
+            entry.flown.iter().for_each(|flown| visit(&flown.segment));
+            entry.host.iter().for_each(|hold| hold.for_each_segment(&mut visit));
         }
     }
 }
 
 impl TimelineState {
-    /// What is in flight, of one central pool or of all.
-    fn flight(&self, central: Option<u64>) -> Flight {
-        let mut flight = Flight::default();
-        let entries = self.entries.iter().chain(&self.pending);
-        for flown in entries.filter_map(|entry| entry.flown.as_ref()) {
-            if central.is_none_or(|number| number == flown.segment.central().number()) {
-                flight.bytes += flown.bytes;
-                flight.claimed += if flown.is_claimed() { flown.bytes } else { 0 };
-            }
-        }
-        flight
+    /// Bytes in flight and of these the claimed ones, of one central pool or of all.
+    fn flight(&self, central: Option<u64>) -> (usize, usize) {
+        let all = self.entries.iter().filter_map(|entry| entry.flown.as_ref());
+        let own = all.filter(|flown| central.is_none_or(|number| number == flown.segment.central().number()));
+        own.fold((0, 0), |(bytes, claimed), flown| {
+            (bytes + flown.bytes, claimed + if flown.is_claimed() { flown.bytes } else { 0 })
+        })
     }
 }

@@ -20,13 +20,11 @@
 //! failed one all the same, so that one is not used again before the later event is complete. If no event can be made,
 //! the entries are quarantined.
 //!
-//! # Asking the driver
+//! # Asking and completing
 //!
 //! Asking about an event is cheap for one thread and very dear for many at once (138 ns alone, 7.6 us among sixteen).
 //! So one thread asks per timeline: asking is a role that a thread takes by one compare-and-swap. It is a thread that
 //! waits or polls, or else the reaper. All other threads read `completed`.
-//!
-//! # Completion
 //!
 //! When an event was seen complete, the entries that it covers are removed *before* `completed` is raised. So a thread
 //! that sees `completed` finds its segment's word and the statistics up to date. For each segment the handle and the
@@ -54,13 +52,13 @@
 //!
 //! # Invariants
 //!
-//! - `entries` is in the order of sequence numbers. An entry whose driver call is under way has none yet, and is in
-//!   `pending`.
+//! - `entries` has what is in flight, in the order of sequence numbers, and behind that the `pending` entries whose
+//!   driver call is under way. These have no number yet.
 //! - A segment in flight is that of one entry. While it is claimed, its claimer and the timeline change its word under
 //!   the timeline's lock only.
 //! - `completed` only grows. The driver is asked only about marks whose event was recorded.
-//! - `marks` is in the order of sequence numbers. Each closed number that is not complete has a mark of its number or a
-//!   higher one. If the last mark that is not being recorded has failed, another event is due.
+//! - `marks` has the recorded events, in the order of sequence numbers. Closed numbers above `covered` have none: a
+//!   thread is recording it, or has failed to, and then another event is due.
 //! - A lost timeline (`lost`) has no marks and no entries but pending ones, and it gets no event any more. An entry
 //!   that joins it is quarantined by the thread that submitted it.
 //!
@@ -85,9 +83,10 @@ use std::time::Instant;
 
 use crossbeam::utils::CachePadded;
 
+use self::events::Closing;
 pub use self::look::{EventState, StreamStats};
 use self::reaper::Listing;
-use super::hold::{After, Flown, Hold, Resource, Retain, give_up};
+use super::hold::{Flown, Hold, Resource, Retain};
 use crate::central::{CentralPool, Segment, Wake};
 use crate::device::confined::Confined;
 use crate::device::context::Context;
@@ -97,7 +96,6 @@ use crate::foreign::{self, Deferral, KeepAlive};
 use crate::freelist::state;
 use crate::segment::Class;
 use crate::sync::{AtomicBool, AtomicU64, Mutex};
-use crate::telemetry::counters::Histogram;
 
 /// On a stream that is not shared, a sequence number is closed after this many entries or bytes, whichever comes first.
 const SEQ_ENTRIES: usize = 16;
@@ -109,19 +107,13 @@ const EVENT_TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// beside the cost of recording an event.
 const TIMED: u64 = 16;
 
-/// Bytes of segments in flight on a timeline.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Flight {
-    /// In flight.
-    pub(crate) bytes: usize,
-    /// Of these, the bytes of segments that are claimed.
-    pub(crate) claimed: usize,
-}
+/// The sequence number of an entry whose driver call is under way.
+const PENDING: u64 = u64::MAX;
 
 /// What was submitted: it keeps what its copy uses until its sequence number is complete.
 #[derive(Debug)]
 struct TimelineEntry {
-    /// The sequence number, or 0 while the driver call is under way.
+    /// The sequence number, or [`PENDING`].
     seq: u64,
     /// How many entries came before it: by this its submission finds it.
     number: u64,
@@ -130,7 +122,7 @@ struct TimelineEntry {
     host: Option<Hold>,
     /// Device memory.
     memory: Option<Hold>,
-    /// When it was submitted, if it is one of the timed entries.
+    /// When it was submitted, if it is one of the timed entries; else when a look first found it.
     since: Option<Instant>,
 }
 
@@ -140,18 +132,20 @@ struct TimelineState {
     open: u64,
     open_entries: usize,
     open_bytes: usize,
+    /// The highest number that a recorded event covers.
+    covered: u64,
     /// Threads that name the stream to the driver: they found a number due, or record the event of a closed one.
     under_way: u32,
-    /// Failures of recording after which no event was recorded, and of asking, none of them passing. After both,
-    /// nothing was seen complete.
-    record_failures: u32,
-    ask_failures: u32,
-    /// What is being submitted: its driver call has not returned.
-    pending: Vec<TimelineEntry>,
-    /// What is in flight, oldest first.
+    /// Failures of recording and asking, none of them passing, after which no event was recorded or seen complete.
+    failures: u32,
+    /// What is in flight, oldest first, and behind it what is being submitted: `pending` entries, in no order.
     entries: VecDeque<TimelineEntry>,
-    /// The closed sequence numbers that are not known to be complete, in order.
+    pending: usize,
+    /// The recorded events that are not known to be complete.
     marks: VecDeque<Mark>,
+    /// Events whose recording failed, or that a capture had, and the highest closed number at that time. They may be
+    /// recorded all the same, so they are used again when an event that was recorded later is complete.
+    failed: Vec<(u64, EventHandle)>,
     /// Threads and tasks that wait, by their sequence numbers, and by numbers of which none is used twice.
     waiting: BTreeMap<(u64, u64), Wake>,
     next_wait: u64,
@@ -167,17 +161,11 @@ struct TimelineState {
     seen: u64,
 }
 
-/// A closed sequence number, with the event that covers all numbers up to it.
-#[derive(Debug)]
+/// A recorded event, which covers all sequence numbers up to its own.
+#[derive(Clone, Copy, Debug)]
 struct Mark {
     seq: u64,
-    /// `Due` while the event is being recorded. A `Failing` mark has an event that may be recorded all the same, or
-    /// that a capture had, or none; the event is free again when one that was recorded later is complete. So the mark
-    /// moves to the highest closed number when it fails.
-    state: EventState,
-    event: Option<EventHandle>,
-    /// When a look of the reaper's first found the mark.
-    since: Option<Instant>,
+    event: EventHandle,
 }
 
 /// A stream's timeline. The module's page describes it.
@@ -361,7 +349,8 @@ impl Timeline {
         state.submitted += 1;
         let since = timed.then(Instant::now);
         let memory = memory.map(Hold::new);
-        state.pending.push(TimelineEntry { seq: 0, number, flown, host, memory, since });
+        state.pending += 1;
+        state.entries.push_back(TimelineEntry { seq: PENDING, number, flown, host, memory, since });
         // Foreign code is put off from here until the entry has its sequence number.
         let deferral = foreign::defer();
         Ok(Submission { timeline: self, number: Some(number), patient: false, _deferral: deferral })
@@ -381,6 +370,7 @@ impl Timeline {
             && state.open_entries < SEQ_ENTRIES
             && state.open_bytes < SEQ_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
+        let closing = (!lingers).then(|| Closing::new(self, &mut state));
         drop(state);
         if list {
             self.listing.list(self);
@@ -388,10 +378,8 @@ impl Timeline {
         if let Some(error) = self.lost.get() {
             self.lose(error);
         }
-        if !lingers {
-            // A failure leaves the entry to a later event. The submitter has asked about a capture before.
-            _ = self.close_now(None);
-        }
+        // A failure leaves the entry to a later event. The submitter has asked about a capture before.
+        _ = closing.map(|closing| closing.record(None));
         seq
     }
 
@@ -419,7 +407,8 @@ impl Timeline {
                 && central.may_claim(class, segment.base())
                 && flown.exchange(state::DETACHED, state::CLAIMED)
         };
-        let entries = state.entries.iter_mut().rev();
+        let pending = state.pending;
+        let entries = state.entries.iter_mut().rev().skip(pending);
         let flown = entries.filter_map(|entry| entry.flown.as_mut()).find(fits)?;
         flown.segment.rebook(len);
         flown.count(0, 1);
@@ -463,7 +452,6 @@ impl Drop for Timeline {
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
             return std::mem::forget((keep_alive, waiting));
         }
-        self.listing.ended();
         // A timeline with anything in flight is on the reaper's list and so is not dropped, unless a panic has removed
         // it from the list.
         let idle = self.state.get_mut().is_idle();
@@ -472,8 +460,7 @@ impl Drop for Timeline {
             self.context.holds().leaked(1);
         }
         let state = self.state.get_mut();
-        let failed = state.marks.drain(..).filter_map(|mark| mark.event);
-        failed.for_each(|event| self.context.set_aside(event));
+        state.failed.drain(..).for_each(|(_, event)| self.context.set_aside(event));
         self.context.count_past(state.submitted, state.completed);
         if !idle {
             return std::mem::forget(keep_alive);
@@ -498,16 +485,19 @@ impl Drop for Timeline {
 impl TimelineState {
     fn is_idle(&self) -> bool {
         // (A later event may have been published before one that is still being recorded.)
-        self.entries.is_empty() && self.pending.is_empty() && self.under_way == 0 && self.recorded().is_none()
+        self.entries.is_empty() && self.under_way == 0 && self.marks.is_empty()
     }
 
     /// Gives a pending entry its sequence number, the highest so far.
     fn join(&mut self, number: u64, seq: u64) {
-        let Some(at) = self.pending.iter().position(|entry| entry.number == number) else { return };
-        let entry = TimelineEntry { seq, ..self.pending.swap_remove(at) };
+        let first = self.entries.len() - self.pending;
+        let Some(at) = self.entries.range(first..).position(|entry| entry.number == number) else { return };
+        self.entries.swap(first, first + at);
+        self.pending -= 1;
+        let entry = &mut self.entries[first];
+        entry.seq = seq;
         self.open_entries += 1;
         self.open_bytes += entry.flown.as_ref().map_or(0, |flown| flown.bytes);
-        self.entries.push_back(entry);
     }
 
     /// The entry with a segment that is claimed. `None` for one that is not, and for one that was seen complete.
@@ -518,48 +508,6 @@ impl TimelineState {
         }
         let is = |flown: &Flown| std::ptr::eq(flown.segment.descriptor(), segment.descriptor());
         self.entries.iter_mut().rev().find(|entry| entry.flown.as_ref().is_some_and(is))
-    }
-
-    /// Completes the entries up to a sequence number. `flights` gets how long the timed ones took.
-    fn complete(&mut self, seq: u64, flights: &crate::locks::Mutex<Histogram>, after: &mut After) {
-        self.moves += 1;
-        while self.entries.front().is_some_and(|entry| entry.seq <= seq) {
-            let Some(TimelineEntry { flown, host, memory, since, .. }) = self.entries.pop_front() else {
-                break;
-            };
-            self.completed += 1;
-            since.into_iter().for_each(|since| flights.lock().record(since.elapsed()));
-            if let Some(flown) = flown {
-                // Counted before the word changes: from then on the handle may return the segment, and with the last
-                // segment of a closed pool the central pool is freed.
-                flown.count(-1, -isize::from(flown.is_claimed()));
-                after.returned.extend(flown.complete());
-            }
-            after.released.extend(host.into_iter().chain(memory));
-        }
-    }
-
-    /// Quarantines every entry that has joined a sequence number. A pending entry follows when it joins.
-    ///
-    /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go of. Otherwise the
-    /// copies may still be queued, and their device memory is leaked, since a device may die of a copy to freed memory.
-    /// Returns whether a hold was lost on anything but segments.
-    fn quarantine(&mut self, dead: bool, after: &mut After) -> bool {
-        let mut keeps = false;
-        for TimelineEntry { flown, host, memory, .. } in self.entries.drain(..) {
-            if let Some(flown) = flown {
-                flown.count(-1, -isize::from(flown.is_claimed()));
-                give_up(&flown.segment, &mut after.quarantined);
-            }
-            let kept = if dead { None } else { memory.as_ref() };
-            for hold in host.iter().chain(kept) {
-                keeps |= hold.quarantine(&mut after.quarantined);
-            }
-            after.released.extend(memory.filter(|_| dead));
-        }
-        self.moves += 1;
-        (self.open_entries, self.open_bytes) = (0, 0);
-        keeps
     }
 }
 

@@ -14,8 +14,9 @@
 //! The pause is 50 us at least. It is 1 ms at most where up to [`BATCH`] timelines are listed, and longer in proportion
 //! where more are: so a thousand streams that hang cost a hundredth of a core.
 //!
-//! A pool that runs short looks at the [`BATCH`] timelines whose looks come next, on the thread of the request
-//! ([`Listing::glance`]).
+//! A pool that runs short looks at the [`BATCH`] timelines whose looks come next, on the thread of the request; a
+//! program that reaps, and who moves a device by hand, at all of them ([`Listing::look`]). Such a look takes idle
+//! timelines off the list.
 //!
 //! # Invariants
 //!
@@ -27,11 +28,6 @@
 //! The thread does not end by a panic. A panic in the look at one timeline can only come from a mistake in this crate
 //! (foreign code is guarded); it quarantines what is in flight on that timeline, and the reaper goes on with the
 //! others.
-//!
-//! # Devices by hand
-//!
-//! A device that a test moves by hand ([`Device::by_hand`](crate::Device::by_hand)) has no reaper thread: the thread
-//! that moves the device calls [`Listing::advance`].
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -44,10 +40,10 @@ use crate::locks::{Condvar, Mutex};
 
 const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
-/// Looks without anything in flight before a timeline is taken off the list.
+/// Looks without anything in flight before the reaper takes a timeline off the list.
 const IDLE_LOOKS: u32 = 16;
 /// Listed timelines from which on the longest pause is longer; and the timelines that a pool looks at, at most.
-const BATCH: usize = 64;
+pub(crate) const BATCH: usize = 64;
 
 /// A listed timeline.
 #[derive(Debug)]
@@ -76,7 +72,7 @@ struct Queue {
 pub(crate) struct Listing {
     queue: Mutex<Queue>,
     doorbell: Condvar,
-    /// The timelines that are alive, for statistics and for [`Listing::advance`].
+    /// The device's timelines, for statistics.
     known: Mutex<Vec<Weak<Timeline>>>,
 }
 
@@ -85,7 +81,8 @@ impl Listing {
     pub(super) fn list(&self, timeline: &Arc<Timeline>) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
-        queue.listed.push(Listed::new(timeline, now));
+        let (timeline, next_look) = (timeline.clone(), now + SHORTEST_PAUSE);
+        queue.listed.push(Listed { timeline, idle: 0, since: now, next_look });
         if queue.asleep {
             self.doorbell.notify_one();
         }
@@ -95,16 +92,11 @@ impl Listing {
     pub(super) fn expedite(&self, timeline: &Timeline) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
-        let Some(listed) = queue.find(timeline) else { return };
-        (listed.since, listed.next_look) = (now, now);
+        let Some(at) = queue.find(timeline) else { return };
+        (queue.listed[at].since, queue.listed[at].next_look) = (now, now);
         if !std::mem::replace(&mut queue.rung, true) {
             self.doorbell.notify_one();
         }
-    }
-
-    /// Forgets a timeline that ends: no counted reference to it is left.
-    pub(super) fn ended(&self) {
-        self.known.lock().retain(|timeline| timeline.strong_count() > 0);
     }
 
     /// Starts the reaper of a device. A device by hand has none.
@@ -117,7 +109,7 @@ impl Listing {
                 crate::sync::enter(crate::sync::Own::Reaper);
                 driver.enter_thread();
                 drop(driver);
-                foreign::live("the reaper panicked: it goes on", || run(&own));
+                foreign::live("the reaper panicked: it goes on", || own.run());
             })
             .map_err(|e| Error::Unavailable {
                 device: device.into(),
@@ -134,15 +126,17 @@ impl Listing {
             return;
         }
         if context.is_by_hand() {
-            // The last look: what is still in flight after it stays so for good, with its memory.
-            self.advance();
+            // The last look: what is still in flight after it stays so, with its memory.
+            self.look(usize::MAX);
         }
         self.queue.lock().closing = true;
         self.doorbell.notify_one();
     }
 
     pub(super) fn know(&self, timeline: &Arc<Timeline>) {
-        self.known.lock().push(Arc::downgrade(timeline));
+        let mut known = self.known.lock();
+        known.retain(|timeline| timeline.strong_count() > 0);
+        known.push(Arc::downgrade(timeline));
     }
 
     /// All timelines of the device that are alive.
@@ -150,60 +144,77 @@ impl Listing {
         self.known.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Looks once at every timeline, on the calling thread: for devices by hand, and for programs that ask for it.
-    /// Returns whether anything completed.
-    pub(crate) fn advance(&self) -> bool {
-        let mut progress = false;
-        for timeline in self.known() {
-            progress |= timeline.advance(true);
+    /// Looks once at each listed timeline, or at the `most` whose looks come next, on the calling thread: for a program
+    /// that asks for it, a device by hand, and a pool that runs short. Returns whether anything completed.
+    pub(crate) fn look(&self, most: usize) -> bool {
+        let timelines = self.queue.lock().take(Instant::now(), most);
+        self.look_at(&timelines, true)
+    }
+
+    /// Looks at timelines. With `now` it closes what is open, and takes those that are idle off the list at once.
+    fn look_at(&self, timelines: &[Arc<Timeline>], now: bool) -> bool {
+        let look = |timeline: &Arc<Timeline>| {
+            foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
+                timeline.advance(now)
+            })
+            .unwrap_or_else(|| {
+                // The panic may have left the timeline's state half changed: it is given up as a whole.
+                timeline.lose(&Error::Internal("a look at a stream panicked"));
+                true
+            })
+        };
+        let seen: Vec<bool> = timelines.iter().map(look).collect();
+        let (at, mut queue) = (Instant::now(), self.queue.lock());
+        for (timeline, progress) in timelines.iter().zip(&seen) {
+            queue.note(timeline, *progress, at, if now { 1 } else { IDLE_LOOKS });
         }
-        // Without a reaper thread nothing else empties the list. The timelines are dropped after the lock is released.
+        seen.contains(&true)
+    }
+
+    /// The thread's work until the device closes.
+    fn run(&self) {
+        let mut looked = Instant::now();
+        while let Some(due) = self.next_due(looked) {
+            self.look_at(&due, false);
+            looked = Instant::now();
+        }
+    }
+
+    /// Waits until timelines are due: for [`SHORTEST_PAUSE`] at least after the last looks, so that several are due at
+    /// once, and for [`LONGEST_PAUSE`] at most, since a timeline that is listed meanwhile wakes nobody. `None`: the
+    /// device closes, and nothing is in flight.
+    fn next_due(&self, looked: Instant) -> Option<Vec<Arc<Timeline>>> {
         let mut queue = self.queue.lock();
-        let listed = std::mem::take(&mut queue.listed);
-        let (idle, busy): (Vec<_>, _) = listed.into_iter().partition(|listed| listed.timeline.unlist());
-        queue.listed = busy;
-        drop(queue);
-        drop(idle);
-        progress
-    }
-
-    /// Looks once at the [`BATCH`] timelines whose looks come next, on the calling thread, for a pool that runs short.
-    /// These then go to the back, as after a look of the reaper's. Returns whether anything completed.
-    pub(crate) fn glance(&self) -> bool {
-        let turn = self.queue.lock().turn(Instant::now());
-        turn.iter().fold(false, |progress, timeline| timeline.advance(true) | progress)
-    }
-}
-
-impl Listed {
-    fn new(timeline: &Arc<Timeline>, now: Instant) -> Self {
-        Self { timeline: timeline.clone(), idle: 0, since: now, next_look: now + SHORTEST_PAUSE }
-    }
-
-    fn next_look_after(&self, now: Instant, longest: Duration) -> Instant {
-        now + (now.saturating_duration_since(self.since) / 8).clamp(SHORTEST_PAUSE, longest)
+        loop {
+            let Some(next) = queue.listed.iter().map(|listed| listed.next_look).min() else {
+                if queue.closing {
+                    return None;
+                }
+                queue.asleep = true;
+                self.doorbell.wait(&mut queue);
+                queue.asleep = false;
+                continue;
+            };
+            let (now, until) = (Instant::now(), next.clamp(looked + SHORTEST_PAUSE, looked + LONGEST_PAUSE));
+            if std::mem::take(&mut queue.rung) || now >= until {
+                return Some(queue.due(now));
+            }
+            self.doorbell.wait_until(&mut queue, until);
+        }
     }
 }
 
 impl Queue {
-    fn find(&mut self, timeline: &Timeline) -> Option<&mut Listed> {
-        self.listed.iter_mut().find(|listed| std::ptr::eq(Arc::as_ptr(&listed.timeline), timeline))
+    fn find(&self, timeline: &Timeline) -> Option<usize> {
+        self.listed.iter().position(|listed| std::ptr::eq(Arc::as_ptr(&listed.timeline), timeline))
     }
 
-    /// The longest pause between two looks at one timeline.
-    fn longest_pause(&self) -> Duration {
-        LONGEST_PAUSE * self.listed.len().div_ceil(BATCH).max(1) as u32
-    }
-
-    /// The timelines whose looks come next, for a pool; they go to the back.
-    fn turn(&mut self, now: Instant) -> Vec<Arc<Timeline>> {
-        let longest = self.longest_pause();
-        self.listed.sort_by_key(|listed| listed.next_look);
-        let mut look_at = |listed: &mut Listed| {
-            listed.next_look = listed.next_look_after(now, longest);
-            listed.timeline.clone()
-        };
-        self.listed.iter_mut().take(BATCH).map(&mut look_at).collect()
+    /// Puts off the next look at a timeline.
+    fn put_off(&mut self, at: usize, now: Instant) {
+        let longest = LONGEST_PAUSE * self.listed.len().div_ceil(BATCH).max(1) as u32;
+        let listed = &mut self.listed[at];
+        let pause = now.saturating_duration_since(listed.since) / 8;
+        listed.next_look = now + pause.clamp(SHORTEST_PAUSE, longest);
     }
 
     /// The timelines that are due.
@@ -212,79 +223,29 @@ impl Queue {
         due.map(|listed| listed.timeline.clone()).collect()
     }
 
-    /// Notes what a look has found. Takes the timeline off the list if it was idle for long.
-    fn note(&mut self, timeline: &Timeline, seen: Look, now: Instant) {
-        let longest = self.longest_pause();
-        let Some(listed) = self.find(timeline) else { return };
-        if seen.progress || seen.idle {
+    /// The timelines whose looks come next; they go to the back.
+    fn take(&mut self, now: Instant, most: usize) -> Vec<Arc<Timeline>> {
+        self.listed.sort_by_key(|listed| listed.next_look);
+        let taken = 0..self.listed.len().min(most);
+        taken.clone().for_each(|at| self.put_off(at, now));
+        self.listed[taken].iter().map(|listed| listed.timeline.clone()).collect()
+    }
+
+    /// Notes what a look has found. Takes the timeline off the list if it was idle for so many looks. (The caller has
+    /// another reference to it, so it is not dropped under the lock.)
+    fn note(&mut self, timeline: &Timeline, progress: bool, now: Instant, idle_looks: u32) {
+        let Some(at) = self.find(timeline) else { return };
+        let (listed, is_idle) = (&mut self.listed[at], timeline.is_idle());
+        if progress || is_idle {
             listed.since = now;
         }
-        listed.idle = if seen.idle { listed.idle + 1 } else { 0 };
-        listed.next_look = listed.next_look_after(now, longest);
-        if listed.idle >= IDLE_LOOKS && timeline.unlist() {
-            self.listed.retain(|listed| !std::ptr::eq(Arc::as_ptr(&listed.timeline), timeline));
+        listed.idle = if is_idle { listed.idle + 1 } else { 0 };
+        if listed.idle >= idle_looks && timeline.unlist() {
+            self.listed.swap_remove(at);
+        } else {
+            self.put_off(at, now);
         }
     }
-}
-
-/// The thread's work until the device closes.
-fn run(listing: &Listing) {
-    let mut looked = Instant::now();
-    while let Some(due) = next_due(listing, looked) {
-        let looks: Vec<_> = due.iter().map(look).collect();
-        let now = Instant::now();
-        let mut queue = listing.queue.lock();
-        due.iter().zip(looks).for_each(|(timeline, seen)| queue.note(timeline, seen, now));
-        drop(queue);
-        // `due` is dropped after the lock was released: it may have the last references.
-        looked = now;
-    }
-}
-
-/// Waits until timelines are due: for [`SHORTEST_PAUSE`] at least after the last looks, so that several are due at
-/// once, and for [`LONGEST_PAUSE`] at most, since a timeline that is listed meanwhile wakes nobody. `None`: the device
-/// closes, and nothing is in flight.
-fn next_due(listing: &Listing, looked: Instant) -> Option<Vec<Arc<Timeline>>> {
-    let mut queue = listing.queue.lock();
-    loop {
-        let Some(next) = queue.listed.iter().map(|listed| listed.next_look).min() else {
-            if queue.closing {
-                return None;
-            }
-            queue.asleep = true;
-            listing.doorbell.wait(&mut queue);
-            queue.asleep = false;
-            continue;
-        };
-        let (now, until) = (Instant::now(), next.clamp(looked + SHORTEST_PAUSE, looked + LONGEST_PAUSE));
-        if std::mem::take(&mut queue.rung) || now >= until {
-            return Some(queue.due(now));
-        }
-        listing.doorbell.wait_until(&mut queue, until);
-    }
-}
-
-/// What a look at a timeline has found.
-#[derive(Clone, Copy, Debug, Default)]
-struct Look {
-    /// Something completed.
-    progress: bool,
-    /// Nothing is in flight.
-    idle: bool,
-}
-
-/// Looks at one timeline.
-fn look(timeline: &Arc<Timeline>) -> Look {
-    let completed =
-        foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
-            timeline.advance(false)
-        });
-    let progress = completed.unwrap_or_else(|| {
-        // The panic may have left the timeline's state half changed: it is given up as a whole.
-        timeline.lose(&Error::Internal("a look at a stream panicked"));
-        true
-    });
-    Look { progress, idle: timeline.is_idle() }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -295,15 +256,18 @@ mod tests {
     use crate::stream::Stream;
     use crate::stream::timeline::tests::by_hand;
 
-    const NOTHING: Look = Look { progress: false, idle: false };
     const MS: Duration = Duration::from_millis(1);
 
-    /// Streams of a device by hand, and a queue that has had their timelines since then, without news.
+    /// Streams of a device by hand, each with a hold in flight, and a queue that has had their timelines since then.
     fn listed(count: usize, then: Instant) -> (Vec<Stream>, Queue) {
         let (_, device) = by_hand();
         let streams: Vec<Stream> = (0..count).map(|_| device.stream().unwrap()).collect();
-        let listed = streams.iter().map(|stream| Listed::new(stream.timeline(), then)).collect();
-        (streams, Queue { listed, ..Queue::default() })
+        streams.iter().for_each(|stream| drop(stream.hold(()).unwrap()));
+        let mut queue = std::mem::take(&mut *device.listing().queue.lock());
+        for listed in &mut queue.listed {
+            (listed.since, listed.next_look) = (then, then + SHORTEST_PAUSE);
+        }
+        (streams, queue)
     }
 
     /// Looks at what is due each 50 us for so long, and returns the numbers of the timelines looked at, with the times.
@@ -312,7 +276,7 @@ mod tests {
         let mut now = from;
         while now < from + long {
             for timeline in queue.due(now) {
-                queue.note(&timeline, NOTHING, now);
+                queue.note(&timeline, false, now, IDLE_LOOKS);
                 looks.push((now, timeline.number()));
             }
             now += SHORTEST_PAUSE;
@@ -329,17 +293,19 @@ mod tests {
         assert_eq!((gaps[0], gaps[gaps.len() - 1]), (SHORTEST_PAUSE, LONGEST_PAUSE));
         assert!(gaps.windows(2).all(|w| w[0] <= w[1] && w[1] <= 2 * w[0]), "{gaps:?}");
         // What was complete just after a look is seen when an eighth of the time has passed again, or a step later.
-        let early = seen.windows(2).take_while(|w| w[1].0 < then + 6 * MS);
-        assert!(
-            early
-                .map(|w| (w[1].0 - w[0].0, w[0].0 - then))
-                .all(|(gap, at)| gap <= at / 8 + 2 * SHORTEST_PAUSE)
-        );
-        for news in [Look { progress: true, ..NOTHING }, Look { idle: true, ..NOTHING }] {
-            let now = then + 30 * MS;
-            queue.note(streams[0].timeline(), news, now);
-            assert_eq!(queue.listed[0].next_look, now + SHORTEST_PAUSE);
+        let mut early = seen.windows(2).take_while(|w| w[1].0 < then + 6 * MS);
+        assert!(early.all(|w| w[1].0 - w[0].0 <= (w[0].0 - then) / 8 + 2 * SHORTEST_PAUSE));
+        let (timeline, now) = (streams[0].timeline(), then + 30 * MS);
+        queue.note(timeline, true, now, IDLE_LOOKS);
+        assert_eq!(queue.listed[0].next_look, now + SHORTEST_PAUSE);
+        // That nothing is in flight any more is news, too. The timeline stays listed for some looks.
+        timeline.lose(&Error::Internal("on purpose"));
+        for _ in 1..IDLE_LOOKS {
+            queue.note(timeline, false, now + MS, IDLE_LOOKS);
+            assert_eq!(queue.listed[0].next_look, now + MS + SHORTEST_PAUSE);
         }
+        queue.note(timeline, false, now, IDLE_LOOKS);
+        assert!(queue.listed.is_empty());
     }
 
     #[test]
@@ -352,32 +318,9 @@ mod tests {
         assert!(looks.len() <= 100 * BATCH && looks.len() >= 90 * BATCH, "{}", looks.len());
         let numbers: BTreeSet<u64> = looks.iter().map(|(_, number)| *number).collect();
         assert_eq!(numbers.len(), streams.len());
-    }
-
-    #[test]
-    fn the_turns_of_a_pool_go_around() {
-        const STREAMS: usize = 150;
-        let now = Instant::now();
-        let (_streams, mut queue) = listed(STREAMS, now);
-        let turns: Vec<_> = (0..3).flat_map(|_| queue.turn(now + MS)).collect();
-        let numbers: BTreeSet<u64> = turns.iter().map(|timeline| timeline.number()).collect();
-        assert_eq!((turns.len(), numbers.len()), (3 * BATCH, STREAMS));
-        let (_streams, mut queue) = listed(3, now);
-        assert_eq!(queue.turn(now + MS).len(), 3, "a short list is taken whole, once");
-    }
-
-    #[test]
-    fn idle_timelines_leave_the_list_and_not_at_once() {
-        let now = Instant::now();
-        let (streams, mut queue) = listed(1, now);
-        // In the middle it has got work.
-        let looks = (1..2 * IDLE_LOOKS).map(|n| Look { idle: n != IDLE_LOOKS, ..NOTHING });
-        for look in looks {
-            queue.note(streams[0].timeline(), look, now);
-            assert_eq!(queue.listed.len(), 1);
-        }
-        queue.note(streams[0].timeline(), Look { idle: true, ..NOTHING }, now);
-        assert!(queue.listed.is_empty());
+        // Pools that look on their own go around.
+        let turns = (0..10).flat_map(|_| queue.take(then + 301 * MS, BATCH));
+        assert_eq!(turns.map(|timeline| timeline.number()).collect::<BTreeSet<u64>>(), numbers);
     }
 
     #[test]
@@ -390,7 +333,7 @@ mod tests {
         assert!(!listing.queue.lock().rung);
         *listing.queue.lock() = queue;
         let own = listing.clone();
-        let pausing = std::thread::spawn(move || next_due(&own, far).map(|due| due.len()));
+        let pausing = std::thread::spawn(move || own.next_due(far).map(|due| due.len()));
         // Whether this comes before the pause or in it.
         listing.expedite(timeline);
         assert_eq!(pausing.join().unwrap(), Some(1));
@@ -399,24 +342,7 @@ mod tests {
         // It is news as well.
         let since = queue.listed[0].since;
         assert!(since < far);
-        queue.note(timeline, NOTHING, since);
+        queue.note(timeline, false, since, IDLE_LOOKS);
         assert_eq!(queue.listed[0].next_look, since + SHORTEST_PAUSE);
-    }
-
-    #[test]
-    fn a_glance_tells_whether_anything_completed() {
-        let (streams, _) = listed(2, Instant::now());
-        let device = streams[0].device().clone();
-        streams.iter().for_each(|stream| drop(stream.hold(()).unwrap()));
-        assert!(!device.listing().glance());
-        device.context().advance();
-        assert!(device.listing().glance());
-        assert!(streams.iter().all(|stream| stream.timeline().is_idle()));
-        assert!(!device.listing().glance());
-        // Streams that have ended are not known any more.
-        assert_eq!(device.listing().known().len(), 2);
-        device.listing().advance();
-        drop(streams);
-        assert!(device.listing().known.lock().is_empty());
     }
 }

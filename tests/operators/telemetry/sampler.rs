@@ -324,7 +324,7 @@ fn what_has_ended_reads_zero() {
 }
 
 #[test]
-fn buffers_and_streams_have_thresholds_of_their_own() {
+fn buffers_and_streams_are_told_of_after_the_threshold() {
     recorded!();
     let bench = Bench::new(|builder| builder);
     let (stream, memory) = bench.target();
@@ -337,10 +337,8 @@ fn buffers_and_streams_have_thresholds_of_their_own() {
     };
     let new = || Sampler::new(&bench.pool);
     assert_eq!(told(new()), (0, 0), "within a minute");
-    assert_eq!(told(new().stuck_buffers_after(Duration::ZERO)), (1, 0));
-    assert_eq!(told(new().stuck_streams_after(Duration::ZERO)), (0, 1));
-    assert_eq!(told(new().stuck_after(Duration::ZERO).stuck_buffers_after(Duration::MAX)), (0, 1));
-    assert_eq!(told(new().stuck_after(Duration::ZERO).stuck_streams_after(Duration::MAX)), (1, 0));
+    assert_eq!(told(new().stuck_after(Duration::ZERO)), (1, 1));
+    assert_eq!(told(new().stuck_after(Duration::MAX)), (0, 0));
     bench.node.resume(0);
     drop(sent.wait().unwrap());
 }
