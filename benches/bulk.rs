@@ -17,37 +17,28 @@
 //! | `fresh_T` | the device to a new vector |
 //! | `both_T` | `slice_T` and `touched_T` at once, by a copier each, over both directions of the link at once |
 //! | `both_T_one` | the same by one copier of twice as many threads, or `--one N` |
-//! | `both_T_pinned` | the same, with a page-locked source of the upload |
 //!
-//! Beside each row the bench prints the speed of a plain loop of as many threads in the same round, without a device:
-//! it reads the file, or copies by `memcpy`, 4 MiB at a time into (or out of) two page-locked segments for each thread.
-//! A row that is as fast as that loop is as fast as staging can be on this machine.
+//! Beside each row of a file the bench prints the speed of a plain loop of as many threads in the same round, without a
+//! device: it reads the file, 4 MiB at a time into two segments of ordinary memory for each thread. A row that is as fast
+//! as that loop is as fast as staging can be on this machine.
 //!
-//! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile and the bulk rate beside it,
-//! by a stream of the caller's own, and by the copier, whose depth is 2. On the
-//! host device the link is the CPU, which other programs use as well; there each row is compared with a copy of the
-//! bare link right before it, and that copy with copies by threads of the bench (`memcpy`).
+//! On the host device the link is the CPU, which other programs use as well.
 //!
 //! `--device NAME` (a GPU, else the host device), `--rounds N`, `--only file` with the rows of files (default), `--only
-//! memory` without, `--sweep` for other chunk lengths and depths. `cargo bench --bench bulk`, or the executable by
-//! itself. With the lengths in parentheses the bench uses at most 4 GiB; the results are of `--mib
+//! memory` without. `cargo bench --bench bulk`, or the executable by itself. With the lengths in parentheses the bench uses at most 4 GiB; the results are of `--mib
 //! 4096 --file-mib 8192` (`benches/gpu.sh`), which takes 28 GiB. On the host device they are 128 and 512, and the
 //! device's memory is part of the 4 GiB.
 #![allow(missing_docs, unsafe_code)]
 
-#[path = "measure/link.rs"]
-mod link;
 mod measure;
 
 use std::io::Write;
-use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use link::{DOWN, Link, UP, fill, memcpy};
-use measure::{Spread, at_least, at_most, flag, line, number, option, quantile, quick, wanted};
-use pinpool::copier::{FileSource, Priority, Reading};
-use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, PinnedBuf, Pool, Unpinned};
+use measure::link::{self, DOWN, Link, UP, fill};
+use measure::{Spread, at_least, flag, line, number, option, quick, wanted};
+use pinpool::copier::{FileSource, Reading};
+use pinpool::{Copier, Device, DeviceSlice, Pool};
 
 struct Bench {
     device: Device,
@@ -55,20 +46,14 @@ struct Bench {
     memory: [DeviceSlice; 2],
     source: Vec<u8>,
     target: Vec<u8>,
-    /// Segments for the plain loops.
-    segments: Vec<PinnedBuf>,
     file: Option<(tempfile::NamedTempFile, usize, DeviceSlice)>,
     cores: usize,
     gpu: bool,
 }
 
 impl Bench {
-    fn builder(&self, threads: usize) -> CopierBuilder {
-        Copier::builder(&self.pool, &self.device).threads(threads)
-    }
-
     fn copier(&self, threads: usize) -> Copier {
-        self.builder(threads).build().expect("a copier")
+        Copier::builder(&self.pool, &self.device).threads(threads).build().expect("a copier")
     }
 }
 
@@ -80,56 +65,8 @@ struct Row<'a> {
     name: String,
     run: Run<'a>,
     direction: usize,
-    threads: usize,
-    plain: Plain,
-}
-
-/// The plain loop beside a row.
-#[derive(Clone, Copy)]
-enum Plain {
-    Reading,
-    Into,
-    OutOf,
-}
-
-/// Moves all of the source, or as much of the file, by a plain loop of several threads, 4 MiB at a time through two
-/// segments for each. Returns bytes a second.
-fn plain(bench: &mut Bench, what: Plain, threads: usize) -> f64 {
-    const CHUNK: usize = 4 << 20;
-    let mut segments = std::mem::take(&mut bench.segments);
-    while segments.len() < threads {
-        let mut two = bench.pool.checkout_timeout(2 * CHUNK, Duration::from_secs(20)).expect("room");
-        two.try_resize(2 * CHUNK, 1).expect("within its capacity");
-        segments.push(two);
-    }
-    let file = bench.file.as_ref().map(|file| file.0.as_file());
-    let (source, target) = (&bench.source, &mut bench.target);
-    let len = source.len();
-    let since = Instant::now();
-    std::thread::scope(|scope| {
-        let part = len.div_ceil(threads).next_multiple_of(8);
-        let parts = source.chunks(part).zip(target.chunks_mut(part));
-        for (number, ((from, to), segments)) in parts.zip(&mut segments).enumerate() {
-            scope.spawn(move || {
-                let places = (0..from.len()).step_by(CHUNK).zip([0, CHUNK].into_iter().cycle());
-                for (at, segment) in places {
-                    let n = CHUNK.min(from.len() - at);
-                    let segment = &mut segments[segment..segment + n];
-                    match (what, file) {
-                        (Plain::Reading, Some(file)) => {
-                            let at = (number * part + at) as u64;
-                            file.read_exact_at(segment, at).expect("the file is there");
-                        }
-                        (Plain::OutOf, _) => to[at..at + n].copy_from_slice(segment),
-                        _ => segment.copy_from_slice(&from[at..at + n]),
-                    }
-                }
-            });
-        }
-    });
-    let taken = since.elapsed().as_secs_f64();
-    bench.segments = segments;
-    len as f64 / taken
+    /// For a row of a file: the threads that read it.
+    reads: Option<usize>,
 }
 
 fn timed(bytes: usize, work: impl FnOnce()) -> (f64, usize) {
@@ -170,11 +107,10 @@ fn file_row<'a>(name: String, copier: Copier, reading: Reading) -> Row<'a> {
         }
         taken
     };
-    Row { name, run: Box::new(run), direction: UP, threads, plain: Plain::Reading }
+    Row { name, run: Box::new(run), direction: UP, reads: Some(threads) }
 }
 
 fn slice_row<'a>(name: String, copier: Copier) -> Row<'a> {
-    let threads = copier.stats().threads;
     let mut checked = false;
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
@@ -187,11 +123,10 @@ fn slice_row<'a>(name: String, copier: Copier) -> Row<'a> {
         }
         taken
     };
-    Row { name, run: Box::new(run), direction: UP, threads, plain: Plain::Into }
+    Row { name, run: Box::new(run), direction: UP, reads: None }
 }
 
 fn touched_row<'a>(name: String, copier: Copier) -> Row<'a> {
-    let threads = copier.stats().threads;
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
             copier.download_slice(&bench.memory[DOWN], &mut bench.target).expect("the transfer completes");
@@ -199,11 +134,10 @@ fn touched_row<'a>(name: String, copier: Copier) -> Row<'a> {
         assert!(equal(&bench.source, &bench.target, bench.cores), "wrong bytes");
         taken
     };
-    Row { name, run: Box::new(run), direction: DOWN, threads, plain: Plain::OutOf }
+    Row { name, run: Box::new(run), direction: DOWN, reads: None }
 }
 
 fn fresh_row<'a>(name: String, copier: Copier) -> Row<'a> {
-    let threads = copier.stats().threads;
     let run = move |bench: &mut Bench| {
         let mut back = Vec::new();
         let taken = timed(bench.source.len(), || {
@@ -216,7 +150,7 @@ fn fresh_row<'a>(name: String, copier: Copier) -> Row<'a> {
         assert!(equal(&bench.source, &back, bench.cores), "wrong bytes");
         taken
     };
-    Row { name, run: Box::new(run), direction: DOWN, threads, plain: Plain::OutOf }
+    Row { name, run: Box::new(run), direction: DOWN, reads: None }
 }
 
 fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
@@ -234,28 +168,8 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
         rows.push(touched_row(format!("touched_{threads}"), bench.copier(threads)));
         rows.push(fresh_row(format!("fresh_{threads}"), bench.copier(threads)));
     }
-    if flag("sweep") {
-        for &threads in many {
-            for (mib, depth) in SWEEP {
-                let copier = || {
-                    let builder = bench.builder(threads).chunk(mib << 20).depth(depth);
-                    builder.build().expect("a copier")
-                };
-                let word = format!("{threads}_{mib}mib_{depth}deep");
-                rows.push(slice_row(format!("slice_{word}"), copier()));
-                rows.push(touched_row(format!("touched_{word}"), copier()));
-                rows.push(fresh_row(format!("fresh_{word}"), copier()));
-                if bench.file.is_some() {
-                    rows.push(file_row(format!("read_{word}"), copier(), Reading::Buffered));
-                }
-            }
-        }
-    }
     rows
 }
-
-/// What `--sweep` tries: mebibytes of a chunk, and chunks in flight.
-const SWEEP: [(usize, usize); 7] = [(2, 16), (4, 2), (4, 4), (4, 8), (4, 12), (8, 4), (8, 8)];
 
 /// Gate and aim of a row, over the peak.
 fn gate(row: &str) -> Option<(f64, Option<f64>)> {
@@ -275,15 +189,7 @@ fn main() {
     if flag("test") {
         return println!("bulk: not a test");
     }
-    let device = option("device")
-        .map_or_else(|| Device::open("cuda:0").or_else(|_| Device::open("host")), |name| Device::open(&name));
-    let device = device.expect("a device");
-    let gpu = device.name().starts_with("cuda");
-    let required = std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.contains("cuda"));
-    assert!(gpu || !required, "PINPOOL_REQUIRE asks for a GPU");
-    if gpu {
-        measure::judge();
-    }
+    let (device, gpu) = link::device();
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let bytes = number("mib", if gpu && !quick() { 384 } else { 128 }) << 20;
     let file_bytes = number("file-mib", if gpu && !quick() { 1024 } else { 512 }) << 20;
@@ -302,10 +208,7 @@ fn main() {
         ],
     );
     let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity).extent(extent);
-    let builder = if gpu { builder } else { builder.unpinned(Unpinned::Allow) };
-    let pool = builder.build().expect("memory for a pool");
-    let pinning = pool.wait_pinned(None).expect("pinning ends");
-    assert!(pinning.error.is_none(), "{pinning:?}");
+    let pool = measure::small::pinned(&device, builder);
     let mut source = vec![0; bytes];
     fill(&mut source, cores);
     let file = (file_bytes > 0).then(|| {
@@ -316,17 +219,7 @@ fn main() {
         (file, file_bytes, device.alloc(file_bytes).expect("device memory"))
     });
     let memory = [device.alloc(bytes).expect("device memory"), device.alloc(bytes).expect("device memory")];
-    let mut bench = Bench {
-        target: vec![1; bytes],
-        segments: Vec::new(),
-        device,
-        pool,
-        memory,
-        source,
-        file,
-        cores,
-        gpu,
-    };
+    let mut bench = Bench { target: vec![1; bytes], device, pool, memory, source, file, cores, gpu };
     let copier = bench.copier(cores.min(8));
     copier.upload_slice(&bench.source, &bench.memory[DOWN]).expect("the transfer completes");
 
@@ -346,10 +239,7 @@ fn main() {
     };
     peak(&bench, &mut link, &mut peaks);
     let mut rows = rows(&bench);
-    let mut copied = f64::INFINITY;
     let mut taken: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
-    let mut beside: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
-    let mut copies = Vec::new();
     let mut loops: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
     let mut pairs = pairs(&bench);
     let mut together: Vec<Vec<f64>> = vec![Vec::new(); pairs.len()];
@@ -360,34 +250,20 @@ fn main() {
     }
     for _ in 0..rounds {
         peak(&bench, &mut link, &mut peaks);
-        if !gpu {
-            let mut alone = [f64::INFINITY; 2];
-            peak(&bench, &mut link, &mut alone);
-            let by = [cores, 2 * cores].map(|threads| memcpy(&bench.source, &mut bench.target, threads));
-            let by = by[0].min(by[1]);
-            copied = copied.min(by);
-            copies.push(by / alone[UP].min(alone[DOWN]));
-        }
-        let figures = taken.iter_mut().zip(&mut beside).zip(&mut loops);
-        for (row, ((taken, beside), loops)) in rows.iter_mut().zip(figures) {
-            let mut alone = [f64::INFINITY; 2];
-            if !gpu {
-                peak(&bench, &mut link, &mut alone);
-            }
+        for (row, (taken, loops)) in rows.iter_mut().zip(taken.iter_mut().zip(&mut loops)) {
             let (seconds, moved) = (row.run)(&mut bench);
             taken.push(moved as f64 / seconds / 1e9);
-            beside.push(moved as f64 / seconds / (bytes as f64 / alone[row.direction]));
-            loops.push(plain(&mut bench, row.plain, row.threads) / 1e9);
+            if let (Some(threads), Some((file, len, _))) = (row.reads, &bench.file) {
+                loops.push(*len as f64 / link::read(file.as_file(), *len, threads) / 1e9);
+            }
         }
         for ((_, run), together) in pairs.iter_mut().zip(&mut together) {
-            let (seconds, moved) = run(&mut bench, &mut link);
+            let (seconds, moved) = run(&mut bench);
             together.push(moved as f64 / seconds / 1e9);
         }
     }
     drop(pairs);
-    bench.segments.clear();
-    let rows: Vec<_> =
-        rows.into_iter().map(|row| (row.name, row.direction, row.plain, row.threads)).collect();
+    let rows: Vec<_> = rows.into_iter().map(|row| (row.name, row.direction, row.reads)).collect();
     let peaks = peaks.map(|seconds| bytes as f64 / seconds / 1e9);
     let both = 2.0 * bytes as f64 / both / 1e9;
     println!(
@@ -400,35 +276,20 @@ fn main() {
     line("link_mb_per_s_up", 1, Spread::of(&[peaks[UP] * 1e3]));
     line("link_mb_per_s_down", 1, Spread::of(&[peaks[DOWN] * 1e3]));
     line("link_mb_per_s_both", 1, Spread::of(&[both * 1e3]));
-    if !gpu {
-        let copied = bytes as f64 / copied / 1e9;
-        println!("memcpy by {cores} threads {copied:.2} GB/s");
-        at_least("the host device's peak over memcpy", Spread::of(&copies), 0.9, None);
-    }
-    let figures = taken.iter().zip(&beside).zip(&loops);
-    for ((name, direction, plain, threads), ((taken, beside), loops)) in rows.iter().zip(figures) {
+    for ((name, direction, reads), (taken, loops)) in rows.iter().zip(taken.iter().zip(&loops)) {
         let spread = Spread::of(taken);
-        let over = match gpu {
-            true => Spread::of(&taken.iter().map(|rate| rate / peaks[*direction]).collect::<Vec<_>>()),
-            false => Spread::of(beside),
-        };
-        let what = match plain {
-            Plain::Reading => "reading",
-            Plain::Into => "copying into segments",
-            Plain::OutOf => "copying out of them",
-        };
+        let over = Spread::of(&taken.iter().map(|rate| rate / peaks[*direction]).collect::<Vec<_>>());
         println!(
-            "{name:<20} {:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3})   {what} alone {:.2} by {threads}",
-            spread.mid,
-            over.mid,
-            over.low,
-            over.high,
-            Spread::of(loops).mid
+            "{name:<20} {:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3})",
+            spread.mid, over.mid, over.low, over.high
         );
         line(format!("bulk_mb_per_s_{name}"), 1, mega(spread));
-        line(format!("plain_loop_mb_per_s_{name}"), *threads, mega(Spread::of(loops)));
-        let gate = if gpu { gate(name) } else { (name == "slice_2").then_some((0.85, None)) };
-        if let Some((gate, aim)) = gate {
+        if let Some(threads) = reads {
+            let reading = Spread::of(loops);
+            println!("{:<20} {:>7.2} GB/s   by {threads} threads that only read the file", "", reading.mid);
+            line(format!("plain_loop_mb_per_s_{name}"), *threads, mega(reading));
+        }
+        if let Some((gate, aim)) = gate(name) {
             at_least(format!("{name} over the pinned peak"), over, gate, aim);
         }
     }
@@ -441,13 +302,6 @@ fn main() {
         }
     }
     drop(link);
-    for (mib, depth) in SWEEP.iter().filter(|_| flag("sweep")) {
-        println!("chunks of {mib} MiB, {depth} in flight:");
-        let builder = bench.builder(bench.cores.min(8)).chunk(mib << 20).depth(*depth);
-        foreground(&bench, builder.build().expect("a copier"), peaks[UP]);
-    }
-    let builder = bench.builder(bench.cores.min(8)).depth(2);
-    foreground(&bench, builder.build().expect("a copier"), peaks[UP]);
     println!("{:?}", copier.stats());
     let stats = bench.pool.stats();
     assert_eq!(stats.in_flight_bytes + stats.checked_out_bytes, 0, "{stats:?}");
@@ -458,10 +312,10 @@ fn mega(Spread { low, mid, high }: Spread) -> Spread {
     Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 }
 }
 
-const PAIRS: [&str; 3] = ["both_8", "both_8_one", "both_8_pinned"];
+const PAIRS: [&str; 2] = ["both_8", "both_8_one"];
 
 /// A row with both directions at once. Returns seconds, and bytes.
-type Pair<'a> = (&'static str, Box<dyn FnMut(&mut Bench, &mut Link) -> (f64, usize) + 'a>);
+type Pair<'a> = (&'static str, Box<dyn FnMut(&mut Bench) -> (f64, usize) + 'a>);
 
 /// In the order of [`PAIRS`].
 fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
@@ -469,7 +323,7 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
     let two = [bench.copier(threads), bench.copier(threads)];
     let one = bench.copier(number("one", 2 * threads));
     let staged = |[up, down]: [Copier; 2]| {
-        move |bench: &mut Bench, _: &mut Link| {
+        move |bench: &mut Bench| {
             let Bench { source, target, memory, .. } = bench;
             timed(2 * source.len(), || {
                 std::thread::scope(|scope| {
@@ -479,101 +333,5 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
             })
         }
     };
-    let pinned = {
-        let two = [bench.copier(threads), bench.copier(threads)];
-        move |bench: &mut Bench, link: &mut Link| {
-            let Bench { source, target, memory, .. } = bench;
-            let [up, down] = &two;
-            timed(2 * source.len(), || {
-                let there = |number: usize| {
-                    memory[UP].slice(number * link.piece..(number + 1) * link.piece).expect("within")
-                };
-                let bufs = std::mem::take(&mut link.bufs[UP]).into_iter().enumerate();
-                let sent = up.upload_pages(bufs.map(|(number, buf)| (buf, there(number))).collect());
-                down.download_slice(&memory[DOWN], target).expect("the transfer completes");
-                link.bufs[UP] = sent.expect("starts").wait().expect("the transfer completes");
-            })
-        }
-    };
-    vec![
-        (PAIRS[0], Box::new(staged(two))),
-        (PAIRS[1], Box::new(staged([one.clone(), one]))),
-        (PAIRS[2], Box::new(pinned)),
-    ]
-}
-
-/// Uploads of 64 KiB, alone and during a bulk load.
-fn foreground(bench: &Bench, bulk: Copier, peak: f64) {
-    const LEN: usize = 64 << 10;
-    let count = if quick() { 200 } else { 2000 };
-    let stream = bench.device.stream().expect("a stream");
-    let memory = bench.device.alloc(LEN).expect("device memory");
-    let first = bulk.with_priority(Priority::Foreground);
-    let bytes = vec![5; LEN];
-    let mut own = Some(bench.pool.checkout(LEN).expect("room"));
-    own.as_mut().expect("there").extend_from_slice(&bytes);
-    let direct = |own: &mut Option<PinnedBuf>| {
-        let buf = own.take().expect("back");
-        *own = Some(stream.upload(buf, &memory).expect("a copy").wait().expect("the transfer completes"));
-    };
-    let mut times = |what: &mut dyn FnMut(&mut Option<PinnedBuf>)| -> Vec<f64> {
-        (0..count)
-            .map(|_| {
-                let since = Instant::now();
-                what(&mut own);
-                let taken = since.elapsed().as_secs_f64() * 1e6;
-                std::thread::sleep(Duration::from_micros(100));
-                taken
-            })
-            .collect()
-    };
-    let through =
-        |_: &mut Option<PinnedBuf>| first.upload_slice(&bytes, &memory).expect("the transfer completes");
-    let mut all = || [times(&mut |own| direct(own)), times(&mut |own| through(own))];
-    let idle = all();
-    let stop = AtomicBool::new(false);
-    let (mut moved, mut took) = (0_u64, 0.0);
-    let busy = std::thread::scope(|scope| {
-        let load = scope.spawn(|| {
-            let (since, mut moved) = (Instant::now(), 0);
-            // Relaxed: no other data depends on the flag.
-            while !stop.load(Ordering::Relaxed) {
-                bulk.upload_slice(&bench.source, &bench.memory[UP]).expect("the transfer completes");
-                moved += bench.source.len() as u64;
-            }
-            (moved, since.elapsed().as_secs_f64())
-        });
-        std::thread::sleep(Duration::from_millis(20));
-        let busy = all();
-        stop.store(true, Ordering::Relaxed);
-        (moved, took) = load.join().expect("loads");
-        busy
-    });
-    let chunk = bulk.stats().chunk as f64 / peak / 1e3;
-    println!(
-        "bulk load meanwhile: {:.2} GB/s; two chunks take {:.1} us",
-        moved as f64 / took / 1e9,
-        2.0 * chunk
-    );
-    let kinds = ["direct", "copier"];
-    for (what, (idle, busy)) in kinds.iter().zip(idle.iter().zip(&busy)) {
-        let (before, during) = (quantile(idle, 0.99), quantile(busy, 0.99));
-        println!(
-            "foreground 64 KiB, {what}: p50 {:.1} us idle, {:.1} during the load; p99 {before:.1}, {during:.1}",
-            quantile(idle, 0.5),
-            quantile(busy, 0.5)
-        );
-        let over = during / (before + 2.0 * chunk);
-        if *what == "direct" {
-            // The copier is not told of the foreground copy.
-            println!("its p99 during the load over idle p99 and two chunks: {over:.3}");
-            continue;
-        }
-        at_most(
-            format!("foreground, {what}: p99 during the load over idle p99 and two chunks"),
-            Spread::of(&[over]),
-            1.0,
-            None,
-        );
-    }
+    vec![(PAIRS[0], Box::new(staged(two))), (PAIRS[1], Box::new(staged([one.clone(), one])))]
 }

@@ -22,11 +22,9 @@
 //! sources and targets as a batch has copies.
 //!
 //! *all in* is the time of whole batches, divided by copies; *submit* leaves out the waiting at each batch's end, so it
-//! is the submitting thread's cost. Both are means over the threads. *until* is the time until the last copy was seen
-//! complete, in the median batch and in the 95th percentile; *after* is the time from then on, for example to take
-//! buffers back from their handles. Both are divided by copies as well. *reaper* is the processor time of the reaper.
-//! The gate is on `all in`, with the same way of waiting on both sides. The other figures have no gate: `submit` leaves
-//! out the later work of either side, and `event_sync` waits in the driver where `pool_sync` need not.
+//! is the submitting thread's cost. Both are means over the threads.
+//! The gate is on `all in`, with the same way of waiting on both sides. `submit` has no gate, since it
+//! leaves out the later work of either side, and `event_sync` waits in the driver where `pool_sync` need not.
 //!
 //! # Latency (`--only latency`)
 //!
@@ -60,25 +58,16 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use driver::{Address, Driver, Event, Pinned};
+use measure::small::pool;
 use measure::{
     Rounds, Spread, at_most, beside, line, number, numbers, processor_time, quantile, spin, wanted,
 };
-use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
 
 /// The start of the reaper's thread name.
 const REAPER: &str = "pinpool-reap-";
 /// The pause between two polls of a batch's last copy.
 const PAUSE: Duration = Duration::from_micros(2);
-
-fn pool(device: &Device, capacity: usize) -> Pool {
-    let builder = Pool::builder(device).capacity(capacity).initial(capacity);
-    // On the host device it does not matter here whether pages are locked.
-    let builder = if device.name().starts_with("host") { builder.unpinned(Unpinned::Allow) } else { builder };
-    let pool = builder.build().expect("memory for a pool");
-    let pinning = pool.wait_pinned(None).expect("pinning ends");
-    assert!(pinning.error.is_none(), "{pinning:?}");
-    pool
-}
 
 // --- tracking
 
@@ -146,8 +135,8 @@ impl Raw {
         }
     }
 
-    /// One batch.
-    fn batch(&self, way: Way, len: usize) -> Parts {
+    /// One batch. Returns the time until its last copy was submitted.
+    fn batch(&self, way: Way, len: usize) -> Duration {
         let driver = self.driver;
         let since = Instant::now();
         for (i, &event) in self.events.iter().enumerate() {
@@ -172,16 +161,8 @@ impl Raw {
                 wait(|| driver.is_done(last));
             }
         }
-        Parts { submit: submitted, until_seen: since.elapsed() }
+        submitted
     }
-}
-
-/// The times of a batch until its last copy was submitted, and until that copy was seen complete. Taking buffers back
-/// from their handles comes after both.
-#[derive(Clone, Copy, Default)]
-struct Parts {
-    submit: Duration,
-    until_seen: Duration,
 }
 
 /// Polls every [`PAUSE`] until it is so: the same way of waiting for all contenders.
@@ -225,11 +206,10 @@ impl Pooled {
         }
     }
 
-    /// One batch.
-    fn batch(&mut self, way: Way, len: usize) -> Parts {
+    /// One batch. Returns the time until its last copy was submitted.
+    fn batch(&mut self, way: Way, len: usize) -> Duration {
         let since = Instant::now();
-        let mut until_seen = None;
-        let submit = match way {
+        match way {
             Way::Kept => {
                 for (buf, target) in self.kept.drain(..).zip(&self.targets) {
                     self.flights.push(self.stream.upload(buf, target).expect("a copy"));
@@ -237,7 +217,6 @@ impl Pooled {
                 let submitted = since.elapsed();
                 let last = self.flights.last().expect("a batch is not empty");
                 wait(|| last.is_done().expect("the device works"));
-                until_seen = Some(since.elapsed());
                 for flight in self.flights.drain(..) {
                     self.kept.push(flight.wait().expect("the device works"));
                 }
@@ -268,8 +247,7 @@ impl Pooled {
                 }
                 submitted
             }
-        };
-        Parts { submit, until_seen: until_seen.unwrap_or_else(|| since.elapsed()) }
+        }
     }
 }
 
@@ -278,13 +256,6 @@ impl Pooled {
 struct Turn {
     all: f64,
     submit: f64,
-    /// From seeing a batch's last copy complete until the next batch begins.
-    after: f64,
-    /// Until a batch's last copy was seen complete: the median batch, and the 95th percentile.
-    typical: f64,
-    longest: f64,
-    /// Processor time of the reaper over all threads' copies, recorded by the first thread only.
-    reaper: f64,
 }
 
 /// One thread's turns, by round and contender.
@@ -294,7 +265,6 @@ fn track_thread(
     pool: &Pool,
     ways: &[Way],
     track: Track,
-    first: bool,
     barrier: &Barrier,
 ) -> Vec<Vec<Turn>> {
     let enter = || driver.into_iter().for_each(Driver::enter);
@@ -302,9 +272,7 @@ fn track_thread(
     let raw = driver.map(|driver| Raw::new(driver, track));
     let mut pooled = Pooled::new(device, pool, track);
     let copies = (track.batches * track.batch) as f64;
-    let reaper = || if first { processor_time(REAPER) } else { Duration::ZERO };
     let mut rounds = Vec::new();
-    let mut seen = Vec::with_capacity(track.batches);
     // The first round is for warming up.
     for round in 0..=track.rounds {
         let mut turns = vec![Turn::default(); ways.len()];
@@ -319,29 +287,14 @@ fn track_thread(
                 driver.into_iter().for_each(Driver::leave);
             }
             batch();
-            let before = reaper();
             barrier.wait();
             let since = Instant::now();
-            let mut parts = Parts::default();
-            seen.clear();
-            for _ in 0..track.batches {
-                let Parts { submit, until_seen } = batch();
-                parts.submit += submit;
-                parts.until_seen += until_seen;
-                seen.push(until_seen.as_nanos() as f64);
-            }
+            let submit: Duration = (0..track.batches).map(|_| batch()).sum();
             let all = since.elapsed();
             barrier.wait();
-            let reaper = reaper().saturating_sub(before);
             enter();
-            turns[i] = Turn {
-                all: all.as_nanos() as f64 / copies,
-                submit: parts.submit.as_nanos() as f64 / copies,
-                after: (all - parts.until_seen).as_nanos() as f64 / copies,
-                typical: quantile(&seen, 0.5) / track.batch as f64,
-                longest: quantile(&seen, 0.95) / track.batch as f64,
-                reaper: reaper.as_nanos() as f64 / copies / track.threads as f64,
-            };
+            let each = |time: Duration| time.as_nanos() as f64 / copies;
+            turns[i] = Turn { all: each(all), submit: each(submit) };
         }
         if round > 0 {
             rounds.push(turns);
@@ -373,8 +326,7 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
         for threads in numbers("threads", default) {
             let batches = (copies / threads / batch).max(1);
             let track = Track { len, threads, batch, batches, rounds };
-            let Tracked { all, submit, after, typical, longest, reaper } =
-                track_all(driver, device, &ways, track);
+            let [all, submit] = track_all(driver, device, &ways, track);
             println!(
                 "\ntracking, {} KiB, {threads} threads: median of {rounds} rounds by turns, {} copies a turn, \
                  {batch} in flight a thread at most",
@@ -382,38 +334,18 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
                 batches * batch * threads,
             );
             println!(
-                "{:<14} {:>9} {:>17} {:>8} {:>15} {:>9} {:>8} {:>9} {:>9} {:>9} {:>9}",
-                "",
-                "all in ns",
-                "quartiles",
-                "ratio",
-                "quartiles",
-                "submit ns",
-                "ratio",
-                "until ns",
-                "1 of 20",
-                "after ns",
-                "reaper ns"
+                "{:<14} {:>9} {:>8} {:>15} {:>9} {:>8}",
+                "", "all in ns", "ratio", "", "submit ns", "ratio"
             );
             let base = at(Way::Event).unwrap_or(0);
             for (i, way) in ways.iter().enumerate() {
-                let (ns, ratio) = (all.spread(i), all.ratio(i, base));
+                let Spread { low, mid, high } = all.ratio(i, base);
                 println!(
-                    "{:<14} {:>9.0} {:>8.0} {:>8.0} {:>8.3} {:>7.3} {:>7.3} {:>9.0} {:>8.3} {:>9.0} \
-                     {:>9.0} {:>9.1} {:>9.0}",
+                    "{:<14} {:>9.0} {mid:>8.3} {low:>7.3} {high:>7.3} {:>9.0} {:>8.3}",
                     way.name(),
-                    ns.mid,
-                    ns.low,
-                    ns.high,
-                    ratio.mid,
-                    ratio.low,
-                    ratio.high,
+                    all.spread(i).mid,
                     submit.spread(i).mid,
                     submit.ratio(i, base).mid,
-                    typical.spread(i).mid,
-                    longest.spread(i).mid,
-                    after.spread(i).mid,
-                    reaper.spread(i).mid,
                 );
             }
             for (i, way) in ways.iter().enumerate() {
@@ -452,45 +384,29 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
     }
 }
 
-/// The figures of all threads, by contender and round.
-struct Tracked {
-    all: Rounds,
-    submit: Rounds,
-    after: Rounds,
-    typical: Rounds,
-    longest: Rounds,
-    reaper: Rounds,
-}
-
-fn track_all(driver: Option<&'static Driver>, device: &Device, ways: &[Way], track: Track) -> Tracked {
+/// The figures of all threads, by contender and round: all in, and submitting.
+fn track_all(driver: Option<&'static Driver>, device: &Device, ways: &[Way], track: Track) -> [Rounds; 2] {
     // Kept, shared and fresh buffers, and as many again.
     let each = track.len + track.len / 8 + 4096;
     let pool = pool(device, (4 * track.threads * track.batch * each).next_multiple_of(1 << 20));
     let barrier = Barrier::new(track.threads);
     let threads: Vec<Vec<Vec<Turn>>> = std::thread::scope(|scope| {
         let (pool, barrier) = (&pool, &barrier);
-        let start =
-            |n: usize| scope.spawn(move || track_thread(driver, device, pool, ways, track, n == 0, barrier));
+        let start = |_| scope.spawn(move || track_thread(driver, device, pool, ways, track, barrier));
         let running: Vec<_> = (0..track.threads).map(start).collect();
         running.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
     });
-    let new = || Rounds::new(ways.len());
-    let mut tracked =
-        Tracked { all: new(), submit: new(), after: new(), typical: new(), longest: new(), reaper: new() };
+    let mut figures = [Rounds::new(ways.len()), Rounds::new(ways.len())];
     for round in 0..track.rounds {
         for way in 0..ways.len() {
+            let turns = threads.iter().map(|thread| thread[round][way]);
             let sum =
-                |part: fn(Turn) -> f64| threads.iter().map(|thread| part(thread[round][way])).sum::<f64>();
-            let mean = |part: fn(Turn) -> f64| sum(part) / track.threads as f64;
-            tracked.all.add(way, mean(|t| t.all));
-            tracked.submit.add(way, mean(|t| t.submit));
-            tracked.after.add(way, mean(|t| t.after));
-            tracked.typical.add(way, mean(|t| t.typical));
-            tracked.longest.add(way, mean(|t| t.longest));
-            tracked.reaper.add(way, sum(|t| t.reaper));
+                turns.fold(Turn::default(), |a, b| Turn { all: a.all + b.all, submit: a.submit + b.submit });
+            figures[0].add(way, sum.all / track.threads as f64);
+            figures[1].add(way, sum.submit / track.threads as f64);
         }
     }
-    tracked
+    figures
 }
 
 // --- latency
@@ -539,13 +455,9 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
     const LEN: usize = 4 << 10;
     let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
     let mut ways = vec![Knowing::PoolWait, Knowing::PoolAwait];
-    if let Some(driver) = driver {
+    if driver.is_some() {
         ways.splice(0..0, [Knowing::Polled, Knowing::StreamSync]);
-        if driver.can_wait() {
-            ways.push(Knowing::Blocking);
-        } else {
-            println!("the driver has no cuEventSynchronize: no blocking wait to compare with");
-        }
+        ways.push(Knowing::Blocking);
     }
     let pool = pool(device, 4 << 20);
     let stream = device.stream().expect("a stream");
@@ -591,7 +503,6 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
         [("back to back", Duration::ZERO, 64), ("after 2 ms without work", Duration::from_millis(2), 16)]
     {
         let mut medians = Rounds::new(ways.len());
-        let mut samples_of = vec![Vec::new(); ways.len()];
         for round in 0..=rounds {
             for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
                 let one = |_| {
@@ -603,19 +514,16 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
                 let taken: Vec<f64> = (0..samples).map(one).collect();
                 if round > 0 {
                     medians.add(i, quantile(&taken, 0.5));
-                    samples_of[i].extend(taken);
                 }
             }
         }
         println!(
             "\nlatency, 4 KiB, one copy at a time, {title}: {rounds} rounds by turns, {samples} copies each"
         );
-        println!("{:<14} {:>9} {:>9} {:>9} {:>9}", "", "median ns", "p90", "p99", "worst");
         for (i, way) in ways.iter().enumerate() {
-            let [mid, p90, p99, worst] = [0.5, 0.9, 0.99, 1.0].map(|q| quantile(&samples_of[i], q));
-            println!("{:<14} {mid:>9.0} {p90:>9.0} {p99:>9.0} {worst:>9.0}", way.name());
+            println!("{:<14} {:>9.0} ns", way.name(), medians.spread(i).mid);
             let suffix = if idle.is_zero() { "" } else { "_idle" };
-            line(format!("latency_{}{suffix}_{LEN}", way.name()), 1, Spread::of(&samples_of[i]));
+            line(format!("latency_{}{suffix}_{LEN}", way.name()), 1, medians.spread(i));
         }
         let at = |way: Knowing| ways.iter().position(|&w| w == way);
         if let (Some(pool), Some(driver)) = (at(Knowing::PoolWait), at(Knowing::Polled)) {
@@ -667,12 +575,9 @@ fn reaper(driver: Option<&'static Driver>, device: &Device) {
         return idle(device, &pool, print);
     };
     driver.enter();
-    let Some(kernel) = driver.spin_kernel() else {
-        println!("behind a long kernel: skipped, the driver launches none");
-        return idle(device, &pool, print);
-    };
+    let kernel = driver.spin_kernel();
     let (stream, memory) = (device.stream().expect("a stream"), device.alloc(4096).expect("device memory"));
-    let handle = pool_stream(&stream);
+    let handle = driver::handle(&stream);
     println!("behind a kernel of {seconds} s on the pool's own stream");
     driver.spin(kernel, 1, Duration::from_secs(seconds as u64).as_nanos() as u64, handle);
     let since = Instant::now();
@@ -689,17 +594,6 @@ fn reaper(driver: Option<&'static Driver>, device: &Device) {
     print("a thread waits", joined, 2.0);
     drop(stream);
     idle(device, &pool, print);
-}
-
-/// The driver's handle of one of the pool's streams.
-#[cfg(feature = "cuda")]
-fn pool_stream(stream: &Stream) -> driver::Stream {
-    driver::Stream::of(pinpool::cuda::raw_stream(stream).expect("a stream of a GPU"))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn pool_stream(_: &Stream) -> driver::Stream {
-    unreachable!("no driver is found without the feature `cuda`")
 }
 
 /// Measures the reaper while nothing is in flight.

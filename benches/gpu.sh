@@ -2,7 +2,7 @@
 # Runs the benches that need a GPU, and their peers, in one run of a few minutes, and writes their tables to a folder. Uses
 # 28 GiB of memory, since the results are of larger copies than the benches' defaults, which use at most 4 GiB.
 #   benches/gpu.sh OUT [EXECUTABLES]
-# EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `overlap`, `copier`, `kv_tier`, `bulk` and
+# EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `copier`, `kv_tier`, `bulk` and
 # `tensors`, and optionally `checkout` (stripped executables of another machine are enough); without it all are built here. In the
 # environment: PIN_GIB, the memory to pin (24), SECONDS_BEHIND, how long the reaper's kernel runs (10),
 # PINPOOL_BENCH_THREADS for `checkout` (1,16), and SAFETENSORS_WHEELS, full paths of unpacked wheels of safetensors with
@@ -27,7 +27,7 @@ if [ $# -gt 1 ]; then
 else
     bin="$work/bin"
     mkdir "$bin"
-    benches=(completion pinning overlap copier kv_tier bulk tensors checkout)
+    benches=(completion pinning copier kv_tier bulk tensors checkout)
     (cd "$here/.." && cargo bench --workspace --no-run "${benches[@]/#/--bench=}" --message-format=json) >"$work/built" || exit 1
     for bench in "${benches[@]}"; do
         path="$(sed -n 's/.*"executable":"\([^"]*\/'"$bench"'-[^"]*\)".*/\1/p' "$work/built" | tail -n 1)"
@@ -64,7 +64,6 @@ part track 90 "$bin/completion" --only track
 part latency 45 "$bin/completion" --only latency
 part reaper 45 "$bin/completion" --only reaper --seconds "${SECONDS_BEHIND:-10}"
 part pinning 120 "$bin/pinning" --gib "${PIN_GIB:-24}"
-part overlap 45 "$bin/overlap"
 part copier 90 "$bin/copier"
 part kv_tier 60 "$bin/kv_tier"
 # One after the other on a machine that others may use too: each has its peak beside it.
@@ -87,14 +86,14 @@ if [ -x "$bin/checkout" ]; then
 fi
 
 cd "$work" || exit 2
-for name in track latency reaper pinning overlap copier kv_tier vllm bulk tensors plain gather peers; do
+for name in track latency reaper pinning copier kv_tier vllm bulk tensors plain gather peers; do
     printf '==== %s\n' "$name"
     cat "$name.txt"
     echo
 done >"$out/tables.txt"
-grep -h '^gate: ' {track,latency,reaper,pinning,overlap,copier,kv_tier,bulk,tensors}.txt >"$out/gates.txt"
+grep -h '^gate: ' {track,latency,reaper,pinning,copier,kv_tier,bulk,tensors}.txt >"$out/gates.txt"
 {
-    sed -n 's/^@ //p' {track,latency,reaper,pinning,overlap,copier,kv_tier,bulk,tensors}.txt
+    sed -n 's/^@ //p' {track,latency,reaper,pinning,copier,kv_tier,bulk,tensors}.txt
     cat vllm.txt plain.txt gather.txt peers.txt | grep -v '^#' | grep -E '^[a-z0-9_]+ [0-9]+ [0-9.]+ '
 } >"$out/lines.txt"
 echo

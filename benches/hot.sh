@@ -42,7 +42,7 @@ part driver 40 bash -c 'g++ -std=c++20 -O2 -pthread -o "$0/driver_pool" "$1/peer
     -I"${CUDA_HOME:-/usr/local/cuda}/include" -L"${CUDA_HOME:-/usr/local/cuda}/lib64/stubs" -lcuda && "$0/driver_pool" $2' \
     "$work" "$here" "${threads//,/ }"
 part cupy 30 python3 "$here/peers/cupy_pool.py" ${threads//,/ }
-part more 150 "$checkout" --only floor,checkout_return_64_live,alike_64_live,cross_thread_return,churn_65536,first_of_a_class,hand_over,tails --rounds 21 --operations 60000
+part more 150 "$checkout" --only checkout_return_64_live,alike_64_live,cross_thread_return,churn_65536,first_of_a_class,hand_over,tails --rounds 21 --operations 60000
 grep -hv '^@' "$work"/{checkout,more}.txt >"$out/checkout.txt"
 {
     sed -n 's/^@ //p' "$work"/{checkout,more}.txt

@@ -34,15 +34,13 @@ mod driver;
 mod kv_tier;
 #[path = "measure/mod.rs"]
 mod measure;
-#[path = "measure/small.rs"]
-mod small;
 
 use std::time::Instant;
 
 use kv_tier::{Hash, LAYERS, PLANES, Tier, content, request};
+use measure::small::{Random, checkout, peak, pool};
 use measure::{Spread, at_least, at_most, beside, line, number, numbers, quantile};
 use pinpool::{Copier, Device, DeviceSlice, PinnedBuf, Pool, Stream};
-use small::{Random, checkout, peak, pool};
 
 /// Bytes of the copies that give the peak, and of the copier's segments.
 const WHOLE: usize = 64 << 20;
@@ -247,12 +245,11 @@ impl Turn<'_> {
 
     /// Seconds of a load, by the median.
     fn loads(&mut self) -> f64 {
-        let (mut rounds, mut listed) = (Vec::new(), Vec::new());
+        let mut rounds = Vec::new();
         for _ in 0..=self.setup.rounds {
             let (hashes, link) = (self.others(), self.setup.peak(true));
             self.settle();
             let (lease, since) = self.lease(&hashes);
-            listed.push(since.elapsed().as_secs_f64() * 1e6);
             for layer in 0..LAYERS {
                 lease.layer(layer, &self.setup.stream).expect("the device works");
             }
@@ -261,11 +258,9 @@ impl Turn<'_> {
             lease.release(&self.setup.stream).expect("the device works");
             rounds.push((self.total() as f64 / taken / 1e9, link));
         }
-        let listed = quantile(&listed, 0.5);
         let name = format!("load_{}k", self.kib());
         let share = row(&name, &rounds[1..]);
         at_least(format!("{name} of the pinned peak"), share, 0.88, Some(0.95));
-        println!("the call itself takes {listed:.0} us of it");
         let rates: Vec<f64> = rounds[1..].iter().map(|(rate, _)| *rate).collect();
         self.total() as f64 / quantile(&rates, 0.5) / 1e9
     }
@@ -292,15 +287,15 @@ impl Turn<'_> {
     fn computes(&mut self, driver: Option<&'static driver::Driver>, alone: f64) {
         let Setup { device, stream, .. } = self.setup;
         let nanos = (alone * 1e9 * number("compute", 100) as f64 / 100.0 / LAYERS as f64) as u64;
-        let kernel = driver.and_then(|driver| Some((driver, driver.spin_kernel()?)));
+        let kernel = driver.map(|driver| (driver, driver.spin_kernel()));
         let from = device.alloc(1 << 20).expect("device memory");
         let to = device.alloc(1 << 20).expect("device memory");
         let launch = || match kernel {
-            Some((driver, kernel)) => driver.spin(kernel, 32, nanos, handle(stream)),
+            Some((driver, kernel)) => driver.spin(kernel, 32, nanos, driver::handle(stream)),
             None => drop(stream.copy(&from, &to).expect("a copy")),
         };
         let seconds = |since: Instant| since.elapsed().as_secs_f64();
-        let (mut stalls, mut loads, mut firsts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut stalls, mut loads) = (Vec::new(), Vec::new());
         for _ in 0..=self.setup.rounds {
             self.settle();
             let since = Instant::now();
@@ -322,7 +317,6 @@ impl Turn<'_> {
             let ends = landed.iter().enumerate().map(|(layer, at)| at + (LAYERS - layer) as f64 * each);
             stalls.push(end / ends.fold(0.0, f64::max));
             loads.push(landed[LAYERS - 1] / alone);
-            firsts.push(landed[0] / alone);
         }
         let permille: Vec<f64> = stalls[1..].iter().map(|stalls| stalls * 1e3).collect();
         line(format!("kv_stalls_{}k_permille", self.kib()), 1, Spread::of(&permille));
@@ -334,17 +328,5 @@ impl Turn<'_> {
             Some(1.02),
         );
         beside(format!("{name}: the load over the load alone"), Spread::of(&loads[1..]));
-        beside(format!("{name}: the first layer after this part of a load"), Spread::of(&firsts[1..]));
     }
-}
-
-/// The driver's handle of one of the crate's streams.
-#[cfg(feature = "cuda")]
-fn handle(stream: &Stream) -> driver::Stream {
-    driver::Stream::of(pinpool::cuda::raw_stream(stream).expect("a stream of a GPU"))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn handle(_: &Stream) -> driver::Stream {
-    unreachable!("no driver is found without the feature `cuda`")
 }

@@ -13,10 +13,9 @@
 //! dropping the pool until the process has given the memory back to the system, unmapping included, by the resident
 //! size, which is polled every millisecond. Contenders take turns, several rounds; a round's ratio is to that round's
 //! `host_alloc`. Before the first round as much memory is mapped, touched and unmapped once, since a virtual machine
-//! may get its memory only then. Some virtual machines also pin memory for a device only at its first registration:
-//! seen on machines whose kernel reports free pages to the hypervisor, where one call for 64 MiB then takes 20 to 70 ms
-//! and the rest is slower, with nothing in `/proc/vmstat` but allocations. So one round with every contender runs
-//! before the rounds that count, and its delays are printed separately.
+//! may get its memory only then. Some virtual machines also pin memory for a device only at its first registration: one
+//! call for 64 MiB then takes 20 to 70 ms, and the rest is slower. So one round with every contender runs before the
+//! rounds that count.
 //!
 //! *worst neighbour* (and, while memory is unpinned, *unpinning*) is the longest `cuMemGetInfo` of a second process
 //! meanwhile. This process starts it (itself, with `--neighbour`), and it repeats that call with pauses of 100 us. The
@@ -54,9 +53,6 @@ fn neighbour() {
     #[derive(Default)]
     struct Calls {
         taken: Vec<f64>,
-        /// When each call began, in seconds from `begin` on.
-        at: Vec<f64>,
-        begun: Option<Instant>,
         /// Calls since the process began.
         ended: u64,
     }
@@ -71,9 +67,6 @@ fn neighbour() {
                 let taken = since.elapsed().as_secs_f64();
                 let mut calls = calls.lock().expect("no thread panics");
                 calls.taken.push(taken);
-                let at =
-                    calls.begun.map_or(0.0, |begun| since.saturating_duration_since(begun).as_secs_f64());
-                calls.at.push(at);
                 calls.ended += 1;
                 drop(calls);
                 changed.notify_all();
@@ -86,16 +79,13 @@ fn neighbour() {
             if line.is_ok_and(|line| line == "begin") {
                 let mut guard = guard;
                 guard.taken.clear();
-                guard.at.clear();
-                guard.begun = Some(Instant::now());
                 println!("begun");
             } else {
                 // The call under way belongs to the measurement.
                 let until = guard.ended + 1;
                 let guard = changed.wait_while(guard, |calls| calls.ended < until).expect("no thread panics");
                 let [mid, worst] = [0.5, 1.0].map(|q| quantile(&guard.taken, q));
-                let when = guard.taken.iter().position(|&taken| taken == worst).map_or(0.0, |i| guard.at[i]);
-                println!("{mid} {worst} {} {when}", guard.taken.len());
+                println!("{mid} {worst} {}", guard.taken.len());
             }
         }
         // The first process has ended.
@@ -109,8 +99,6 @@ struct Felt {
     median: f64,
     worst: f64,
     calls: usize,
-    /// When the longest call began, in seconds from the beginning.
-    when: f64,
 }
 
 /// The first process's handle of the second one.
@@ -155,8 +143,8 @@ impl Neighbour {
         writeln!(self.ask, "end").expect("the neighbour listens");
         let text = self.read();
         let mut parts = text.split(' ').map(|part| part.parse::<f64>().expect("a number"));
-        let mut next = || parts.next().expect("four numbers");
-        Felt { median: next(), worst: next(), calls: next() as usize, when: next() }
+        let mut next = || parts.next().expect("three numbers");
+        Felt { median: next(), worst: next(), calls: next() as usize }
     }
 }
 
@@ -282,17 +270,9 @@ fn main() {
     );
     let mut ways = Vec::new();
     let mut neighbour = None;
-    if let Some(driver) = driver {
-        if driver.can_host_alloc() {
-            ways.push(Way::HostAlloc);
-        } else {
-            println!("the driver has no cuMemHostAlloc: nothing to compare with");
-        }
-        if driver.can_memory_info() {
-            neighbour = Some(Neighbour::start());
-        } else {
-            println!("the driver has no cuMemGetInfo: no neighbour");
-        }
+    if driver.is_some() {
+        ways.push(Way::HostAlloc);
+        neighbour = Some(Neighbour::start());
     }
     for small in [false, true] {
         ways.extend(threads.iter().map(|&threads| Way::Pool { threads, small }));
@@ -324,20 +304,6 @@ fn main() {
                 (Way::Pool { threads, small }, _) => pool(&device, bytes, threads, small, &mut neighbour),
             };
             let after = neighbour.as_mut().map(Neighbour::end);
-            if let Some(felt) = &taken.felt
-                && (round == 0 || felt.worst > 10e-3)
-            {
-                println!(
-                    "{} {}: pinned in {:.1} ms, a neighbour's worst call {:.1} ms, {:.1} ms after the beginning, the longest \
-                     pinning call {:.1} ms",
-                    if round == 0 { "before the rounds:".into() } else { format!("round {round}:") },
-                    ways[i].name(),
-                    taken.pin * 1e3,
-                    felt.worst * 1e3,
-                    felt.when * 1e3,
-                    taken.longest * 1e3
-                );
-            }
             if round == 0 {
                 continue;
             }
@@ -358,32 +324,21 @@ fn main() {
         bytes / GIB,
         alloc_bytes / GIB
     );
-    println!(
-        "{:<14} {:>9} {:>15} {:>11} {:>11} {:>20} {:>9} {:>12} {:>12}",
-        "",
-        "pin GB/s",
-        "quartiles",
-        "first ms",
-        "unpin GB/s",
-        "worst neighbour ms",
-        "of calls",
-        "unpinning",
-        "longest call"
-    );
     for (i, way) in ways.iter().enumerate() {
-        let speed = pin.spread(i);
+        let (speed, first) = (pin.spread(i), first.spread(i).mid);
         let most = |rounds: &Rounds| rounds.values(i).iter().copied().fold(f64::NAN, f64::max);
-        let (worst, after) = (most(&worst), most(&worst_after));
         println!(
-            "{:<14} {:>9.2} {:>7.2} {:>7.2} {:>11.1} {:>11.2} {worst:>20.3} {:>9} {after:>12.3} {:>12.3}",
+            "{:<14} pins {:>6.2} GB/s ({:.2} to {:.2}), longest call {:.3} ms; first checkout after {first:.2} ms; unpins \
+             {:.1} GB/s; a neighbour's worst of {} calls {:.3} ms, while it unpins {:.3} ms",
             way.name(),
             speed.mid,
             speed.low,
             speed.high,
-            first.spread(i).mid,
+            most(&longest),
             unpin.spread(i).mid,
             calls[i],
-            most(&longest),
+            most(&worst),
+            most(&worst_after),
         );
     }
     for (i, way) in ways.iter().enumerate() {
@@ -403,13 +358,6 @@ fn main() {
                 _ => println!("{} over host_alloc: {:.2}", way.name(), ratio.mid),
             }
         }
-        let whole = bytes as f64 / (pin.spread(i).mid * 1e6);
-        println!(
-            "{}: the first checkout after {:.1} ms of {whole:.1} ms, {:.1}%",
-            way.name(),
-            first.spread(i).mid,
-            first.spread(i).mid / whole * 100.0
-        );
         if neighbour.is_some() {
             // The worst of all rounds counts, not the median of the rounds.
             let all = worst.values(i);

@@ -21,6 +21,8 @@ use pinpool::{Checkout, Copier, Device, PinnedBuf, Pool, Request, Unpinned};
 
 const MIB: usize = 1 << 20;
 
+use Gate::{Time, Times};
+
 /// What bounds a row.
 enum Gate {
     /// Each end costs at most so many times the small end.
@@ -29,114 +31,58 @@ enum Gate {
     Time(Duration),
 }
 
-struct Row {
-    name: &'static str,
-    /// The small end first.
-    ends: &'static [usize],
-    gate: Gate,
-    /// The time of one piece of work at an end.
-    work: fn(usize) -> Duration,
-}
+/// What the work is, its ends (the small one first), what bounds it, and the time of one piece of it at an end.
+type Row = (&'static str, &'static [usize], Gate, fn(usize) -> Duration);
 
 const WAITERS: &[usize] = &[100, 10_000, 100_000];
 const TRANSFERS: &[usize] = &[100, 10_000];
 
 /// Developers add rows here.
 const ROWS: &[Row] = &[
-    Row { name: "n wait: join", ends: WAITERS, gate: Gate::Times(3.0), work: |n| waiters(n).join },
-    Row {
-        name: "n wait: a return that serves one",
-        ends: WAITERS,
-        gate: Gate::Times(3.0),
-        work: |n| waiters(n).serve,
-    },
-    Row {
-        name: "n wait: a return that serves none",
-        ends: WAITERS,
-        gate: Gate::Times(3.0),
-        work: |n| waiters(n).other,
-    },
-    Row { name: "n wait: leave", ends: WAITERS, gate: Gate::Times(3.0), work: |n| waiters(n).leave },
-    Row {
-        name: "n large ones wait: join",
-        ends: WAITERS,
-        gate: Gate::Times(3.0),
-        work: |n| large_waiters(n).join,
-    },
-    Row {
-        name: "n large ones wait: leave",
-        ends: WAITERS,
-        gate: Gate::Times(3.0),
-        work: |n| large_waiters(n).leave,
-    },
-    Row { name: "a return that serves all n, each", ends: WAITERS, gate: Gate::Times(3.0), work: storm },
-    Row {
-        name: "8 MiB wait among n buffers: a return",
-        ends: &[1_000, 100_000],
-        gate: Gate::Time(Duration::from_micros(1)),
-        work: |n| crowd(n).give,
-    },
-    Row {
-        name: "n buffers, half returned: a failing try of 8 MiB",
-        ends: &[1_000, 100_000],
-        gate: Gate::Time(Duration::from_micros(10)),
-        work: |n| crowd(n).fail,
-    },
-    Row {
-        name: "n buffers, one quarantined: a join",
-        ends: &[1_000, 400_000],
-        gate: Gate::Time(Duration::from_micros(10)),
-        work: quarantined,
-    },
-    Row {
-        name: "every other MiB held, 5 MiB wait for ever (0: without): a thousand checkouts of 4 KiB",
-        ends: &[0, 1],
-        gate: Gate::Times(1.0 / 0.95),
-        work: |waiters| beside([4096, MIB - 32], 0)[waiters],
-    },
-    Row {
-        name: "every other MiB held, 5 MiB wait for ever (0: without): a thousand checkouts of 1 MiB",
-        ends: &[0, 1],
-        gate: Gate::Times(1.0 / 0.5),
-        work: |waiters| beside([4096, MIB - 32], 1)[waiters],
-    },
-    Row {
-        name: "16 threads: 4 MiB in a pool full of small ones (over its longest hold)",
-        ends: &[1, 16],
-        gate: Gate::Time(Duration::from_millis(20)),
-        work: under_load,
-    },
-    Row {
-        name: "n transfers at once, to places of their own: start",
-        ends: TRANSFERS,
-        gate: Gate::Times(2.0),
-        work: |n| transfers(n, false).start,
-    },
-    Row {
-        name: "n transfers at once, to places of their own: end",
-        ends: TRANSFERS,
-        gate: Gate::Times(2.0),
-        work: |n| transfers(n, false).end,
-    },
-    Row {
-        name: "n transfers at once, all to one place: start",
-        ends: TRANSFERS,
-        gate: Gate::Times(2.0),
-        work: |n| transfers(n, true).start,
-    },
-    Row {
-        name: "n transfers at once, all to one place: end",
-        ends: TRANSFERS,
-        gate: Gate::Times(2.0),
-        work: |n| transfers(n, true).end,
-    },
+    ("n wait: join", WAITERS, Times(3.0), |n| waiters(n)[0]),
+    ("n wait: a return that serves one", WAITERS, Times(3.0), |n| waiters(n)[1]),
+    ("n wait: a return that serves none", WAITERS, Times(3.0), |n| waiters(n)[2]),
+    ("n wait: leave", WAITERS, Times(3.0), |n| waiters(n)[3]),
+    ("n large ones wait: join", WAITERS, Times(3.0), |n| large_waiters(n)[0]),
+    ("n large ones wait: leave", WAITERS, Times(3.0), |n| large_waiters(n)[1]),
+    ("a return that serves all n, each", WAITERS, Times(3.0), storm),
+    ("8 MiB wait among n buffers: a return", &[1_000, 100_000], Time(Duration::from_micros(1)), |n| {
+        crowd(n)[0]
+    }),
+    (
+        "n buffers, half returned: a failing try of 8 MiB",
+        &[1_000, 100_000],
+        Time(Duration::from_micros(10)),
+        |n| crowd(n)[1],
+    ),
+    ("n buffers, one quarantined: a join", &[1_000, 400_000], Time(Duration::from_micros(10)), quarantined),
+    (
+        "every other MiB held, 5 MiB wait for ever (0: without): a thousand checkouts of 4 KiB",
+        &[0, 1],
+        Times(1.0 / 0.95),
+        |waiters| beside([4096, MIB - 32], 0)[waiters],
+    ),
+    (
+        "every other MiB held, 5 MiB wait for ever (0: without): a thousand checkouts of 1 MiB",
+        &[0, 1],
+        Times(1.0 / 0.5),
+        |waiters| beside([4096, MIB - 32], 1)[waiters],
+    ),
+    (
+        "16 threads: 4 MiB in a pool full of small ones (over its longest hold)",
+        &[1, 16],
+        Time(Duration::from_millis(20)),
+        under_load,
+    ),
+    ("n transfers at once, to places of their own: start", TRANSFERS, Times(2.0), |n| transfers(n)[0]),
+    ("n transfers at once, to places of their own: end", TRANSFERS, Times(2.0), |n| transfers(n)[1]),
 ];
 
 fn main() {
     let asked: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let quick = std::env::var_os("PINPOOL_BENCH_QUICK").is_some();
     println!("| work | n | time | times the small end | gate |\n| --- | --- | --- | --- | --- |");
-    for Row { name, ends, gate, work } in ROWS {
+    for (name, ends, gate, work) in ROWS {
         if !asked.is_empty() && !asked.iter().any(|part| name.contains(part.as_str())) {
             continue;
         }
@@ -147,8 +93,8 @@ fn main() {
             let first = *small.get_or_insert(time);
             let times = time.as_secs_f64() / first.as_secs_f64().max(1e-9);
             let (holds, bound) = match gate {
-                Gate::Times(most) => (times <= *most, format!("{most:.2} times")),
-                Gate::Time(most) => (time <= *most, format!("{most:?}")),
+                Times(most) => (times <= *most, format!("{most:.2} times")),
+                Time(most) => (time <= *most, format!("{most:?}")),
             };
             let verdict = if holds { "holds" } else { "MISSED" };
             println!("| {name} | {n} | {time:?} | {times:.2} | {bound}: {verdict} |");
@@ -193,15 +139,8 @@ fn poll(future: &mut Waiting) -> Option<PinnedBuf> {
 
 // --- waiters ---------------------------------------------------------------------------------------------------------
 
-struct Waiters {
-    join: Duration,
-    serve: Duration,
-    other: Duration,
-    leave: Duration,
-}
-
-/// `n` requests wait for 4 KiB, and more come, are served, or leave.
-fn waiters(n: usize) -> Waiters {
+/// `n` requests wait for 4 KiB: another joins, a return serves one, a return serves none, one leaves.
+fn waiters(n: usize) -> [Duration; 4] {
     const FEW: usize = 64;
     let pool = pool(8 * MIB);
     // Buffers of another size beside those that are waited for. Of sixteen neighbours one comes back, which gives no
@@ -216,15 +155,15 @@ fn waiters(n: usize) -> Waiters {
     };
     // The waiters have pushed what belongs to these out of the processor's caches.
     other.iter().for_each(|buf| _ = std::hint::black_box(buf.capacity()));
-    let (other_time, _) = each(4 * FEW, |at| drop(other.swap_remove(16 * (4 * FEW - 1 - at))));
+    let (none, _) = each(4 * FEW, |at| drop(other.swap_remove(16 * (4 * FEW - 1 - at))));
     let (serve, _) = each(FEW, |_| drop(held.pop()));
     let served = waiting.iter_mut().filter_map(poll).count();
     assert!(served >= FEW.min(n), "{served}");
-    Waiters { join, serve, other: other_time, leave }
+    [join, serve, none, leave]
 }
 
-/// The same for requests that are too large for any class to serve.
-fn large_waiters(n: usize) -> Waiters {
+/// Joins and leaves among `n` requests that are too large for any class to serve.
+fn large_waiters(n: usize) -> [Duration; 2] {
     const FEW: usize = 64;
     let pool = pool(16 * MIB);
     let held = pool.checkout(12 * MIB).expect("room");
@@ -235,7 +174,7 @@ fn large_waiters(n: usize) -> Waiters {
         each(FEW, |_| drop(more.next()))
     };
     drop((waiting, held));
-    Waiters { join, serve: Duration::ZERO, other: Duration::ZERO, leave }
+    [join, leave]
 }
 
 /// `n` requests wait, and one return serves all of them.
@@ -253,13 +192,8 @@ fn storm(n: usize) -> Duration {
 
 // --- many buffers ----------------------------------------------------------------------------------------------------
 
-struct Crowd {
-    give: Duration,
-    fail: Duration,
-}
-
-/// `n` buffers of 4 KiB, of which every other one is returned.
-fn crowd(n: usize) -> Crowd {
+/// `n` buffers of 4 KiB, of which every other one is returned: a return, and a failing try.
+fn crowd(n: usize) -> [Duration; 2] {
     let pool = pool((n * 4160).next_multiple_of(MIB).max(16 * MIB) + 2 * MIB);
     let mut held: Vec<PinnedBuf> = std::iter::from_fn(|| pool.try_checkout(4096).ok()).collect();
     let mut at = 0;
@@ -277,7 +211,7 @@ fn crowd(n: usize) -> Crowd {
     let mut back = back.into_iter();
     let (give, _) = each(count, |_| drop(back.next()));
     drop(waiter);
-    Crowd { give, fail }
+    [give, fail]
 }
 
 /// `n` buffers of 256 bytes, of which one is quarantined: a request of 1 MiB joins the queue.
@@ -386,13 +320,8 @@ fn under_load(threads: usize) -> Duration {
 
 // --- transfers -------------------------------------------------------------------------------------------------------
 
-struct Transfers {
-    start: Duration,
-    end: Duration,
-}
-
 /// `n` transfers of 4 KiB are started while the device hangs, and end when it goes on.
-fn transfers(n: usize, same: bool) -> Transfers {
+fn transfers(n: usize) -> [Duration; 2] {
     const LEN: usize = 4096;
     let node = HostNode::new(HostConfig::new().memory(64 * MIB)).expect("a node");
     let device = Device::on(&node, 0).expect("a device");
@@ -401,10 +330,7 @@ fn transfers(n: usize, same: bool) -> Transfers {
     let pool = builder.unpinned(Unpinned::Allow).build().expect("a pool");
     let copier = Copier::builder(&pool, &device).threads(2).build().expect("a copier");
     let memory = device.alloc(n * LEN).expect("device memory");
-    let place = |i: usize| {
-        let at = if same { 0 } else { i * LEN };
-        memory.slice(at..at + LEN).expect("within")
-    };
+    let place = |i: usize| memory.slice(i * LEN..(i + 1) * LEN).expect("within");
     let bytes = Arc::new(vec![7; LEN]);
     let upload = |i: usize| copier.upload(bytes.clone(), place(i)).expect("it starts");
     // The threads start with the first one.
@@ -414,5 +340,5 @@ fn transfers(n: usize, same: bool) -> Transfers {
     node.resume(0);
     let mut sent = sent.into_iter();
     let (end, _) = each(n, |_| sent.next().map(|sent| sent.wait().expect("it ends")));
-    Transfers { start, end }
+    [start, end]
 }

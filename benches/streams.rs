@@ -4,15 +4,13 @@
 //! | row | small end | large end |
 //! | --- | --- | --- |
 //! | a failing try, `stats()`, an upload and its wait | 16 streams open | 4,096 open: idle, and all but one hung |
-//! | the reaper's share of a core | 16 streams hung | 4,096 hung, and 4,095 hung beside one that works |
 //! | a sampler's poll | 256 streams open | 4,096 open (16 times as many) |
 //! | the text of `/metrics` (feature `metrics`) | after 1,024 streams came and went | after 4,096 did |
 //! | `stats()` after threads have ended | 16 threads | 1,024 threads |
-//! | misses of small checkouts beside large ones of nine sizes | one size | nine sizes |
 //! | misses of a thread that uses pools by turns | four pools | five pools |
 //!
-//! The last two are counts for a hundred checkouts, and not times. `--quick` only shows that the bench runs, `--only`
-//! chooses among `streams`, `metrics`, `threads`, `sizes` and `pools`.
+//! The last is a count for a hundred checkouts, and no time. `--quick` only shows that the bench runs, `--only` chooses
+//! among `streams`, `metrics`, `threads` and `pools`.
 
 #![allow(unsafe_code, reason = "what the benches share asks the system for its clock")]
 
@@ -21,7 +19,7 @@ mod measure;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use measure::{Spread, processor_time, quick, wanted};
+use measure::{Spread, quick, wanted};
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
 use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream, Unpinned};
@@ -39,9 +37,6 @@ fn main() {
     }
     if wanted("threads") {
         threads();
-    }
-    if wanted("sizes") {
-        sizes();
     }
     if wanted("pools") {
         pools();
@@ -68,6 +63,15 @@ fn median(times: usize, mut call: impl FnMut()) -> f64 {
     Spread::of(&times).mid
 }
 
+/// A host device of its own, and a pool of so many bytes on it.
+fn device_and_pool(capacity: usize) -> (HostNode, Device, Pool) {
+    let node = HostNode::new(HostConfig::new()).expect("a node");
+    let device = Device::on(&node, 0).expect("a device");
+    let builder = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow);
+    let pool = builder.build().expect("a pool");
+    (node, device, pool)
+}
+
 /// A device with many streams, all of which have uploaded once, and a pool that is full but for a little.
 struct Open {
     node: HostNode,
@@ -80,10 +84,7 @@ struct Open {
 
 impl Open {
     fn new(count: usize) -> Self {
-        let node = HostNode::new(HostConfig::new()).expect("a node");
-        let device = Device::on(&node, 0).expect("a device");
-        let pool =
-            Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build().expect("a pool");
+        let (node, device, pool) = device_and_pool(64 << 20);
         let memory = device.alloc(LEN).expect("memory");
         let streams: Vec<Stream> = (0..count).map(|_| device.stream().expect("a stream")).collect();
         let full = pool.checkout(40 << 20).expect("a large buffer");
@@ -119,20 +120,6 @@ impl Open {
             median(times, || drop(self.upload(0).wait().expect("an upload"))),
         ]
     }
-
-    /// The reaper's share of a core, in per cent, while this thread does nothing, or uploads every 200 us.
-    fn reaper(&self, works: bool) -> f64 {
-        let time = Duration::from_millis(if quick() { 20 } else { 1000 });
-        let (before, since) = (processor_time("pinpool-reap"), Instant::now());
-        while since.elapsed() < time {
-            if works {
-                drop(self.upload(0).wait().expect("an upload"));
-            }
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        let used = processor_time("pinpool-reap") - before;
-        used.as_secs_f64() / since.elapsed().as_secs_f64() * 100.0
-    }
 }
 
 impl Drop for Open {
@@ -155,9 +142,6 @@ fn streams() {
     few.hang();
     open.hang();
     compare(&few, &open, "hung");
-    // The other device's reaper is among these, too: it has few streams.
-    println!("the reaper, {many} streams hung | | {:.1}% of a core |", open.reaper(false));
-    println!("the reaper, one of {many} streams works | | {:.1}% of a core |", open.reaper(true));
     drop(open);
     let small = Open::new(if quick() { 16 } else { 256 });
     let poll = |open: &Open| {
@@ -173,10 +157,7 @@ fn streams() {
 #[cfg(feature = "metrics")]
 fn metrics() {
     let text = |lived: usize| {
-        let node = HostNode::new(HostConfig::new()).expect("a node");
-        let device = Device::on(&node, 0).expect("a device");
-        let pool =
-            Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().expect("a pool");
+        let (_node, device, pool) = device_and_pool(1 << 20);
         let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
         let mut sampler = Sampler::new(&pool);
         for _ in 0..lived / 64 {
@@ -193,10 +174,7 @@ fn metrics() {
 
 fn threads() {
     let cost = |count: usize| {
-        let node = HostNode::new(HostConfig::new()).expect("a node");
-        let device = Device::on(&node, 0).expect("a device");
-        let pool =
-            Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build().expect("a pool");
+        let (_node, _device, pool) = device_and_pool(64 << 20);
         let all = Arc::new(Barrier::new(count));
         let threads: Vec<_> = (0..count)
             .map(|_| {
@@ -214,44 +192,12 @@ fn threads() {
     row(&format!("stats() after {many} threads have ended"), "us", cost(16), cost(many), 3.0);
 }
 
-/// Misses of small checkouts, of a hundred, beside large ones of so many sizes.
-fn sizes() {
-    let misses = |sizes: usize| {
-        let node = HostNode::new(HostConfig::new()).expect("a node");
-        let device = Device::on(&node, 0).expect("a device");
-        let pool =
-            Pool::builder(&device).capacity(256 << 20).unpinned(Unpinned::Allow).build().expect("a pool");
-        let (mut missed, mut all) = (0, 0);
-        for round in 0..if quick() { 20 } else { 500 } {
-            for size in 0..sizes {
-                drop(pool.checkout((128 << 10) * (size + 4) / 4).expect("a large buffer"));
-                for len in [100, 1000, 4096, 10_000] {
-                    let before = pool.stats().misses;
-                    drop(pool.checkout(len).expect("a small buffer"));
-                    // The first rounds fill the cache.
-                    if round > 2 {
-                        missed += pool.stats().misses - before;
-                        all += 1;
-                    }
-                }
-            }
-        }
-        missed as f64 / f64::from(all) * 100.0
-    };
-    let (one, nine) = (misses(1), misses(9));
-    println!("misses of small checkouts beside nine large sizes | {one:.2}% | {nine:.2}% | at most 1%");
-}
-
 /// Misses of a thread that uses so many pools by turns, of a hundred checkouts.
 fn pools() {
     let misses = |count: usize| {
-        let node = HostNode::new(HostConfig::new()).expect("a node");
-        let device = Device::on(&node, 0).expect("a device");
-        let build =
-            |_| Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().expect("a pool");
-        let pools: Vec<Pool> = (0..count).map(build).collect();
-        let round = || pools.iter().for_each(|pool| drop(pool.checkout(LEN).expect("a buffer")));
-        let sum = || pools.iter().map(|pool| pool.stats().misses).sum::<u64>();
+        let pools: Vec<_> = (0..count).map(|_| device_and_pool(1 << 20)).collect();
+        let round = || pools.iter().for_each(|(.., pool)| drop(pool.checkout(LEN).expect("a buffer")));
+        let sum = || pools.iter().map(|(.., pool)| pool.stats().misses).sum::<u64>();
         (0..10).for_each(|_| round());
         let before = sum();
         (0..100).for_each(|_| round());

@@ -6,17 +6,13 @@
 //! ratio of on to off, and the result is the median of hundreds of these ratios. With a poll in each slice this is a
 //! hundred polls a second, a thousand times the usual rate. The gate is on the threads' processor time for a pair, plus
 //! the sampler's own processor time as a share of the slice and the threads, as if every poll kept the threads from
-//! their work. So it includes the effect of polls on the threads, and not that of other programs on a busy machine. The
-//! threads' processor time alone, and the wall time, are printed beside it.
+//! their work. So it includes the effect of polls on the threads, and not that of other programs on a busy machine.
 //!
 //! *Polls, snapshots and looks*: their cost to the caller, on a pool with many segments out. A look for stuck buffers
 //! is timed on a pool that tracks its checkouts, with no buffer old enough and with all of them (`_all`), as the sampler
 //! takes it and as a report takes it, by the thousand buffers.
 //!
 //! *Tracked*: a checkout and return of a pool that tracks its checkouts, beside one that does not.
-//!
-//! *Copies*: the cost of counting them. Submitting a small copy to the host device, and by themselves the same counters
-//! with the same clock: each copy's bytes added up, one copy in sixteen timed.
 //!
 //! `--quick` only shows that the bench runs. `--threads A,B` sets the numbers of threads, `--quads N` the number of
 //! four slices, `--slice MS` their length, `--rounds N` the rounds of the other parts.
@@ -26,11 +22,11 @@
 mod measure;
 
 use std::hint::black_box;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
-use measure::{Rounds, Spread, at_most, beside, judge, line, number, numbers, quick};
+use measure::{Rounds, Spread, at_most, judge, line, number, numbers, quick};
 use pinpool::telemetry::Sampler;
 use pinpool::{Device, Pool, Unpinned};
 
@@ -59,35 +55,23 @@ fn pool(device: &Device, track: bool) -> Pool {
     pool
 }
 
-/// ns a pair of the slowest thread, over `time`.
-fn pairs(pool: &Pool, threads: usize, time: Duration) -> f64 {
-    let go = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let work = || {
-            drop(pool.checkout(4096));
-            while !go.load(Ordering::Acquire) {
-                std::hint::spin_loop();
-            }
-            let (since, mut count) = (Instant::now(), 0u64);
-            while since.elapsed() < time {
-                for _ in 0..BURST {
-                    drop(black_box(pool.checkout(4096)));
-                }
-                count += u64::from(BURST);
-            }
-            since.elapsed().as_nanos() as f64 / count as f64
-        };
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        go.store(true, Ordering::Release);
-        workers.into_iter().map(|worker| worker.join().expect("a worker")).fold(0.0, f64::max)
-    })
+/// ns a pair, over `time`.
+fn pairs(pool: &Pool, time: Duration) -> f64 {
+    drop(pool.checkout(4096));
+    let (since, mut count) = (Instant::now(), 0u64);
+    while since.elapsed() < time {
+        for _ in 0..BURST {
+            drop(black_box(pool.checkout(4096)));
+        }
+        count += u64::from(BURST);
+    }
+    since.elapsed().as_nanos() as f64 / count as f64
 }
 
-/// A worker's slice: pairs, nanoseconds of wall time and of processor time.
+/// A worker's slice: pairs, and nanoseconds of processor time.
 #[derive(Clone, Copy, Default)]
 struct Done {
     pairs: f64,
-    wall: f64,
     processor: f64,
 }
 
@@ -110,7 +94,7 @@ fn worker(pool: &Pool, slice: &AtomicUsize) -> Vec<Done> {
     // Relaxed: no other data depends on the slice's number.
     let mut now = slice.load(Ordering::Relaxed);
     while now != OVER {
-        let (mut count, wall, used) = (0u64, Instant::now(), processor());
+        let (mut count, used) = (0u64, processor());
         loop {
             for _ in 0..SHORT {
                 drop(black_box(pool.checkout(4096)));
@@ -118,11 +102,10 @@ fn worker(pool: &Pool, slice: &AtomicUsize) -> Vec<Done> {
             count += u64::from(SHORT);
             let next = slice.load(Ordering::Relaxed);
             if next != now {
-                let nanos = |time: Duration| time.as_nanos() as f64;
-                let (wall, processor) = (nanos(wall.elapsed()), nanos(processor().saturating_sub(used)));
+                let processor = processor().saturating_sub(used).as_nanos() as f64;
                 // Slices that passed while this thread slept have no figures.
                 all.resize(now, Done::default());
-                all.push(Done { pairs: count as f64, wall, processor });
+                all.push(Done { pairs: count as f64, processor });
                 now = next;
                 break;
             }
@@ -163,7 +146,7 @@ fn watched(device: &Device, threads: usize, quads: usize, length: Duration) {
         let all: Vec<Vec<Done>> = workers.into_iter().map(|w| w.join().expect("a worker")).collect();
         (all, sampling.join().expect("the sampler"))
     });
-    let mut rounds = [Rounds::new(2), Rounds::new(2), Rounds::new(2)];
+    let mut rounds = Rounds::new(2);
     for quad in 0..quads {
         let sum = |slices: [usize; 2]| {
             let parts = all
@@ -171,7 +154,6 @@ fn watched(device: &Device, threads: usize, quads: usize, length: Duration) {
                 .flat_map(|done| slices.map(|n| done.get(4 * quad + n).copied().unwrap_or_default()));
             parts.fold(Done::default(), |a, b| Done {
                 pairs: a.pairs + b.pairs,
-                wall: a.wall + b.wall,
                 processor: a.processor + b.processor,
             })
         };
@@ -181,70 +163,17 @@ fn watched(device: &Device, threads: usize, quads: usize, length: Duration) {
             let polls: f64 = spent[2 * quad..].iter().take(2).sum();
             let share = polls / (2.0 * length.as_nanos() as f64 * threads as f64);
             for (contender, (done, share)) in [(off, 0.0), (on, share)].into_iter().enumerate() {
-                rounds[0].add(contender, done.processor / done.pairs * (1.0 + share));
-                rounds[1].add(contender, done.processor / done.pairs);
-                rounds[2].add(contender, done.wall / done.pairs);
+                rounds.add(contender, done.processor / done.pairs * (1.0 + share));
             }
         }
     }
     let what =
         format!("a pair while a sampler polls every {length:?}, over one while it sleeps, {threads} threads");
-    let [all, own, wall] = &rounds;
-    line("telemetry_pair_unwatched", threads, all.spread(0));
-    line("telemetry_pair_watched", threads, all.spread(1));
-    at_most(what, all.ratio(1, 0), 1.02, None);
-    beside("  by the threads' own processor time", own.ratio(1, 0));
-    beside("  by the clock on the wall", wall.ratio(1, 0));
+    line("telemetry_pair_unwatched", threads, rounds.spread(0));
+    line("telemetry_pair_watched", threads, rounds.spread(1));
+    at_most(what, rounds.ratio(1, 0), 1.02, None);
     let polls: Vec<f64> = spent.iter().map(|nanos| nanos / 1e3).collect();
     line("telemetry_polled_us", threads, Spread::of(&polls));
-}
-
-/// ns of submitting a small copy, and ns of its counters alone.
-fn copies(device: &Device, threads: usize, rounds: usize) {
-    const BATCH: usize = 64;
-    let pool = pool(device, false);
-    let memory = device.alloc(64).expect("device memory");
-    let (bytes, buckets) = (AtomicU64::new(0), [const { AtomicU64::new(0) }; 2]);
-    let submit = || {
-        let stream = device.stream().expect("a stream");
-        let filled = || {
-            let mut buf = pool.checkout(64).expect("a buffer");
-            buf.extend_from_slice(&[1; 64]);
-            buf
-        };
-        let bufs: Vec<_> = (0..BATCH).map(|_| filled()).collect();
-        let since = Instant::now();
-        let sent: Vec<_> = bufs.into_iter().map(|buf| stream.upload(buf, &memory).expect("a copy")).collect();
-        let took = since.elapsed();
-        sent.into_iter().for_each(|sent| drop(sent.wait().expect("the copy completes")));
-        took.as_nanos() as f64 / BATCH as f64
-    };
-    let count = || {
-        let since = Instant::now();
-        for n in 0..BATCH * 16 {
-            let timed = (n % 16 == 0).then(Instant::now);
-            bytes.fetch_add(black_box(64), Ordering::Relaxed);
-            if let Some(timed) = timed {
-                buckets[0].fetch_add(1, Ordering::Relaxed);
-                buckets[1].fetch_add(timed.elapsed().as_nanos() as u64, Ordering::Relaxed);
-            }
-        }
-        since.elapsed().as_nanos() as f64 / (BATCH * 16) as f64
-    };
-    let at_once = |work: &(dyn Fn() -> f64 + Sync)| {
-        std::thread::scope(|scope| {
-            let all: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-            all.into_iter().map(|one| one.join().expect("a worker")).fold(0.0, f64::max)
-        })
-    };
-    let mut both = Rounds::new(2);
-    for _ in 0..rounds * 4 {
-        both.add(0, at_once(&submit));
-        both.add(1, at_once(&count));
-    }
-    line("telemetry_copy", threads, both.spread(0));
-    line("telemetry_copy_counted", threads, both.spread(1));
-    beside(format!("what is counted of a copy, over submitting it, {threads} threads"), both.ratio(1, 0));
 }
 
 /// us of processor time of one call.
@@ -273,15 +202,14 @@ fn main() {
     let slice = Duration::from_millis(number("slice", if quick() { 2 } else { 10 }) as u64);
     for threads in numbers("threads", &[1, 2]) {
         watched(&device, threads, quads, slice);
-        copies(&device, threads, rounds);
     }
 
     let tracked = pool(&device, true);
     let plain = pool(&device, false);
     let mut both = Rounds::new(2);
     for _ in 0..rounds {
-        both.add(0, pairs(&plain, 1, time / 4));
-        both.add(1, pairs(&tracked, 1, time / 4));
+        both.add(0, pairs(&plain, time / 4));
+        both.add(1, pairs(&tracked, time / 4));
     }
     line("telemetry_pair_tracked", 1, both.spread(1));
 

@@ -59,11 +59,15 @@ impl Compiler {
                 rustc
             }
             None => {
-                cargo.args(["test", "--no-run", "--test", env!("CARGO_CRATE_NAME"), "--no-default-features"]);
-                // A wrong guess here means no more than that the library is built once more.
-                cargo
-                    .args(["--features", &features()])
-                    .args((!cfg!(debug_assertions)).then_some("--release"));
+                cargo.args(["test", "--no-run", "--test", env!("CARGO_CRATE_NAME")]);
+                // A wrong guess here means no more than that the library and what it depends on are built once more.
+                // All features are those of the whole workspace, as README's command has them: the dependencies of the
+                // other packages add features to those of this one.
+                match FEATURES.iter().all(|(_, on)| *on) {
+                    true => cargo.args(["--workspace", "--all-features"]),
+                    false => cargo.args(["--no-default-features", "--features", &features()]),
+                };
+                cargo.args((!cfg!(debug_assertions)).then_some("--release"));
                 cargo.arg("--target-dir").args(Path::new(env!("CARGO_TARGET_TMPDIR")).parent());
                 std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into())
             }

@@ -6,8 +6,8 @@ use std::time::Instant;
 use pinpool::{PinnedBuf, Pool};
 
 use super::Contender;
-use super::pair::Random;
-use super::stores::{pool, touch};
+use super::measure::small::Random;
+use super::stores::{checkout, pool};
 
 /// Pairs and bursts on the new pool and on the churned one, on the measuring thread.
 pub fn churned() -> Vec<Contender> {
@@ -28,9 +28,7 @@ pub fn churned() -> Vec<Contender> {
     let pair = |pool: &Pool, iters: u64| {
         let since = Instant::now();
         for _ in 0..iters {
-            let mut buf = pool.checkout(black_box(LEN)).expect("the pool is large enough");
-            // SAFETY: just checked out, and no size is 0.
-            unsafe { touch(buf.as_mut_ptr()) };
+            drop(checkout(pool, black_box(LEN)));
         }
         since.elapsed()
     };
@@ -39,10 +37,7 @@ pub fn churned() -> Vec<Contender> {
         let since = Instant::now();
         for _ in 0..iters.div_ceil(BURST as u64) {
             for _ in 0..BURST {
-                let mut buf = pool.checkout(black_box(LEN)).expect("the pool is large enough");
-                // SAFETY: just checked out, and no size is 0.
-                unsafe { touch(buf.as_mut_ptr()) };
-                held.push(buf);
+                held.push(checkout(pool, black_box(LEN)));
             }
             held.clear();
         }

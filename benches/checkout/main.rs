@@ -4,8 +4,8 @@
 //! # Files
 //!
 //! `stores.rs` has the contenders, each a `Store` of buffers. `pair.rs` has the patterns that run on a store, and the
-//! main groups; read these two first. Each further file is a group of its own (the table below names it), except for
-//! `parts.rs`, which has the bare copies for `relay.rs`. `../measure` has rounds, ratios and options.
+//! main groups; read these two first. Each further file is a group of its own (the table below names it). `../measure`
+//! has rounds, ratios and options.
 //!
 //! # How it is measured
 //!
@@ -23,20 +23,17 @@
 //! | group | file | an operation is |
 //! | --- | --- | --- |
 //! | `checkout_return` | `pair.rs` | check out 64 KiB, write one byte, return |
-//! | `floor` | `floor.rs` | the same on a bare copy of a hit, without one part or another |
 //! | `checkout_return_64_live` | `pair.rs` | replace one of 64 live buffers of eight sizes, chosen at random |
 //! | `alike_64_live` | `pair.rs` | likewise, all of 64 KiB |
-//! | `live_parts` | `pair.rs` | the same by parts: fewer sizes, in order, a bare stack, no buffers |
-//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns; beside it the queue between them, and parts |
+//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns; beside it the queue between them |
 //! | `churn_65536` | `churn.rs` | as the first, 4 KiB, after a random half of 65,536 segments was returned; and in bursts |
 //! | `first_of_a_class` | `runs.rs` | a checkout that has to cut a new run, beside the system call that a page costs |
 //! | `hand_over` | `waiting.rs` | two threads wait for one segment in turn, beside a mutex and a condition variable |
 //! | `on_a_stream` | `stream.rs` | with a GPU: check out, hold on a stream, drop |
 //! | `tails` | `tails.rs` | single hits by the clock, while regions are made and freed and copies complete |
 //!
-//! `glibc` and `mimalloc` are called through their own functions and are not the global allocator. They allocate with
-//! an alignment of 16 bytes, their fast path, though the pool's is 64. `array_queue` and `parking_lot_vec` keep a queue
-//! or a stack for each size; the pool finds the size class of each length.
+//! `glibc` allocates with an alignment of 16 bytes, its fast path, though the pool's is 64. `parking_lot_vec` keeps a
+//! stack for each size; the pool finds the size class of each length.
 //!
 //! # Running it
 //!
@@ -56,11 +53,9 @@ mod error {
 }
 
 mod churn;
-mod floor;
 #[path = "../measure/mod.rs"]
 mod measure;
 mod pair;
-mod parts;
 mod relay;
 mod runs;
 mod stores;
@@ -132,14 +127,11 @@ fn main() {
     );
     let most = threads.iter().copied().max().unwrap_or(1);
 
-    let first_and_last: &[usize] = if most > 1 { &[1, most] } else { &[1] };
     type Make = Box<dyn Fn() -> Vec<Contender>>;
-    let all: [(&str, Make, &[usize], u64); 9] = [
+    let all: [(&str, Make, &[usize], u64); 7] = [
         ("checkout_return", Box::new(move || pair::contenders(Work::Pair, most)), &threads, 1),
-        ("floor", Box::new(floor::contenders), &[1], 1),
         ("checkout_return_64_live", Box::new(move || pair::contenders(Work::Live, most)), &threads, 1),
         ("alike_64_live", Box::new(move || pair::contenders(Work::Alike, most)), &threads, 1),
-        ("live_parts", Box::new(pair::live_parts), first_and_last, 1),
         ("churn_65536", Box::new(churn::churned), &[1], 1),
         ("first_of_a_class", Box::new(runs::contenders), &[1], 100),
         ("hand_over", Box::new(waiting::contenders), &[2], 20),

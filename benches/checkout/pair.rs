@@ -1,16 +1,12 @@
 //! A checkout and a return on one thread, one at a time or with many buffers out.
 
-use std::alloc::System;
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use super::Contender;
-use super::floor::{ALL, BUSY, BYTES, CLASS, Copied, DESCRIPTOR, PERMIT};
-use super::stores::{
-    Bare, Harness, LIVE, MIXED, Malloc, PLAIN, Pinpool, PinpoolPlain, Queues, Stacks, Store, TwoFetchAdds,
-    pool,
-};
+use super::measure::small::Random;
+use super::stores::{Bare, LIVE, MIXED, Malloc, PLAIN, Pinpool, Stacks, Store, TwoFetchAdds, pool};
 
 /// The pattern of each thread's operations.
 #[derive(Clone, Copy)]
@@ -21,20 +17,6 @@ pub enum Work {
     Alike,
     /// Replace one of [`LIVE`] buffers.
     Live,
-    /// The same, the oldest first.
-    InOrder,
-}
-
-/// Random numbers, the same in each run; drawn before the clock starts.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 16) as usize % n
-    }
 }
 
 /// One thread's operations: `warm` of them, the barrier, and `iters` on the clock.
@@ -62,11 +44,10 @@ pub fn turn<S: Store>(
             run(iters);
             since.elapsed()
         }
-        Work::Alike | Work::Live | Work::InOrder => {
+        Work::Alike | Work::Live => {
             let mut random = Random(0x9E37_79B9_7F4A_7C15 ^ (seed << 32 | 1));
-            let mut which = |i: usize| if let Work::InOrder = work { i % LIVE } else { random.below(LIVE) };
-            let at: Vec<usize> = (0..1 << 14).map(&mut which).collect();
-            let steps: Vec<(usize, usize)> = at.into_iter().map(|at| (at, random.below(sizes))).collect();
+            let steps: Vec<(usize, usize)> =
+                (0..1 << 14).map(|_| (random.below(LIVE), random.below(sizes))).collect();
             let mut live: Vec<S::Buf> =
                 (0..LIVE).map(|_| store.take(&mut local, random.below(sizes))).collect();
             let mut steps = steps.iter().cycle();
@@ -115,50 +96,16 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
     let (sizes, each) = match work {
         Work::Pair => (PLAIN, 4),
         Work::Alike => (PLAIN, LIVE + 2),
-        Work::Live | Work::InOrder => (MIXED, LIVE + 2),
+        Work::Live => (MIXED, LIVE + 2),
     };
     let n = sizes.len();
     // Some gigabytes, as in a server: a thread cache may then hold 64 segments of each size here.
     let pool = pool(2 << 30);
     vec![
         entry("two_fetch_adds", TwoFetchAdds, work, n),
-        match work {
-            Work::Pair => entry("pinpool", PinpoolPlain { pool, len: PLAIN[0] }, work, n),
-            _ => entry("pinpool", Pinpool { pool, sizes }, work, n),
-        },
+        entry("pinpool", Pinpool::new(pool, sizes), work, n),
         entry("bare_stack", Bare { sizes, each }, work, n),
-        entry("array_queue", Queues::new(sizes, most_threads * each), work, n),
         entry("parking_lot_vec", Stacks::new(sizes, most_threads * each), work, n),
-        entry("mimalloc", Malloc { allocator: mimalloc::MiMalloc, sizes }, work, n),
-        entry("glibc", Malloc { allocator: System, sizes }, work, n),
-    ]
-}
-
-/// The cost of 64 live buffers, by parts: the pool with fewer sizes or without random order; a bare copy of a hit with
-/// the whole pattern, and with its own parts removed; a bare stack; and the pattern without any buffers. Ratios are to
-/// the pool's plain figure.
-pub fn live_parts() -> Vec<Contender> {
-    let (mixed, alike, each) = (MIXED.len(), PLAIN.len(), LIVE + 2);
-    let pool = pool(2 << 30);
-    let pinpool = |sizes| Pinpool { pool: pool.clone(), sizes };
-    vec![
-        entry("plain", PinpoolPlain { pool: pool.clone(), len: PLAIN[0] }, Work::Pair, alike),
-        entry("random_mixed", pinpool(MIXED), Work::Live, mixed),
-        entry("random_alike", pinpool(PLAIN), Work::Live, alike),
-        entry("in_order_mixed", pinpool(MIXED), Work::InOrder, mixed),
-        entry("in_order_alike", pinpool(PLAIN), Work::InOrder, alike),
-        entry("copy_plain", Copied::<ALL>::new(PLAIN), Work::Pair, alike),
-        entry("copy_mixed", Copied::<ALL>::new(MIXED), Work::Live, mixed),
-        entry("copy_no_class", Copied::<{ ALL & !CLASS }>::new(MIXED), Work::Live, mixed),
-        entry("copy_no_protocol", Copied::<{ ALL & !(BUSY | PERMIT) }>::new(MIXED), Work::Live, mixed),
-        entry("copy_no_bytes", Copied::<{ ALL & !BYTES }>::new(MIXED), Work::Live, mixed),
-        entry("copy_no_descriptor", Copied::<{ ALL & !DESCRIPTOR }>::new(MIXED), Work::Live, mixed),
-        entry("copy_stack_alone", Copied::<0>::new(MIXED), Work::Live, mixed),
-        entry("bare_plain", Bare { sizes: PLAIN, each }, Work::Pair, alike),
-        entry("bare_random_mixed", Bare { sizes: MIXED, each }, Work::Live, mixed),
-        entry("bare_random_alike", Bare { sizes: PLAIN, each }, Work::Live, alike),
-        entry("bare_in_order", Bare { sizes: PLAIN, each }, Work::InOrder, alike),
-        entry("harness_random", Harness, Work::Live, mixed),
-        entry("harness_in_order", Harness, Work::InOrder, mixed),
+        entry("glibc", Malloc { sizes }, work, n),
     ]
 }

@@ -5,10 +5,11 @@ use std::hint::black_box;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crossbeam::queue::ArrayQueue;
 use crossbeam::utils::CachePadded;
 use parking_lot::Mutex;
-use pinpool::{Device, PinnedBuf, Pool, Unpinned};
+use pinpool::{Device, PinnedBuf, Pool};
+
+use super::measure::small;
 
 /// The plain figure's one size.
 pub const PLAIN: &[usize] = &[64 << 10];
@@ -39,8 +40,15 @@ pub unsafe fn touch(start: *mut u8) {
 }
 
 pub struct Pinpool {
-    pub pool: Pool,
-    pub sizes: &'static [usize],
+    pool: Pool,
+    /// As many as the most sizes, so that looking one up needs no check.
+    lens: [usize; 8],
+}
+
+impl Pinpool {
+    pub fn new(pool: Pool, sizes: &[usize]) -> Self {
+        Self { pool, lens: std::array::from_fn(|i| sizes[i % sizes.len()]) }
+    }
 }
 
 impl Store for Pinpool {
@@ -49,33 +57,7 @@ impl Store for Pinpool {
     fn local(&self) {}
     #[inline(always)]
     fn take(&self, (): &mut (), size: usize) -> PinnedBuf {
-        let mut buf = self.pool.checkout(self.sizes[size]).expect("the pool is large enough");
-        // SAFETY: just checked out, and no size is 0.
-        unsafe { touch(buf.as_mut_ptr()) };
-        buf
-    }
-    #[inline(always)]
-    fn give(&self, (): &mut (), buf: PinnedBuf) {
-        drop(buf);
-    }
-}
-
-/// The same for buffers of one length, which is read from memory each time.
-pub struct PinpoolPlain {
-    pub pool: Pool,
-    pub len: usize,
-}
-
-impl Store for PinpoolPlain {
-    type Local = ();
-    type Buf = PinnedBuf;
-    fn local(&self) {}
-    #[inline(always)]
-    fn take(&self, (): &mut (), _: usize) -> PinnedBuf {
-        let mut buf = self.pool.checkout(self.len).expect("the pool is large enough");
-        // SAFETY: just checked out, and longer than 0.
-        unsafe { touch(buf.as_mut_ptr()) };
-        buf
+        checkout(&self.pool, self.lens[size % 8])
     }
     #[inline(always)]
     fn give(&self, (): &mut (), buf: PinnedBuf) {
@@ -102,43 +84,26 @@ impl Store for TwoFetchAdds {
     }
 }
 
-/// The cost of the harness itself: a value as large as a buffer is moved in and out.
-pub struct Harness;
-
-impl Store for Harness {
-    type Local = ();
-    type Buf = [usize; 4];
-    fn local(&self) {}
-    #[inline(always)]
-    fn take(&self, (): &mut (), size: usize) -> [usize; 4] {
-        black_box([size; 4])
-    }
-    #[inline(always)]
-    fn give(&self, (): &mut (), buf: [usize; 4]) {
-        black_box(buf);
-    }
-}
-
 /// A block of an allocator.
 pub struct Block(NonNull<u8>, Layout);
 
 // SAFETY: a block is owned memory.
 unsafe impl Send for Block {}
 
-pub struct Malloc<A> {
-    pub allocator: A,
+/// glibc's allocator.
+pub struct Malloc {
     pub sizes: &'static [usize],
 }
 
-impl<A: GlobalAlloc + Sync> Malloc<A> {
+impl Malloc {
     fn block(&self, size: usize) -> Block {
         let layout = Layout::from_size_align(self.sizes[size], 16).expect("sizes are sane");
         // SAFETY: no size is 0.
-        Block(NonNull::new(unsafe { self.allocator.alloc(layout) }).expect("memory"), layout)
+        Block(NonNull::new(unsafe { System.alloc(layout) }).expect("memory"), layout)
     }
 }
 
-impl<A: GlobalAlloc + Sync> Store for Malloc<A> {
+impl Store for Malloc {
     type Local = ();
     type Buf = Block;
     fn local(&self) {}
@@ -152,44 +117,14 @@ impl<A: GlobalAlloc + Sync> Store for Malloc<A> {
     #[inline(always)]
     fn give(&self, (): &mut (), Block(start, layout): Block) {
         // SAFETY: allocated in `take` with this layout.
-        unsafe { self.allocator.dealloc(start.as_ptr(), layout) }
+        unsafe { System.dealloc(start.as_ptr(), layout) }
     }
 }
 
 /// Blocks of each size for a pool made by hand. They are never freed: the bench ends with its process.
 pub fn stock(sizes: &'static [usize], count: usize) -> Vec<Vec<(usize, Block)>> {
-    let system = Malloc { allocator: System, sizes };
+    let system = Malloc { sizes };
     (0..sizes.len()).map(|size| (0..count).map(|_| (size, system.block(size))).collect()).collect()
-}
-
-pub struct Queues(Vec<ArrayQueue<(usize, Block)>>);
-
-impl Queues {
-    pub fn new(sizes: &'static [usize], count: usize) -> Self {
-        let fill = |blocks: Vec<(usize, Block)>| {
-            let queue = ArrayQueue::new(blocks.len());
-            blocks.into_iter().for_each(|b| assert!(queue.push(b).is_ok()));
-            queue
-        };
-        Self(stock(sizes, count).into_iter().map(fill).collect())
-    }
-}
-
-impl Store for Queues {
-    type Local = ();
-    type Buf = (usize, Block);
-    fn local(&self) {}
-    #[inline(always)]
-    fn take(&self, (): &mut (), size: usize) -> Self::Buf {
-        let buf = self.0[size].pop().expect("the queue holds more than all threads take");
-        // SAFETY: just checked out, and no size is 0.
-        unsafe { touch(buf.1.0.as_ptr()) };
-        buf
-    }
-    #[inline(always)]
-    fn give(&self, (): &mut (), buf: Self::Buf) {
-        assert!(self.0[buf.0].push(buf).is_ok());
-    }
 }
 
 pub struct Stacks(Vec<Mutex<Vec<(usize, Block)>>>);
@@ -243,10 +178,15 @@ impl Store for Bare {
 }
 
 pub fn pool(capacity: usize) -> Pool {
-    let device = Device::open("host").expect("the host device is always there");
     // Under a low memlock limit the cost is the same: no operation here depends on whether pages are locked.
-    let builder = Pool::builder(&device).capacity(capacity).initial(capacity).unpinned(Unpinned::Allow);
-    let pool = builder.build().expect("memory for a pool");
-    pool.wait_pinned(None).expect("pinning ends");
-    pool
+    small::pool(&Device::open("host").expect("the host device is always there"), capacity)
+}
+
+/// A buffer of the pool's, one byte of it written.
+#[inline(always)]
+pub fn checkout(pool: &Pool, len: usize) -> PinnedBuf {
+    let mut buf = pool.checkout(len).expect("the pool is large enough");
+    // SAFETY: just checked out, and no length is 0.
+    unsafe { touch(buf.as_mut_ptr()) };
+    buf
 }

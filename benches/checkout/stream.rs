@@ -7,10 +7,11 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use pinpool::{Device, Pool, Unpinned};
+use pinpool::{Device, Pool};
 
 use super::Contender;
-use super::stores::{PLAIN, touch};
+use super::measure::small;
+use super::stores::{PLAIN, checkout};
 
 fn held(device: &Device, pool: &Pool, threads: usize, iters: u64) -> Duration {
     let barrier = Barrier::new(threads);
@@ -19,10 +20,7 @@ fn held(device: &Device, pool: &Pool, threads: usize, iters: u64) -> Duration {
             let stream = device.stream().expect("a stream");
             let run = |n: u64| {
                 for _ in 0..n {
-                    let mut buf = pool.checkout(PLAIN[0]).expect("comes back");
-                    // SAFETY: just checked out, and no size is 0.
-                    unsafe { touch(buf.as_mut_ptr()) };
-                    drop(stream.hold(buf).expect("the device is there"));
+                    drop(stream.hold(checkout(pool, PLAIN[0])).expect("the device is there"));
                 }
             };
             run(1000);
@@ -41,8 +39,6 @@ fn held(device: &Device, pool: &Pool, threads: usize, iters: u64) -> Duration {
 
 pub fn contenders() -> Vec<Contender> {
     let Ok(device) = Device::open("cuda:0") else { return Vec::new() };
-    let pool = Pool::builder(&device).capacity(2 << 30).initial(2 << 30).unpinned(Unpinned::Allow);
-    let pool = pool.build().expect("memory for a pool");
-    pool.wait_pinned(None).expect("pinning ends");
+    let pool = small::pool(&device, 2 << 30);
     vec![Contender::new("pinpool_held", move |threads, iters| held(&device, &pool, threads, iters))]
 }

@@ -10,7 +10,6 @@
 //! increments in between, with the same work beside it as `growing`. Their times above the median are the machine's:
 //! interrupts, and threads that lose their core to other programs.
 
-use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
@@ -19,65 +18,10 @@ use std::time::{Duration, Instant};
 use crossbeam::utils::CachePadded;
 use pinpool::{Device, Pool, Unpinned};
 
-use super::stores::PLAIN;
+use super::stores::{PLAIN, checkout};
 
-/// A histogram of operations by nanoseconds. Recording a common time allocates no memory.
-struct Times {
-    short: Vec<u32>,
-    long: BTreeMap<u64, u32>,
-}
-
-impl Times {
-    fn new() -> Self {
-        // Written here, so that no page fault comes while the clock runs.
-        Self { short: vec![1; 1 << 12].into_iter().map(|n: u32| n - 1).collect(), long: BTreeMap::new() }
-    }
-
-    fn note(&mut self, ns: u64) {
-        match self.short.get_mut(ns as usize) {
-            Some(count) => *count += 1,
-            None => *self.long.entry(ns).or_default() += 1,
-        }
-    }
-
-    fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
-        let short = self.short.iter().enumerate().map(|(ns, n)| (ns as u64, u64::from(*n)));
-        short.chain(self.long.iter().map(|(ns, n)| (*ns, u64::from(*n))))
-    }
-
-    fn add(&mut self, other: &Self) {
-        for (ns, n) in other.iter().filter(|(_, n)| *n > 0) {
-            match self.short.get_mut(ns as usize) {
-                Some(count) => *count += n as u32,
-                None => *self.long.entry(ns).or_default() += n as u32,
-            }
-        }
-    }
-
-    fn count(&self) -> u64 {
-        self.iter().map(|(_, n)| n).sum()
-    }
-
-    /// The quantile, or 0 without any operation.
-    fn at(&self, q: f64) -> u64 {
-        let mut left = ((self.count() as f64 * q).ceil() as u64).max(1);
-        for (ns, n) in self.iter() {
-            if n >= left {
-                return ns;
-            }
-            left -= n;
-        }
-        0
-    }
-
-    /// The number of operations that took longer.
-    fn above(&self, ns: u64) -> u64 {
-        self.iter().filter(|(at, _)| *at > ns).map(|(_, n)| n).sum()
-    }
-}
-
-/// The times of all operations of all threads.
-fn times(threads: usize, iters: usize, operation: impl Fn() + Sync, beside: &(dyn Fn() + Sync)) -> Times {
+/// The times of all operations of all threads, in ns, the shortest first.
+fn times(threads: usize, iters: usize, operation: impl Fn() + Sync, beside: &(dyn Fn() + Sync)) -> Vec<u32> {
     let (barrier, done) = (Barrier::new(threads), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -87,22 +31,22 @@ fn times(threads: usize, iters: usize, operation: impl Fn() + Sync, beside: &(dy
             }
         });
         let work = || {
-            let mut times = Times::new();
+            // Written here, so that no page fault comes while the clock runs.
+            let mut times = vec![1; iters];
             (0..1000).for_each(|_| operation());
             barrier.wait();
-            for _ in 0..iters {
+            for time in &mut times {
                 let since = Instant::now();
                 operation();
-                times.note(since.elapsed().as_nanos() as u64);
+                *time = since.elapsed().as_nanos() as u32;
             }
             times
         };
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        let mut all = Times::new();
-        for thread in running {
-            all.add(&thread.join().expect("no thread panics"));
-        }
+        let mut all: Vec<u32> =
+            running.into_iter().flat_map(|thread| thread.join().expect("no thread panics")).collect();
         done.store(true, Ordering::Relaxed);
+        all.sort_unstable();
         all
     })
 }
@@ -129,9 +73,7 @@ pub fn table(threads: usize, quick: bool) {
         });
     };
     let pair = || {
-        let mut buf = pool.checkout(black_box(PLAIN[0])).expect("the pool is large enough");
-        // SAFETY: just checked out.
-        unsafe { super::stores::touch(buf.as_mut_ptr()) };
+        drop(checkout(&pool, black_box(PLAIN[0])));
     };
     let idle = || std::thread::sleep(Duration::from_millis(1));
     let copies = || {
@@ -170,16 +112,17 @@ pub fn table(threads: usize, quick: bool) {
         let times = times(threads, iters, operation, beside);
         kept.lock().expect("no thread panics").clear();
         pool.trim(INITIAL);
+        let at = |quantile: f64| times[((times.len() as f64 * quantile) as usize).min(times.len() - 1)];
+        let slow = times.iter().filter(|ns| **ns > 1000).count();
         println!(
-            "{threads:>8} {name:<18} {:>6} {:>6} {:>8} {:>10} {:>8}",
-            times.at(0.5),
-            times.at(0.99),
-            times.at(0.9999),
-            times.at(1.0),
-            times.above(1000),
+            "{threads:>8} {name:<18} {:>6} {:>6} {:>8} {:>10} {slow:>8}",
+            at(0.5),
+            at(0.99),
+            at(0.9999),
+            at(1.0)
         );
         for (quantile, label) in [(0.5, "50"), (0.99, "99"), (0.9999, "9999")] {
-            println!("@ tails_{name}_{label} {threads} {}.0 0.0 0.0", times.at(quantile));
+            println!("@ tails_{name}_{label} {threads} {}.0 0.0 0.0", at(quantile));
         }
     }
 }

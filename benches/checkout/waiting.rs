@@ -8,34 +8,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use pinpool::{PinnedBuf, Pool};
+use pinpool::Pool;
 
 use super::Contender;
 use super::stores::pool;
 
-/// An exchange between a waiter and a giver, which take turns.
-trait Exchange: Sync {
-    /// Waits, and calls `now` as soon as the wait is over.
-    fn wait(&self, now: impl FnOnce());
-    /// Waits until the waiter waits, calls `now`, and then gives.
-    fn give(&self, now: impl FnOnce());
-}
-
-fn hand_over(exchange: &impl Exchange, iters: u64) -> Duration {
+/// The time from `give` to the end of `wait`, which take turns: `wait` calls its function as soon as the wait is over, and
+/// `give` waits until the waiter waits, calls its function, and then gives.
+fn hand_over(iters: u64, wait: impl Fn(&dyn Fn()) + Send, give: impl Fn(&dyn Fn())) -> Duration {
     let (start, given, sum) = (Instant::now(), AtomicU64::new(0), AtomicU64::new(0));
     let now = || start.elapsed().as_nanos() as u64;
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            for _ in 0..iters {
-                // Relaxed: the exchange itself orders the store before the load.
-                exchange.wait(|| {
-                    sum.fetch_add(now() - given.load(Ordering::Relaxed), Ordering::Relaxed);
-                });
-            }
-        });
-        for _ in 0..iters {
-            exchange.give(|| given.store(now(), Ordering::Relaxed));
-        }
+        // Relaxed: the exchange itself orders the store before the load.
+        let over = || _ = sum.fetch_add(now() - given.load(Ordering::Relaxed), Ordering::Relaxed);
+        scope.spawn(move || (0..iters).for_each(|_| wait(&over)));
+        (0..iters).for_each(|_| give(&|| given.store(now(), Ordering::Relaxed)));
     });
     Duration::from_nanos(sum.load(Ordering::Relaxed))
 }
@@ -45,73 +32,63 @@ fn pause() {
     std::thread::sleep(Duration::from_micros(50));
 }
 
-/// A pool with one segment.
-struct One(Pool);
-
-impl One {
-    fn only(&self) -> PinnedBuf {
-        loop {
-            match self.0.try_checkout(60 << 10) {
-                Ok(buf) => return buf,
+/// By a pool with one segment.
+fn by_pool(pool: &Pool, iters: u64) -> Duration {
+    const LEN: usize = 60 << 10;
+    let wait = |over: &dyn Fn()| {
+        // The giver has it first.
+        while pool.stats().checked_out_bytes == 0 {
+            std::thread::yield_now();
+        }
+        let buf = pool.checkout(LEN).expect("comes back");
+        over();
+        drop(buf);
+    };
+    let give = |gives: &dyn Fn()| {
+        let buf = loop {
+            match pool.try_checkout(LEN) {
+                Ok(buf) => break buf,
                 Err(_) => std::thread::yield_now(),
             }
-        }
-    }
-}
-
-impl Exchange for One {
-    fn wait(&self, now: impl FnOnce()) {
-        // The giver has it first.
-        while self.0.stats().checked_out_bytes == 0 {
-            std::thread::yield_now();
-        }
-        let buf = self.0.checkout(60 << 10).expect("comes back");
-        now();
-        drop(buf);
-    }
-    fn give(&self, now: impl FnOnce()) {
-        let buf = self.only();
-        while self.0.stats().waiting == 0 {
+        };
+        while pool.stats().waiting == 0 {
             std::thread::yield_now();
         }
         pause();
-        now();
+        gives();
         drop(buf);
-    }
+    };
+    hand_over(iters, wait, give)
 }
 
-/// Two flags: a thread waits; it was given what it waits for.
-#[derive(Default)]
-struct Flags {
-    state: Mutex<(bool, bool)>,
-    changed: Condvar,
-}
-
-impl Exchange for Flags {
-    fn wait(&self, now: impl FnOnce()) {
-        let mut state = self.state.lock();
+/// By two flags: a thread waits; it was given what it waits for.
+fn by_flags(iters: u64) -> Duration {
+    let (state, changed) = (Mutex::new((false, false)), Condvar::new());
+    let wait = |over: &dyn Fn()| {
+        let mut state = state.lock();
         state.0 = true;
         while !state.1 {
-            self.changed.wait(&mut state);
+            changed.wait(&mut state);
         }
         *state = (false, false);
-        now();
-    }
-    fn give(&self, now: impl FnOnce()) {
-        while !matches!(*self.state.lock(), (true, false)) {
+        over();
+    };
+    let give = |gives: &dyn Fn()| {
+        while !matches!(*state.lock(), (true, false)) {
             std::thread::yield_now();
         }
         pause();
-        now();
-        self.state.lock().1 = true;
-        self.changed.notify_one();
-    }
+        gives();
+        state.lock().1 = true;
+        changed.notify_one();
+    };
+    hand_over(iters, wait, give)
 }
 
 pub fn contenders() -> Vec<Contender> {
-    let (flags, one) = (Flags::default(), One(pool(64 << 10)));
+    let one = pool(64 << 10);
     vec![
-        Contender::new("mutex_and_condvar", move |_, iters| hand_over(&flags, iters)),
-        Contender::new("pinpool", move |_, iters| hand_over(&one, iters)),
+        Contender::new("mutex_and_condvar", |_, iters| by_flags(iters)),
+        Contender::new("pinpool", move |_, iters| by_pool(&one, iters)),
     ]
 }

@@ -2,8 +2,8 @@
 //!
 //! The library is the one that the pool loads: `libcuda.so.1`, or the one that `PINPOOL_LIBCUDA` names. The primary
 //! context of device 0 is retained for the rest of the process, since the pool and frameworks share it. Every call's
-//! result is checked; an error ends the bench with the call's name and the driver's name for the code. Calls that the
-//! tests' simulated driver lacks are optional, and a measurement that needs a missing one is left out, with a message.
+//! result is checked; an error ends the bench with the call's name and the driver's name for the code. The tests' simulated
+//! driver lacks some of the calls: with it a bench runs as without a GPU.
 //!
 //! The host memory here is pinned in the same way as the pool's: mapped, touched, and registered for every context. In
 //! the order of the file: handles, the table of calls, [`Driver`], host memory, and [`find`], which a bench calls
@@ -51,13 +51,6 @@ turn:
 #[derive(Clone, Copy)]
 pub struct Stream(usize);
 
-impl Stream {
-    /// A stream that was not made here, by the driver's handle.
-    pub fn of(handle: *mut c_void) -> Self {
-        Self(handle as usize)
-    }
-}
-
 /// An event's handle.
 #[derive(Clone, Copy)]
 pub struct Event(usize);
@@ -71,11 +64,9 @@ pub struct Address(pub u64);
 pub struct Kernel(usize);
 
 macro_rules! table {
-    (required { $($name:ident = $symbol:literal : fn($($arg:ty),*);)* }
-     optional { $($oname:ident = $osymbol:literal : fn($($oarg:ty),*);)* }) => {
+    ($($name:ident = $symbol:literal : fn($($arg:ty),*);)*) => {
         struct Api {
             $($name: unsafe extern "C" fn($($arg),*) -> u32,)*
-            $($oname: Option<unsafe extern "C" fn($($oarg),*) -> u32>,)*
         }
 
         impl Api {
@@ -86,7 +77,6 @@ macro_rules! table {
                         $($name: *library
                             .get(concat!($symbol, "\0").as_bytes())
                             .map_err(|_| format!("the driver lacks {}", $symbol))?,)*
-                        $($oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| *symbol),)*
                     })
                 }
             }
@@ -95,36 +85,32 @@ macro_rules! table {
 }
 
 table! {
-    required {
-        init = "cuInit": fn(c_uint);
-        version = "cuDriverGetVersion": fn(*mut c_int);
-        device_get = "cuDeviceGet": fn(*mut c_int, c_int);
-        error_name = "cuGetErrorName": fn(u32, *mut *const c_char);
-        retain = "cuDevicePrimaryCtxRetain": fn(*mut *mut c_void, c_int);
-        ctx_set = "cuCtxSetCurrent": fn(*mut c_void);
-        register = "cuMemHostRegister_v2": fn(*mut c_void, usize, c_uint);
-        unregister = "cuMemHostUnregister": fn(*mut c_void);
-        allocate = "cuMemAlloc_v2": fn(*mut u64, usize);
-        free = "cuMemFree_v2": fn(u64);
-        stream_create = "cuStreamCreate": fn(*mut *mut c_void, c_uint);
-        stream_synchronize = "cuStreamSynchronize": fn(*mut c_void);
-        event_create = "cuEventCreate": fn(*mut *mut c_void, c_uint);
-        event_record = "cuEventRecord": fn(*mut c_void, *mut c_void);
-        event_query = "cuEventQuery": fn(*mut c_void);
-        upload = "cuMemcpyHtoDAsync_v2": fn(u64, *const c_void, usize, *mut c_void);
-        download = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, u64, usize, *mut c_void);
-    }
-    optional {
-        device_name = "cuDeviceGetName": fn(*mut c_char, c_int, c_int);
-        event_synchronize = "cuEventSynchronize": fn(*mut c_void);
-        host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
-        host_free = "cuMemFreeHost": fn(*mut c_void);
-        memory_info = "cuMemGetInfo_v2": fn(*mut usize, *mut usize);
-        module_load = "cuModuleLoadData": fn(*mut *mut c_void, *const c_void);
-        module_function = "cuModuleGetFunction": fn(*mut *mut c_void, *mut c_void, *const c_char);
-        launch = "cuLaunchKernel": fn(*mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
-                                      *mut c_void, *mut *mut c_void, *mut *mut c_void);
-    }
+    init = "cuInit": fn(c_uint);
+    version = "cuDriverGetVersion": fn(*mut c_int);
+    device_get = "cuDeviceGet": fn(*mut c_int, c_int);
+    error_name = "cuGetErrorName": fn(u32, *mut *const c_char);
+    retain = "cuDevicePrimaryCtxRetain": fn(*mut *mut c_void, c_int);
+    ctx_set = "cuCtxSetCurrent": fn(*mut c_void);
+    register = "cuMemHostRegister_v2": fn(*mut c_void, usize, c_uint);
+    unregister = "cuMemHostUnregister": fn(*mut c_void);
+    allocate = "cuMemAlloc_v2": fn(*mut u64, usize);
+    free = "cuMemFree_v2": fn(u64);
+    stream_create = "cuStreamCreate": fn(*mut *mut c_void, c_uint);
+    stream_synchronize = "cuStreamSynchronize": fn(*mut c_void);
+    event_create = "cuEventCreate": fn(*mut *mut c_void, c_uint);
+    event_record = "cuEventRecord": fn(*mut c_void, *mut c_void);
+    event_query = "cuEventQuery": fn(*mut c_void);
+    upload = "cuMemcpyHtoDAsync_v2": fn(u64, *const c_void, usize, *mut c_void);
+    download = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, u64, usize, *mut c_void);
+    device_name = "cuDeviceGetName": fn(*mut c_char, c_int, c_int);
+    event_synchronize = "cuEventSynchronize": fn(*mut c_void);
+    host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
+    host_free = "cuMemFreeHost": fn(*mut c_void);
+    memory_info = "cuMemGetInfo_v2": fn(*mut usize, *mut usize);
+    module_load = "cuModuleLoadData": fn(*mut *mut c_void, *const c_void);
+    module_function = "cuModuleGetFunction": fn(*mut *mut c_void, *mut c_void, *const c_char);
+    launch = "cuLaunchKernel": fn(*mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
+                                  *mut c_void, *mut *mut c_void, *mut *mut c_void);
 }
 
 /// The driver, with device 0's primary context.
@@ -190,25 +176,16 @@ impl Driver {
         panic!("{call} failed with {}", self.text(code));
     }
 
-    /// Whether this is the tests' simulated driver, with which figures only show that a bench runs.
-    pub fn is_simulated(&self) -> bool {
-        // SAFETY: only looked up.
-        unsafe { self.library.get::<extern "C" fn()>(b"sim_cuda\0") }.is_ok()
-    }
-
     /// The device's name, such as `NVIDIA H200, driver for CUDA 13.0`.
     pub fn name(&self) -> String {
         let mut version = 0;
         // SAFETY: writes a number.
         self.check("cuDriverGetVersion", unsafe { (self.api.version)(&raw mut version) });
         let mut name: [c_char; 128] = [0; 128];
-        if let Some(call) = self.api.device_name {
-            // SAFETY: writes at most that many bytes, the last of them zero.
-            self.check("cuDeviceGetName", unsafe { call(name.as_mut_ptr(), 127, self.device) });
-        }
+        // SAFETY: writes at most that many bytes, the last of them zero.
+        self.check("cuDeviceGetName", unsafe { (self.api.device_name)(name.as_mut_ptr(), 127, self.device) });
         // SAFETY: the text ends with a zero, in its last byte at the latest.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
-        let name = if name.is_empty() { "a device without a name".into() } else { name };
         format!("{name}, driver for CUDA {}.{}", version / 1000, version % 1000 / 10)
     }
 
@@ -268,16 +245,11 @@ impl Driver {
         }
     }
 
-    /// Whether the driver has [`wait`](Self::wait).
-    pub fn can_wait(&self) -> bool {
-        self.api.event_synchronize.is_some()
-    }
-
     /// Waits for an event in the driver.
     pub fn wait(&self, event: Event) {
-        let call = self.api.event_synchronize.expect("asked before");
         // SAFETY: the handle was made here and is never destroyed.
-        self.check("cuEventSynchronize", unsafe { call(event.0 as *mut c_void) });
+        let code = unsafe { (self.api.event_synchronize)(event.0 as *mut c_void) };
+        self.check("cuEventSynchronize", code);
     }
 
     pub fn synchronize(&self, stream: Stream) {
@@ -312,61 +284,48 @@ impl Driver {
         Address(made)
     }
 
-    /// Whether the driver has [`host_alloc`](Self::host_alloc).
-    pub fn can_host_alloc(&self) -> bool {
-        self.api.host_alloc.is_some() && self.api.host_free.is_some()
-    }
-
     /// Pinned memory that the driver allocates.
     pub fn host_alloc(&self, len: usize) -> *mut u8 {
         let mut made = std::ptr::null_mut();
-        let call = self.api.host_alloc.expect("asked before");
         // SAFETY: writes an address.
-        self.check("cuMemHostAlloc", unsafe { call(&raw mut made, len, PORTABLE) });
+        self.check("cuMemHostAlloc", unsafe { (self.api.host_alloc)(&raw mut made, len, PORTABLE) });
         made.cast()
     }
 
     /// # Safety
     /// The address is from [`host_alloc`](Self::host_alloc), is freed once, and is not used afterwards.
     pub unsafe fn host_free(&self, start: *mut u8) {
-        let call = self.api.host_free.expect("asked before");
         // SAFETY: the caller's word.
-        self.check("cuMemFreeHost", unsafe { call(start.cast()) });
-    }
-
-    /// Whether the driver has [`memory_info`](Self::memory_info).
-    pub fn can_memory_info(&self) -> bool {
-        self.api.memory_info.is_some()
+        self.check("cuMemFreeHost", unsafe { (self.api.host_free)(start.cast()) });
     }
 
     /// The call by which servers ask for free memory. It is short, and waits while another call keeps the driver busy.
     pub fn memory_info(&self) {
         let (mut free, mut total) = (0, 0);
-        let call = self.api.memory_info.expect("asked before");
         // SAFETY: writes two numbers.
-        self.check("cuMemGetInfo", unsafe { call(&raw mut free, &raw mut total) });
+        self.check("cuMemGetInfo", unsafe { (self.api.memory_info)(&raw mut free, &raw mut total) });
     }
 
-    /// The kernel that spins. `None`: the driver launches no kernels.
-    pub fn spin_kernel(&self) -> Option<Kernel> {
-        let (load, function, _) = (self.api.module_load?, self.api.module_function?, self.api.launch?);
+    /// The kernel that spins.
+    pub fn spin_kernel(&self) -> Kernel {
         let (mut module, mut kernel) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: writes a handle; the text ends with zero.
-        self.check("cuModuleLoadData", unsafe { load(&raw mut module, SPIN.as_ptr().cast()) });
+        self.check("cuModuleLoadData", unsafe {
+            (self.api.module_load)(&raw mut module, SPIN.as_ptr().cast())
+        });
         // SAFETY: as above.
-        let code = unsafe { function(&raw mut kernel, module, c"spin".as_ptr()) };
+        let code = unsafe { (self.api.module_function)(&raw mut kernel, module, c"spin".as_ptr()) };
         self.check("cuModuleGetFunction", code);
-        Some(Kernel(kernel as usize))
+        Kernel(kernel as usize)
     }
 
     /// Launches the kernel that spins: `blocks` of 128 threads, which all fit on the device at once.
     pub fn spin(&self, kernel: Kernel, blocks: u32, nanos: u64, stream: Stream) {
-        let call = self.api.launch.expect("there is a kernel");
         let mut limit = nanos;
         let mut parameters = [(&raw mut limit).cast::<c_void>()];
         // SAFETY: the kernel takes one number of 64 bits, which is read before the call returns.
         let code = unsafe {
-            call(
+            (self.api.launch)(
                 kernel.0 as *mut c_void,
                 blocks,
                 1,
@@ -457,11 +416,7 @@ pub fn find() -> Option<&'static Driver> {
     match if cfg!(feature = "cuda") { Driver::open() } else { without() } {
         Ok(driver) => {
             println!("{}", driver.name());
-            if driver.is_simulated() {
-                println!("this is the simulated driver: the figures mean nothing");
-            } else {
-                crate::measure::judge();
-            }
+            crate::measure::judge();
             Some(driver)
         }
         Err(why) => {
@@ -471,4 +426,15 @@ pub fn find() -> Option<&'static Driver> {
             None
         }
     }
+}
+
+/// The driver's handle of one of the crate's streams.
+#[cfg(feature = "cuda")]
+pub fn handle(stream: &pinpool::Stream) -> Stream {
+    Stream(pinpool::cuda::raw_stream(stream).expect("a stream of a GPU") as usize)
+}
+
+#[cfg(not(feature = "cuda"))]
+pub fn handle(_: &pinpool::Stream) -> Stream {
+    unreachable!("no driver is found without the feature `cuda`")
 }

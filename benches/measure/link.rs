@@ -1,9 +1,21 @@
 //! The bare link of a device, and the speed of this machine's memory: the figures that others are compared with.
-#![allow(dead_code, reason = "each bench uses a part of it")]
 
 use std::time::{Duration, Instant};
 
 use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
+
+/// The device that `--device` names, else a GPU, else the host device; and whether it is a GPU, by which gates are judged.
+pub fn device() -> (Device, bool) {
+    let found = || Device::open("cuda:0").or_else(|_| Device::open("host"));
+    let device = super::option("device").map_or_else(found, |name| Device::open(&name)).expect("a device");
+    let gpu = device.name().starts_with("cuda");
+    let required = std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.contains("cuda"));
+    assert!(gpu || !required, "PINPOOL_REQUIRE asks for a GPU");
+    if gpu {
+        super::judge();
+    }
+    (device, gpu)
+}
 
 pub const UP: usize = 0;
 pub const DOWN: usize = 1;
@@ -95,18 +107,6 @@ pub fn read(file: &std::fs::File, len: usize, threads: usize) -> f64 {
                     file.read_exact_at(segment, at as u64).expect("the file is there");
                 }
             });
-        }
-    });
-    since.elapsed().as_secs_f64()
-}
-
-/// Copies in memory by several threads. Returns the seconds.
-pub fn memcpy(from: &[u8], to: &mut [u8], threads: usize) -> f64 {
-    let part = from.len().div_ceil(threads).max(1);
-    let since = Instant::now();
-    std::thread::scope(|scope| {
-        for (from, to) in from.chunks(part).zip(to.chunks_mut(part)) {
-            scope.spawn(|| to.copy_from_slice(from));
         }
     });
     since.elapsed().as_secs_f64()

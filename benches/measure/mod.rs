@@ -1,11 +1,14 @@
 //! Code that the benches share. This file has arguments, memory limits, figures by rounds, gates, and processor time;
-//! `link.rs` beside it has the bare link and the speed of memory, for the benches of bulk copies; `small.rs` has what the
-//! benches of small pieces share.
+//! `link.rs` beside it has the bare link and the speed of memory, for the benches of bulk copies; `small.rs` has pools,
+//! buffers and random numbers.
 //!
 //! Two figures are compared within a round, never across rounds: contenders take short turns, each round gives a ratio,
 //! and the benches print the median of the rounds' ratios with their quartiles. What else the machine does (changes of
 //! the processor's clock, other users) then affects all contenders of a round alike.
 #![allow(dead_code, reason = "each bench uses a part of it")]
+
+pub mod link;
+pub mod small;
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,12 +1,16 @@
 //! Pools, buffers, an order by chance, and the peak that copies of small pieces are compared with.
-#![allow(dead_code, reason = "each bench uses a part of it")]
 
 use std::time::{Duration, Instant};
 
-use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, PoolBuilder, Stream, Unpinned};
 
+/// A pool that has all of its memory from the beginning.
 pub fn pool(device: &Device, capacity: usize) -> Pool {
-    let builder = Pool::builder(device).capacity(capacity).initial(capacity);
+    pinned(device, Pool::builder(device).capacity(capacity).initial(capacity))
+}
+
+/// Builds a pool, and waits until its memory is pinned.
+pub fn pinned(device: &Device, builder: PoolBuilder) -> Pool {
     // On the host device the figures do not depend on locked pages.
     let builder = if device.name().starts_with("host") { builder.unpinned(Unpinned::Allow) } else { builder };
     let pool = builder.build().expect("memory for a pool");
@@ -29,7 +33,7 @@ impl Random {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        (self.0 % bound as u64) as usize
+        ((self.0 >> 16) % bound as u64) as usize
     }
 
     /// 0 to `count`, in any order.

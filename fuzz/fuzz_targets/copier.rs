@@ -1,8 +1,7 @@
 //! Any transfers by a copier: pieces of any lengths, alignments, overlaps and allocations, both ways, borrowed and
 //! owned, on a device that the input steps, stalls, fails and loses.
 //!
-//! Most inputs run on a simulated GPU that moves by hand, whose copier has no threads, so that the input determines the
-//! whole run. The others run on a late host device, with threads.
+//! The device is a simulated GPU that moves by hand, whose copier has no threads: the input determines the whole run.
 //!
 //! # What is checked
 //!
@@ -27,12 +26,11 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::LazyLock;
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
 use pinpool::copier::Transfer;
-use pinpool::host::{self, Call, Fault, HostConfig, HostNode};
 use pinpool::{Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, Stream, SubmitError, Unpinned};
 
 use bytes::{compare, fresh, known, unmap};
@@ -47,13 +45,10 @@ const MEMORY: usize = 160 << 10;
 /// The most pieces and bytes of a call.
 const PIECES: usize = 500;
 const BYTES: usize = 256 << 10;
-/// Longer than anything takes.
-const HANG: Duration = Duration::from_secs(20);
 
 #[derive(Arbitrary, Debug, Clone, Copy)]
 struct Setup {
     seed: u8,
-    late: u8,
     chunk: u8,
     segments: u8,
     mood: u8,
@@ -156,8 +151,6 @@ struct Flight {
 }
 
 struct World {
-    /// The node of a device with threads.
-    late: Option<HostNode>,
     device: Device,
     pool: Pool,
     /// Where buffers of the program's come from.
@@ -203,18 +196,8 @@ fn spans(rows: &[Row]) -> Vec<Span> {
 
 impl World {
     fn new(setup: Setup) -> Self {
-        let late = (setup.late % 8 == 0).then(|| {
-            let delay = Duration::from_micros(setup.late.into());
-            let config = HostConfig::new().memory(1 << 20).late(delay, setup.seed.into());
-            HostNode::new(config).expect("a sane configuration")
-        });
-        let device = match &late {
-            Some(node) => Device::on(node, 0).expect("it has one"),
-            None => {
-                MACHINE.renew(setup.seed.into());
-                MACHINE.device(0)
-            }
-        };
+        MACHINE.renew(setup.seed.into());
+        let device = MACHINE.device(0);
         let chunk = (16 << 10) << (setup.chunk % 4);
         let segments = 1 + usize::from(setup.segments % 5);
         let pool = |capacity: usize| {
@@ -231,7 +214,6 @@ impl World {
         let memories = (0..MEMORIES).map(|_| device.alloc(MEMORY).expect("nothing fails yet")).collect();
         Self {
             stream: device.stream().expect("nothing fails yet"),
-            late,
             device,
             pool,
             from,
@@ -570,21 +552,9 @@ impl World {
     /// A call fails, or any.
     fn fail(&mut self, call: Option<u8>, nth: u64, failure: u8) {
         self.faults = true;
-        let call = call.map(usize::from);
-        let Some(node) = &self.late else {
-            let failure = Failure::ALL[usize::from(failure) % Failure::ALL.len()];
-            return MACHINE.fault(call.map_or("", |call| CALLS[call % CALLS.len()]), nth + 1, failure);
-        };
-        // With threads a wait for a device that stalls lasts.
-        let failure = match failure % 5 {
-            0 => host::Failure::Transient,
-            1 => host::Failure::RunsAnyway,
-            2 => host::Failure::Argument,
-            3 => host::Failure::Capture,
-            _ => host::Failure::DeviceLost,
-        };
-        let call = call.map_or(Call::Copy, |call| Call::ALL[call % Call::ALL.len()]);
-        node.fail(Fault { device: 0, call, nth, failure });
+        let failure = Failure::ALL[usize::from(failure) % Failure::ALL.len()];
+        let call = call.map_or("", |call| CALLS[usize::from(call) % CALLS.len()]);
+        MACHINE.fault(call, nth + 1, failure);
     }
 
     fn apply(&mut self, op: Op) {
@@ -621,7 +591,7 @@ impl World {
             Op::Forget { at } => _ = nth(&self.flights, at).map(|at| self.detach(at)),
             Op::Step { count } => {
                 for _ in 0..count % 32 {
-                    self.step();
+                    MACHINE.step();
                 }
             }
             Op::Reap => {
@@ -634,40 +604,29 @@ impl World {
             Op::Kill { sure } => {
                 if sure % 16 == 3 {
                     self.faults = true;
-                    self.late.as_ref().map_or_else(|| MACHINE.kill(0), |node| node.kill(0));
+                    MACHINE.kill(0);
                 }
             }
         }
     }
 
-    fn step(&self) -> bool {
-        self.late.is_none() && MACHINE.step()
-    }
-
     /// Until nothing is in use.
     fn wait_for_idle(&self) {
-        let since = Instant::now();
-        let mut rounds = 0;
         let in_use = |pool: &Pool| {
             let stats = pool.stats();
             stats.in_flight_bytes + stats.checked_out_bytes
         };
-        loop {
-            while self.step() {}
+        for _ in 0..1000 {
+            while MACHINE.step() {}
             let moved = self.copier.reap() | self.device.reap();
-            let queued = self.late.as_ref().map_or_else(|| MACHINE.queued(0), |node| node.queued(0));
-            if !moved && queued == 0 && in_use(&self.pool) + in_use(&self.from) == 0 {
+            if !moved && MACHINE.queued(0) == 0 && in_use(&self.pool) + in_use(&self.from) == 0 {
                 return;
             }
-            rounds += 1;
-            let late = if self.late.is_none() { rounds > 1000 } else { since.elapsed() > HANG };
-            assert!(!late, "in use: {:?}, {:?}", self.pool.stats(), self.from.stats());
-            std::thread::yield_now();
         }
+        panic!("in use: {:?}, {:?}", self.pool.stats(), self.from.stats());
     }
 
     fn end(mut self) {
-        self.late.iter().for_each(|node| _ = node.clear_faults());
         MACHINE.calm();
         MACHINE.resume(0, None);
         while !self.flights.is_empty() {
@@ -686,7 +645,7 @@ impl World {
             }
         }
         self.wait_for_idle();
-        let Self { late, device, pool, from, copier, stream, memories, faults, .. } = self;
+        let Self { device, pool, from, copier, stream, memories, faults, .. } = self;
         drop((copier, stream, memories));
         for pool in [pool, from] {
             pool.check().unwrap_or_else(|wrong| panic!("{wrong}"));
@@ -701,29 +660,12 @@ impl World {
             }
         }
         drop(device);
-        let Some(node) = late else {
-            // Pieces of one call may meet, which the rules of batches and kernels forbid. After a fault something may
-            // be kept.
-            let wrong = MACHINE.wrong();
-            let is_wrong = |line: &&str| {
-                !line.contains("BAT-4") && !line.contains("KER-6") && !(faults && line.starts_with("leak"))
-            };
-            assert_eq!(
-                wrong.lines().find(is_wrong),
-                None,
-                "a rule was broken, or not everything was given back"
-            );
-            return;
+        // Pieces of one call may meet, which the rules of batches and kernels forbid. After a fault something may be kept.
+        let wrong = MACHINE.wrong();
+        let is_wrong = |line: &&str| {
+            !line.contains("BAT-4") && !line.contains("KER-6") && !(faults && line.starts_with("leak"))
         };
-        if faults {
-            return;
-        }
-        let since = Instant::now();
-        while node.live(0) != host::HostUsage::default() {
-            // Threads of a copier may be about to end.
-            assert!(since.elapsed() < HANG, "the device was not given everything back: {:?}", node.live(0));
-            std::thread::yield_now();
-        }
+        assert_eq!(wrong.lines().find(is_wrong), None, "a rule was broken, or not everything was given back");
     }
 }
 

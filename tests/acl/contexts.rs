@@ -26,54 +26,11 @@ impl Server<'_> {
     }
 }
 
-/// Every kind of call there is, with a check of the current context after each.
-fn all_calls(device: &Device, look: impl Fn(&str)) {
-    let pool = Pool::builder(device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    look("a pool");
-    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
-    let memory = device.alloc(10_000).unwrap();
-    look("streams and memory");
-    let buf = filled(&pool, &bytes(1, 10_000));
-    let sent = stream.upload(buf, &memory).unwrap();
-    look("an upload");
-    other.wait_for(&stream).unwrap();
-    look("waiting for a stream");
-    let buf = sent.wait().unwrap();
-    look("waiting for a copy");
-    let back = other.download(&memory, pool.checkout(10_000).unwrap()).unwrap().wait().unwrap();
-    assert!(*back == bytes(1, 10_000));
-    drop(stream.upload_part(buf, 1..77, memory.slice(3..79)).unwrap());
-    look("an upload that is made here");
-    stream.upload_blocking(&[7; 100], &memory).unwrap();
-    stream.download_blocking(memory.slice(..100), &mut [0; 100]).unwrap();
-    look("blocking copies");
-    drop(stream.copy(memory.slice(..64), memory.slice(64..128)).unwrap());
-    let (from, to) = stream.copy_host(back, pool.checkout(10_000).unwrap()).unwrap();
-    from.wait().unwrap();
-    to.wait().unwrap();
-    look("other copies");
-    drop(pool.checkout_zeroed(500).unwrap());
-    look("zeros");
-    if let Ok(value) = device.register(vec![1_u8; 100_000]) {
-        drop(stream.upload(value, memory.slice(..)).err());
-    }
-    // SAFETY: no other code uses it.
-    drop(unsafe { device.raw_memory(memory.address(), 10, memory.clone()) }.unwrap());
-    look("registering and raw memory");
-    drop(stream.hold(()).unwrap());
-    stream.synchronize().unwrap();
-    look("holds");
-    device.reap();
-    assert!(pool.trim(0) > 0);
-    look("trimming");
-    drop((pool, stream, other, memory));
-    look("the end");
-}
-
 #[test]
 fn the_callers_context_is_put_back() {
     on_each(&npu::WAYS, |stand_in| {
         let server = Server { stand_in };
+        let all_calls = |device: &Device, look: &dyn Fn(&str)| failing::a_little_on(device, look).unwrap();
         let device = open(0);
         // Opening changes nothing: this thread has no context.
         assert_eq!(server.current(), 0);
@@ -88,19 +45,19 @@ fn the_callers_context_is_put_back() {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     server.set_current(context);
-                    all_calls(&device, |what| assert_eq!(server.current(), context, "{what}"));
+                    all_calls(&device, &|what| assert_eq!(server.current(), context, "{what}"));
                 });
             });
         }
         // A thread without a context has the crate's after a call, or none, and can set any.
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                all_calls(&device, |what| {
+                all_calls(&device, &|what| {
                     let current = server.current();
                     assert!(current == 0 || current == ours, "{what}");
                 });
                 server.set_current(second);
-                all_calls(&device, |what| assert_eq!(server.current(), second, "{what}"));
+                all_calls(&device, &|what| assert_eq!(server.current(), second, "{what}"));
             });
         });
         drop(device);
@@ -146,7 +103,7 @@ fn the_callers_context_is_put_back_after_errors_too() {
         says!(server, 0, "aclrtSetDevice", 1);
         let theirs = server.current();
         let device = open(0);
-        failing::a_little_on(&device).unwrap();
+        failing::a_little_on(&device, &|_| ()).unwrap();
         assert_eq!(server.current(), theirs);
         let mut failed = 0;
         for (call, count) in stand_in.report().calls {
@@ -157,7 +114,7 @@ fn the_callers_context_is_put_back_after_errors_too() {
             }
             for nth in [1, 2, count.div_ceil(2)] {
                 stand_in.fail(&call, nth, 507_000, false);
-                failed += u64::from(failing::a_little_on(&device).is_err());
+                failed += u64::from(failing::a_little_on(&device, &|_| ()).is_err());
                 assert_eq!(server.current(), theirs, "{call}, {nth}");
                 stand_in.calm();
             }

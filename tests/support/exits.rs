@@ -143,8 +143,17 @@ fn plugin() -> Option<PathBuf> {
     // target/PROFILE/deps/this
     let profile = here.parent()?.parent()?;
     let mut command = Command::new(cargo);
-    // `cargo test --all-features` has built the same already.
-    command.args(["build", "--quiet", "--locked", "--offline", "--example", "plugin", "--all-features"]);
+    // `cargo test --workspace --all-features` has built the same already.
+    command.args([
+        "build",
+        "--quiet",
+        "--locked",
+        "--offline",
+        "--workspace",
+        "--example",
+        "plugin",
+        "--all-features",
+    ]);
     if profile.ends_with("release") {
         command.arg("--release");
     }

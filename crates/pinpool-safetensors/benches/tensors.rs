@@ -20,10 +20,6 @@
 //! threads that reads the file into ordinary memory, which is as fast as staging can be on this machine. The bytes on
 //! the device are compared with the file, once for each file, outside of the measured time.
 //!
-//! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a
-//! load started: tensors selected and placed, the transfer begun), `first` (from there to the first tensor), `hand_out`
-//! (all tensors of a load that is complete). The time between these is the copier's. `--only parts` runs only these.
-//!
 //! The bench takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file
 //! no other round begins when 8 s have passed. Each part prints when it ends.
 //!
@@ -33,8 +29,6 @@
 //! `cargo bench -p pinpool-safetensors`, or the executable by itself, from the repository's root.
 #![allow(missing_docs, unsafe_code)]
 
-#[path = "../../../benches/measure/link.rs"]
-mod link;
 #[path = "../../../benches/measure/mod.rs"]
 mod measure;
 
@@ -44,10 +38,10 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use link::{Link, UP};
-use measure::{Rounds, Spread, at_least, flag, line, number, option, quick, wanted};
+use measure::link::{self, Link, UP};
+use measure::{Rounds, Spread, at_least, flag, line, number, option, quick};
 use pinpool::copier::FileSource;
-use pinpool::{Copier, Device, DeviceSlice, Pool, Unpinned};
+use pinpool::{Copier, DeviceSlice, Pool};
 use pinpool_safetensors::{Checkpoint, DeviceTensor};
 
 /// The peer's program, which prints a line for each load: version, way, threads, seconds.
@@ -149,40 +143,12 @@ impl LoadSetup<'_> {
         assert_eq!(tensors.len(), self.checkpoint.tensors().count());
         taken
     }
-
-    /// Microseconds of the loader's parts, in the order of [`PARTS`].
-    fn parts(&self) -> [f64; 4] {
-        let micros = |since: Instant| since.elapsed().as_secs_f64() * 1e6;
-        let since = Instant::now();
-        let checkpoint = Checkpoint::open(self.path).expect("a checkpoint");
-        let open = micros(since);
-        drop(checkpoint);
-        let since = Instant::now();
-        let loader = self.checkpoint.loader(self.copier).memory(|len| self.memory.slice(..len));
-        let loading = loader.start().expect("starts");
-        let plan = micros(since);
-        let since = Instant::now();
-        let mut tensors = Vec::with_capacity(loading.left());
-        tensors.extend(loading.blocking().next().map(|tensor| tensor.expect("the transfer completes")));
-        let first = micros(since);
-        while loading.progress().done < loading.progress().total {
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        let since = Instant::now();
-        for tensor in loading.blocking() {
-            tensors.push(tensor.expect("the transfer completes"));
-        }
-        let hand_out = micros(since);
-        assert_eq!(tensors.len(), self.checkpoint.tensors().count());
-        [open, plan, first, hand_out]
-    }
 }
 
 /// The fewest rounds, and the time after which no other round of a file begins.
 const ENOUGH: usize = 3;
 const LONGEST: Duration = Duration::from_secs(8);
 const ROWS: [&str; 4] = ["copier", "load", "alloc", "open"];
-const PARTS: [&str; 4] = ["open", "plan", "first", "hand_out"];
 
 fn main() {
     // `cargo test` runs benches with this argument.
@@ -190,15 +156,7 @@ fn main() {
         return println!("tensors: not a test");
     }
     let begun = Instant::now();
-    let device = option("device")
-        .map_or_else(|| Device::open("cuda:0").or_else(|_| Device::open("host")), |name| Device::open(&name));
-    let device = device.expect("a device");
-    let gpu = device.name().starts_with("cuda");
-    let required = std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.contains("cuda"));
-    assert!(gpu || !required, "PINPOOL_REQUIRE asks for a GPU");
-    if gpu {
-        measure::judge();
-    }
+    let (device, gpu) = link::device();
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let rounds = number("rounds", if quick() { 3 } else { 5 });
     let large = number("large-mib", if gpu && !quick() { 2048 } else { 256 }) << 20;
@@ -222,11 +180,8 @@ fn main() {
         (name, path, count * len)
     });
 
-    let only_parts = option("only").is_some() && wanted("parts");
     let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity).extent(extent);
-    let builder = if gpu { builder } else { builder.unpinned(Unpinned::Allow) };
-    let pool = builder.build().expect("memory for a pool");
-    pool.wait_pinned(None).expect("pinning ends");
+    let pool = measure::small::pinned(&device, builder);
     let threads = cores.min(8);
     let builder = Copier::builder(&pool, &device).threads(threads).share(256 << 20);
     let chunk = option("chunk-kib").map(|kib| kib.parse::<usize>().expect("a number") << 10);
@@ -252,7 +207,7 @@ fn main() {
         // Also for warming up.
         setup.check();
         println!("{name}: every byte is right, {:.1} s since the start", begun.elapsed().as_secs_f64());
-        let (mut seconds, mut parts) = (Rounds::new(ROWS.len()), Rounds::new(PARTS.len()));
+        let mut seconds = Rounds::new(ROWS.len());
         let (file, mut loop_speed) = (std::fs::File::open(path).expect("a file"), Vec::new());
         let since = Instant::now();
         for round in 0..rounds {
@@ -264,29 +219,16 @@ fn main() {
                 );
                 break;
             }
-            if !only_parts {
-                around(&mut peak);
-                loop_speed.push(*bytes as f64 / link::read(&file, *bytes, threads) / 1e9);
-                // In another order each round, so that no row always follows the same one.
-                for turn in 0..ROWS.len() {
-                    let row = (round + turn) % ROWS.len();
-                    seconds.add(row, setup.row(ROWS[row]));
-                }
-            }
-            setup.parts().into_iter().enumerate().for_each(|(part, micros)| parts.add(part, micros));
-        }
-        if !only_parts {
             around(&mut peak);
-            setup.table(&seconds, peak, Spread::of(&loop_speed), threads, gpu);
+            loop_speed.push(*bytes as f64 / link::read(&file, *bytes, threads) / 1e9);
+            // In another order each round, so that no row always follows the same one.
+            for turn in 0..ROWS.len() {
+                let row = (round + turn) % ROWS.len();
+                seconds.add(row, setup.row(ROWS[row]));
+            }
         }
-        for (part, what) in PARTS.iter().enumerate() {
-            let spread = parts.spread(part);
-            println!("{name}_{what:<12} {:>9.1} us ({:.1} to {:.1})", spread.mid, spread.low, spread.high);
-            line(format!("tensors_us_{name}_{what}"), threads, spread);
-        }
-        if only_parts {
-            continue;
-        }
+        around(&mut peak);
+        setup.table(&seconds, peak, Spread::of(&loop_speed), threads, gpu);
         // As many loads as the other rows, over the bytes of the file.
         let rates = |row: usize| Spread::of(&setup.rates(seconds.values(row))).mid;
         if gpu && !flag("no-peer") {

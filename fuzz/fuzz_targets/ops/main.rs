@@ -17,7 +17,7 @@
 //! and a comparison fails: of a buffer before it is returned, of a complete download, or of the device's memory at the
 //! end. Where the input says so, the program's code (`foreign`: a subscriber, wakers) panics or calls the pool
 //! meanwhile, and all of this must still hold. At the end everything that is not quarantined or forgotten is free
-//! again.
+//! again, and then the memory serves any request that is not too long for the pool.
 #![no_main]
 
 #[path = "../bytes/mod.rs"]
@@ -625,6 +625,15 @@ impl World {
         assert_eq!(stats.waiting, 0);
         if !self.faults {
             assert_eq!(stats.quarantined_bytes, 0, "{stats:?}");
+            // Memory that was cut for one class, or pinned in one shape, serves any other.
+            let len = 1 << (self.next % 21) | self.next as usize;
+            let served = self.pool.try_checkout(len);
+            let too_long = matches!(served, Err(Error::TooLong { .. } | Error::Closed));
+            assert!(
+                served.is_ok() || too_long || self.forgotten > 0,
+                "{len} bytes: {:?}, {stats:?}",
+                served.err()
+            );
         }
         let down = self.pool.shutdown(Duration::ZERO);
         assert!(

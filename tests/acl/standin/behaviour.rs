@@ -125,19 +125,6 @@ fn it_behaves_as_its_page_says() {
 }
 
 #[test]
-fn a_query_says_no_at_first() {
-    let mut script = Script::ready();
-    let mut refused = 0;
-    for _ in 0..20 {
-        script.run("0 RecordEvent e s");
-        while !script.is_complete(script.word("e")) {
-            refused += 1;
-        }
-    }
-    assert!(refused > 0);
-}
-
-#[test]
 fn a_call_that_waits_goes_on_when_the_hang_is_over() {
     let mut script = Script::ready();
     script.run("fill h 3\n0 up m h 64 s\nsim hang true");
@@ -149,15 +136,6 @@ fn a_call_that_waits_goes_on_when_the_hang_is_over() {
         });
         script.run("0 SynchronizeStream s\nm is 3");
     });
-}
-
-#[test]
-fn blocks_are_aligned_as_promised_and_no_more() {
-    let mut script = Script::ready();
-    let blocks = [(); 4].map(|()| script.made("host", &["1000"]));
-    assert!(blocks.iter().all(|at| at % 64 == 0 && at % 4096 != 0));
-    assert!(blocks.iter().any(|at| at % 128 != 0));
-    assert!(blocks.iter().all(|at| script.read(*at) == [0xA5; 64]));
 }
 
 #[test]

@@ -11,15 +11,12 @@
 //! Failures: the simulation reports calls as failed that were done. A real driver cannot be told to; there the copies
 //! that are to fail are from memory that its owner has freed, which the driver refuses when it is called.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, Stream, cuda};
 use pinpool_sim::cuda::Driver;
 
-use super::BYTES;
-use super::plain::{Cells, Engine, Remote, Words};
 use super::worker::{Machine, On, Setup, Site};
 use crate::support::doubles::{self, StandIn, gpu_name};
 use crate::support::hand;
@@ -29,15 +26,12 @@ use crate::support::kernels::{Kernels, Raw};
 const REAL: &str = "PINPOOL_REPLAY_GPU";
 /// Longer than any scenario takes.
 const LIMIT: Duration = Duration::from_secs(560);
-/// Checkouts per scenario: on a real GPU and on a simulated one when everything is run, otherwise, and through the plain
-/// pool.
+/// Checkouts per scenario: on a real GPU and on a simulated one when everything is run, and otherwise.
 const FULL: u64 = 1_700_000;
 const FULL_SIMULATED: u64 = 60_000;
-const USUAL: u64 = 16_000;
-const PLAIN: u64 = 10_000;
-/// How long the kernels run that hold up a stream of pinpool's, and one of the plain pool's.
+const USUAL: u64 = 10_000;
+/// How long the kernels run that hold up a stream.
 const HOLD_UP_NANOSECONDS: u64 = 100_000;
-const PLAIN_HOLD_UP_NANOSECONDS: u64 = 20_000;
 /// Bytes that are freed on purpose: more than any block that the driver cuts small allocations from.
 const GONE: usize = 64 << 20;
 
@@ -75,14 +69,7 @@ struct Inner {
     /// The primary context, which pinpool works in too.
     context: usize,
     real: bool,
-    /// For the plain pool's host memory, registered with the driver.
-    pinned: &'static [Page],
-    taken: AtomicUsize,
 }
-
-/// The plain pool's buffers of a page.
-#[repr(align(4096))]
-struct Page([Cells; 4096 / BYTES]);
 
 impl Inner {
     fn enter(&self) {
@@ -100,10 +87,7 @@ struct Gpu {
 impl Gpu {
     fn new(raw: Raw, real: bool) -> Self {
         let context = raw.enter(0);
-        let zeros = || Page(std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))));
-        let pinned: &'static [Page] = Box::leak((0..16).map(|_| zeros()).collect());
-        raw.register(pinned.as_ptr().cast::<u8>().cast_mut(), size_of_val(pinned));
-        let inner = super::kept(Inner { raw, context, real, pinned, taken: 0.into() });
+        let inner = super::kept(Inner { raw, context, real });
         let kernels = real.then(|| Arc::new(Kernels::load(&inner.raw)));
         Self { inner, device: Device::open(&gpu_name(0)).unwrap(), kernels }
     }
@@ -116,11 +100,7 @@ impl Site for Gpu {
 
     fn targets(&self) -> (u64, u64) {
         let full = if self.inner.real { FULL } else { FULL_SIMULATED };
-        (if super::full() { full } else { USUAL }, PLAIN)
-    }
-
-    fn is_late(&self) -> bool {
-        !self.inner.real
+        (if super::full() { full } else { USUAL }, 0)
     }
 
     fn phases(&self, target: u64, phase: &mut dyn FnMut(On<'_>, Setup)) {
@@ -142,99 +122,7 @@ impl Site for Gpu {
             phase((&on, &machine.device(0)), Setup { workers: 1, exact, target: target / 10 });
         }
     }
-
-    fn engine(&self, lag: usize) -> Box<dyn Engine> {
-        self.inner.enter();
-        let kernels = self.kernels.clone().filter(|_| lag > 0);
-        Box::new(RawStream { inner: self.inner, stream: self.inner.raw.stream(), kernels, copies: 0.into() })
-    }
-
-    fn buffer(&self) -> Words {
-        let each = 4096 / BYTES;
-        // Relaxed: only a number.
-        let at = self.inner.taken.fetch_add(1, Ordering::Relaxed);
-        Words::Pinned(&self.inner.pinned[at / each].0[at % each])
-    }
-
-    fn slot(&self) -> Words {
-        self.inner.enter();
-        let (at, stream) = (self.inner.raw.alloc(BYTES), self.inner.raw.stream());
-        Words::Device(Box::new(Slot { inner: self.inner, at, stream }))
-    }
 }
-
-// --- the plain pool's device memory and streams
-// ------------------------------------------------------------------------
-
-struct Slot {
-    inner: &'static Inner,
-    at: u64,
-    stream: usize,
-}
-
-impl Remote for Slot {
-    fn write(&self, words: &[u64]) {
-        self.inner.enter();
-        // SAFETY: the words stay until the copy was waited for.
-        unsafe { self.inner.raw.upload(self.at, words.as_ptr().cast(), size_of_val(words), self.stream) };
-        self.inner.raw.synchronize(self.stream);
-    }
-
-    fn read(&self, words: &mut [u64]) {
-        self.inner.enter();
-        let len = size_of_val(words);
-        // SAFETY: no other code has the words, until the copy was waited for.
-        unsafe { self.inner.raw.download(words.as_mut_ptr().cast(), self.at, len, self.stream) };
-        self.inner.raw.synchronize(self.stream);
-    }
-
-    fn at(&self) -> u64 {
-        self.at
-    }
-}
-
-struct RawStream {
-    inner: &'static Inner,
-    stream: usize,
-    /// The kernel that makes it late.
-    kernels: Option<Arc<Kernels<'static>>>,
-    copies: AtomicUsize,
-}
-
-impl Engine for RawStream {
-    fn copy(&self, from: &Arc<Words>, to: &Arc<Words>, n: usize) {
-        let raw = &self.inner.raw;
-        self.inner.enter();
-        // Relaxed: only a number.
-        if self.copies.fetch_add(1, Ordering::Relaxed) % 4 == 0 {
-            self.kernels.iter().for_each(|k| k.spin(PLAIN_HOLD_UP_NANOSECONDS, self.stream));
-        }
-        let start = |cells: &Cells| cells.as_ptr().cast::<u8>().cast_mut();
-        // SAFETY: both live as long as the process, and have room for a message. What is done with the host's side
-        // meanwhile is the bug to be shown, on atomics.
-        unsafe {
-            match (&**from, &**to) {
-                (from, Words::Device(to)) => {
-                    let from = start(from.cells().expect("a buffer of the host's"));
-                    raw.upload(to.at(), from, n * 8, self.stream);
-                }
-                (Words::Device(from), to) => {
-                    let to = start(to.cells().expect("a buffer of the host's"));
-                    raw.download(to, from.at(), n * 8, self.stream);
-                }
-                _ => unreachable!("copies are between the host and the device"),
-            }
-        }
-    }
-
-    fn synchronize(&self) {
-        self.inner.enter();
-        self.inner.raw.synchronize(self.stream);
-    }
-}
-
-// --- what the scenarios tell the device
-// --------------------------------------------------------------------------------
 
 struct Late<'a> {
     /// Sends a command to the simulation.

@@ -5,7 +5,6 @@ use std::time::Duration;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Device, DeviceSlice};
 
-use super::plain::{Engine, Late, Words};
 use super::worker::{Machine, On, Setup, Site};
 
 /// Checkouts per scenario when everything is run.
@@ -20,12 +19,8 @@ impl Site for Host {
     }
 
     fn targets(&self) -> (u64, u64) {
-        let target = if super::full() { FULL } else { 16_000 };
+        let target = if super::full() { FULL } else { 10_000 };
         (target, target)
-    }
-
-    fn is_late(&self) -> bool {
-        true
     }
 
     fn phases(&self, target: u64, phase: &mut dyn FnMut(On<'_>, Setup)) {
@@ -35,18 +30,6 @@ impl Site for Host {
             let device = Device::on(&node, 0).unwrap();
             phase((&OnHost(node), &device), Setup { workers: 2, exact, target: target * share / 100 });
         }
-    }
-
-    fn engine(&self, lag: usize) -> Box<dyn Engine> {
-        Box::new(Late::new(lag))
-    }
-
-    fn buffer(&self) -> Words {
-        Words::new()
-    }
-
-    fn slot(&self) -> Words {
-        Words::new()
     }
 }
 

@@ -1,19 +1,18 @@
 //! The field's early-reuse bugs, replayed.
 //!
 //! Six ways in which servers lost or mixed up bytes because a pinned buffer was used again, or read, while a copy was
-//! still under way. Each is run twice: against a plain pool that takes a buffer back when its handle is dropped, with a
-//! copy engine that is as late as real ones may be, and against pinpool on devices that are just as late. The plain
-//! pool is seen to corrupt; pinpool must not get a single byte wrong, nor lose a buffer.
+//! still under way. Each is run against a plain pool that takes a buffer back when its handle is dropped, with a copy
+//! engine that is as late as real ones may be, and against pinpool on devices that are just as late. The plain pool is
+//! seen to corrupt; pinpool must not get a single byte wrong, nor lose a buffer.
 //!
 //! The scenarios (`scenarios.rs`) are written once and run on the host devices (`host.rs`), on a simulated Ascend device
 //! (`npu.rs`), and on a GPU (`gpu.rs`): the first one of the machine, or simulated ones, whose copies are as late as the
-//! rules allow. On a real GPU a kernel now and then keeps a stream from copying; what the plain pool gets wrong there is
-//! reported, not judged.
+//! rules allow. On a real GPU a kernel now and then keeps a stream from copying.
 //!
 //! `PINPOOL_REPLAY=full` runs at least 1,700,000 checkouts in each scenario, 10,200,000 in all, on the host devices and
 //! as many on a real GPU; otherwise a small part.
 
-#![allow(unsafe_code, reason = "calling the driver, for the plain pool on a GPU")]
+#![allow(unsafe_code, reason = "calling the driver of a real GPU")]
 
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 mod gpu;
@@ -51,7 +50,7 @@ fn message(seq: u64, n: usize) -> [u64; WORDS] {
 }
 
 /// Keeps a value to the process's end, in a place where a search for leaks does not find it.
-#[cfg(any(feature = "acl", feature = "cuda"))]
+#[cfg(feature = "cuda")]
 fn kept<T: Send + Sync + 'static>(value: T) -> &'static T {
     static KEPT: std::sync::Mutex<Vec<&'static (dyn std::any::Any + Send + Sync)>> =
         std::sync::Mutex::new(Vec::new());

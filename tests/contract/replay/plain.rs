@@ -1,9 +1,8 @@
 //! The plain pool, which is what many servers have: a list of buffers under a lock, and a handle that returns its
 //! buffer when it is dropped. It knows nothing of copies in flight.
 //!
-//! Its bytes are relaxed atomics, so that its race is a defined one: the bytes read are wrong, the test is not. On the
-//! host its [`Engine`] is a thread that runs each copy only when `lag` more were submitted; on a GPU (`gpu.rs`) or an
-//! Ascend device (`npu.rs`) it is a stream of the driver's.
+//! Its bytes are relaxed atomics, so that its race is a defined one: the bytes read are wrong, the test is not. Its
+//! [`Engine`] is a thread that runs each copy only when `lag` more were submitted.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,87 +10,54 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use super::worker::Site;
-use super::{Random, WORDS, message, word};
+use super::{Random, SLOTS, WORDS, word};
 
-pub type Cells = [AtomicU64; WORDS];
-
-/// Device memory that is not the host's.
-pub trait Remote: Send + Sync {
-    fn write(&self, words: &[u64]);
-    fn read(&self, words: &mut [u64]);
-    /// Its address on the device.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only a GPU's memory has one")
-    )]
-    fn at(&self) -> u64;
-}
+type Cells = [AtomicU64; WORDS];
 
 /// Room for a message.
-pub enum Words {
-    Host(Box<Cells>),
-    #[cfg_attr(not(any(feature = "acl", feature = "cuda")), allow(dead_code, reason = "for GPUs"))]
-    Pinned(&'static Cells),
-    #[cfg_attr(not(any(feature = "acl", feature = "cuda")), allow(dead_code, reason = "for GPUs"))]
-    Device(Box<dyn Remote>),
-}
+pub struct Words(Box<Cells>);
 
 impl Words {
-    pub fn new() -> Self {
-        Self::Host(Box::new(std::array::from_fn(|_| AtomicU64::new(0))))
-    }
-
-    pub fn cells(&self) -> Option<&Cells> {
-        match self {
-            Self::Host(cells) => Some(cells),
-            Self::Pinned(cells) => Some(cells),
-            Self::Device(_) => None,
-        }
+    fn new() -> Self {
+        Self(Box::new(std::array::from_fn(|_| AtomicU64::new(0))))
     }
 
     pub fn write(&self, seq: u64, n: usize) {
-        match self {
-            Self::Device(memory) => memory.write(&message(seq, n)[..n]),
-            _ => {
-                self.cells().into_iter().flatten().zip(0..n).for_each(|(c, i)| c.store(word(seq, i), RELAXED))
-            }
-        }
+        self.0[..n].iter().zip(0..).for_each(|(cell, i)| cell.store(word(seq, i), RELAXED));
     }
 
     pub fn is(&self, seq: u64, n: usize) -> bool {
-        let mut words = [0; WORDS];
-        match self {
-            Self::Device(memory) => memory.read(&mut words[..n]),
-            _ => self.cells().into_iter().flatten().zip(&mut words).for_each(|(c, w)| *w = c.load(RELAXED)),
-        }
-        words[..n] == message(seq, n)[..n]
+        self.0[..n].iter().zip(0..).all(|(cell, i)| cell.load(RELAXED) == word(seq, i))
     }
 
     fn copy(&self, to: &Self, n: usize) {
-        let (from, to) = (self.cells().expect("on the host"), to.cells().expect("on the host"));
-        from.iter().zip(to).take(n).for_each(|(from, to)| to.store(from.load(RELAXED), RELAXED));
+        self.0.iter().zip(&*to.0).take(n).for_each(|(from, to)| to.store(from.load(RELAXED), RELAXED));
     }
+}
+
+/// A device's memory.
+pub fn memory() -> Vec<Arc<Words>> {
+    (0..SLOTS).map(|_| Arc::new(Words::new())).collect()
 }
 
 const RELAXED: Ordering = Ordering::Relaxed;
 
-pub struct Pool<'a> {
-    site: &'a dyn Site,
+#[derive(Default)]
+pub struct Pool {
     free: Mutex<Vec<Arc<Words>>>,
     checkouts: AtomicU64,
 }
 
 pub struct Buf<'a> {
     pub words: Arc<Words>,
-    pool: &'a Pool<'a>,
+    pool: &'a Pool,
 }
 
-impl Pool<'_> {
+impl Pool {
     pub fn checkout(&self) -> Buf<'_> {
         self.checkouts.fetch_add(1, RELAXED);
         let words = self.free.lock().unwrap().pop();
-        Buf { words: words.unwrap_or_else(|| Arc::new(self.site.buffer())), pool: self }
+        Buf { words: words.unwrap_or_else(|| Arc::new(Words::new())), pool: self }
     }
 }
 
@@ -101,25 +67,18 @@ impl Drop for Buf<'_> {
     }
 }
 
-/// A stream.
-pub trait Engine: Sync {
-    /// Submits a copy of that many words.
-    fn copy(&self, from: &Arc<Words>, to: &Arc<Words>, n: usize);
-    fn synchronize(&self);
-}
-
 enum Job {
     Copy(Arc<Words>, Arc<Words>, usize),
     Sync(SyncSender<()>),
 }
 
-/// Copies in order, each only when `lag` more have been submitted or a caller waits.
-pub struct Late {
+/// A stream: copies in order, each only when `lag` more have been submitted or a caller waits.
+pub struct Engine {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Late {
+impl Engine {
     pub fn new(lag: usize) -> Self {
         let (jobs, queue) = channel();
         let thread = std::thread::spawn(move || serve(&queue, lag));
@@ -129,14 +88,13 @@ impl Late {
     fn send(&self, job: Job) {
         self.jobs.as_ref().unwrap().send(job).unwrap();
     }
-}
 
-impl Engine for Late {
-    fn copy(&self, from: &Arc<Words>, to: &Arc<Words>, n: usize) {
+    /// Submits a copy of that many words.
+    pub fn copy(&self, from: &Arc<Words>, to: &Arc<Words>, n: usize) {
         self.send(Job::Copy(from.clone(), to.clone(), n));
     }
 
-    fn synchronize(&self) {
+    pub fn synchronize(&self) {
         let (tell, told) = sync_channel(1);
         self.send(Job::Sync(tell));
         told.recv().unwrap();
@@ -162,7 +120,7 @@ fn serve(queue: &Receiver<Job>, lag: usize) {
     }
 }
 
-impl Drop for Late {
+impl Drop for Engine {
     fn drop(&mut self) {
         self.jobs = None;
         self.thread.take().map(JoinHandle::join);
@@ -170,8 +128,8 @@ impl Drop for Late {
 }
 
 /// Runs rounds against a plain pool until it has handed out that many buffers. Returns checkouts and corruptions.
-pub fn run(site: &dyn Site, target: u64, round: impl Fn(&Pool<'_>, &mut Random, u64) -> u64) -> (u64, u64) {
-    let pool = Pool { site, free: Mutex::default(), checkouts: AtomicU64::new(0) };
+pub fn run(target: u64, round: impl Fn(&Pool, &mut Random, u64) -> u64) -> (u64, u64) {
+    let pool = Pool::default();
     let mut random = Random(1);
     let (mut wrong, mut seq) = (0, 1);
     while pool.checkouts.load(RELAXED) < target {

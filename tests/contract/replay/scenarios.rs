@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use pinpool::PinnedBuf;
 
-use super::plain::Words;
+use super::plain::{Engine, Words, memory};
 use super::worker::{Site, replay};
 use super::{SLOTS, WORDS};
 
 /// A server fills its buffer for the next batch while the copy of this batch has not read it yet.
 pub fn source_overwritten_before_the_copy_reads(site: &dyn Site) {
-    let (engine, memory) = (site.engine(8), site.memory());
+    let (engine, memory) = (Engine::new(8), memory());
     replay(
         site,
         "source overwritten before the copy reads",
@@ -45,7 +45,7 @@ pub fn source_overwritten_before_the_copy_reads(site: &dyn Site) {
 
 /// A request's buffer goes back to the pool when its handle is dropped, and another thread fills it.
 pub fn returned_on_drop_while_in_flight(site: &dyn Site) {
-    let (engines, memories) = ([(); 2].map(|()| site.engine(4)), [(); 2].map(|()| site.memory()));
+    let (engines, memories) = ([(); 2].map(|()| Engine::new(4)), [(); 2].map(|()| memory()));
     replay(
         site,
         "returned on drop while in flight",
@@ -90,7 +90,7 @@ pub fn returned_on_drop_while_in_flight(site: &dyn Site) {
 
 /// A result is read right after its download was submitted.
 pub fn download_read_at_once(site: &dyn Site) {
-    let (engine, memory) = (site.engine(8), site.memory());
+    let (engine, memory) = (Engine::new(8), memory());
     replay(
         site,
         "download read at once",
@@ -142,8 +142,8 @@ pub fn download_read_at_once(site: &dyn Site) {
 
 /// One buffer feeds copies on two streams, and goes back when the first is done.
 pub fn two_streams_with_one_shared_buffer(site: &dyn Site) {
-    let engines = [site.engine(0), site.engine(8)];
-    let memories = [site.memory(), site.memory()];
+    let engines = [Engine::new(0), Engine::new(8)];
+    let memories = [memory(), memory()];
     replay(
         site,
         "two streams with one shared buffer",
@@ -198,7 +198,7 @@ pub fn two_streams_with_one_shared_buffer(site: &dyn Site) {
 /// A request is aborted while its blocks are being fetched; the next request gets them, and the late copies write
 /// there.
 pub fn aborted_half_way(site: &dyn Site) {
-    let (engine, memory) = (site.engine(16), site.memory());
+    let (engine, memory) = (Engine::new(16), memory());
     const BLOCKS: usize = 8;
     replay(
         site,
@@ -257,7 +257,7 @@ pub fn aborted_half_way(site: &dyn Site) {
 
 /// A copy is reported as failed, or polling it fails, and a server takes that for its end; but the copy runs.
 pub fn error_reported_as_done(site: &dyn Site) {
-    let (engine, memory) = (site.engine(8), site.memory());
+    let (engine, memory) = (Engine::new(8), memory());
     let failures = AtomicU64::new(0);
     replay(
         site,

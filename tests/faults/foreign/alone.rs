@@ -11,7 +11,7 @@ use std::time::Duration;
 use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Checkout, Device, PinnedBuf, Pool, Request, Unpinned};
 
-use super::hostile::{Bomb, Call, Later, Turn, act, quiet, waker};
+use super::hostile::{Bomb, Call, Turn, act, quiet, waker};
 use crate::support::doubles::HANG;
 use crate::support::doubles::gpu::until;
 use crate::support::value::Value;
@@ -177,22 +177,21 @@ fn adopted_memory_panics_when_it_is_dropped() {
     device.close(HANG).unwrap();
 }
 
-/// A subscriber that calls the pool when an event reports trouble. It finds each test's pool here.
+/// A subscriber that calls the pool when an event reports trouble.
 fn the_subscriber_asks(how: &'static str, trouble: fn(&HostNode, &Device, &Pool)) {
     let _turn = Turn::take();
     on_time(how, move || {
         let (node, device) = node();
         let pool = growing(&device, 8 << 20);
-        let asked = Arc::new(Later::new());
-        asked.set(pool.clone());
+        let asked = pool.clone();
         let answered = Arc::new(AtomicUsize::new(0));
-        let (count, about) = (answered.clone(), asked.clone());
+        let count = answered.clone();
         act(move |heard| {
             let warns = heard.what.is_some_and(|what| *what.level() <= tracing::Level::WARN);
             if heard.call != Call::Event || !warns {
                 return;
             }
-            let Some(pool) = about.get() else { return };
+            let pool = &asked;
             match how {
                 "stats" => _ = pool.stats(),
                 "snapshot" => drop(pool.snapshot()),

@@ -154,51 +154,30 @@ mod recorder {
     }
 
     struct Recording;
-    impl CounterFn for Recording {
-        fn increment(&self, _: u64) {
-            happens();
-        }
-        fn absolute(&self, _: u64) {
-            happens();
-        }
+
+    /// Methods that misbehave, and give this.
+    macro_rules! misbehave {
+        ($($of:ident { $($name:ident($($given:ty),*) $(-> $given_back:ty = $made:expr)?;)* })*) => {
+            $(impl $of for Recording {
+                $(fn $name(&self $(, _: $given)*) $(-> $given_back)? {
+                    happens();
+                    $($made)?
+                })*
+            })*
+        };
     }
-    impl GaugeFn for Recording {
-        fn increment(&self, _: f64) {
-            happens();
-        }
-        fn decrement(&self, _: f64) {
-            happens();
-        }
-        fn set(&self, _: f64) {
-            happens();
-        }
-    }
-    impl HistogramFn for Recording {
-        fn record(&self, _: f64) {
-            happens();
-        }
-    }
-    impl Recorder for Recording {
-        fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {
-            happens();
-        }
-        fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {
-            happens();
-        }
-        fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {
-            happens();
-        }
-        fn register_counter(&self, _: &Key, _: &Metadata<'_>) -> Counter {
-            happens();
-            Counter::from_arc(Arc::new(Recording))
-        }
-        fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
-            happens();
-            Gauge::from_arc(Arc::new(Recording))
-        }
-        fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
-            happens();
-            Histogram::from_arc(Arc::new(Recording))
+
+    misbehave! {
+        CounterFn { increment(u64); absolute(u64); }
+        GaugeFn { increment(f64); decrement(f64); set(f64); }
+        HistogramFn { record(f64); }
+        Recorder {
+            describe_counter(KeyName, Option<Unit>, SharedString);
+            describe_gauge(KeyName, Option<Unit>, SharedString);
+            describe_histogram(KeyName, Option<Unit>, SharedString);
+            register_counter(&Key, &Metadata<'_>) -> Counter = Counter::from_arc(Arc::new(Recording));
+            register_gauge(&Key, &Metadata<'_>) -> Gauge = Gauge::from_arc(Arc::new(Recording));
+            register_histogram(&Key, &Metadata<'_>) -> Histogram = Histogram::from_arc(Arc::new(Recording));
         }
     }
 }

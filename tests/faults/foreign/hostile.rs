@@ -2,7 +2,7 @@
 
 use std::panic::panic_any;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::task::{Wake, Waker};
 
 use tracing::span::{Attributes, Id, Record};
@@ -138,21 +138,4 @@ pub fn waker(run: impl Fn() + Send + Sync + 'static) -> Waker {
         }
     }
     Arc::new(Runs(run)).into()
-}
-
-/// A value that is set once, and read by foreign code.
-pub struct Later<T>(OnceLock<T>);
-
-impl<T> Later<T> {
-    pub const fn new() -> Self {
-        Self(OnceLock::new())
-    }
-
-    pub fn set(&self, value: T) {
-        assert!(self.0.set(value).is_ok(), "it is set once");
-    }
-
-    pub fn get(&self) -> Option<&T> {
-        self.0.get()
-    }
 }

@@ -114,6 +114,7 @@ fn the_grafana_dashboard_is_well_formed() {
 fn the_page_needs_nothing_from_outside() {
     let page = get(&server().url("/"));
     assert_eq!(page, std::fs::read_to_string(example("page.html")).unwrap());
+    assert!(page.contains("@media (prefers-color-scheme: dark)"), "light or dark as the system is");
     let addresses = page.matches("://").count();
     // The name of SVG's namespace, which is never fetched.
     assert_eq!(addresses, page.matches("http://www.w3.org/2000/svg").count(), "an address of another server");

@@ -4,7 +4,7 @@
 //! The example's server runs within this process, under its load; conditions that it does not reach at once (alarms, a
 //! server that ends, hostile names) come from [`fake`] servers. The browser and Prometheus are real programs, Debian's
 //! packages `chromium` and `prometheus`. Where one is missing its tests say that they were skipped, and fail if
-//! `PINPOOL_REQUIRE` names `browser` or `prometheus`. Screenshots are left in `target/tmp/dashboard`.
+//! `PINPOOL_REQUIRE` names `browser` or `prometheus`.
 
 #![cfg(all(feature = "metrics", target_os = "linux"))]
 

@@ -1,99 +1,20 @@
-//! The same through the `metrics` facade, on a recorder that keeps everything.
+//! The same through the `metrics` facade, on the recorder of an exporter for Prometheus.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
-
-use metrics::{
-    Counter, CounterFn, Gauge, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit,
-};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusRecorder};
 use pinpool::telemetry::{Histogram, METRICS, MetricKind, Sampler};
 
 use super::Bench;
 use crate::record::{clear, events};
 use crate::support::own_process;
 
-/// Values by name and labels, each with how often it was recorded.
-type Values = Arc<Mutex<BTreeMap<String, Vec<(f64, usize)>>>>;
-
-#[derive(Default)]
-struct Kept {
-    values: Values,
-    described: Mutex<BTreeMap<String, (&'static str, Option<Unit>)>>,
+fn text(recorder: &PrometheusRecorder) -> String {
+    recorder.handle().render()
 }
 
-struct Cell {
-    values: Values,
-    name: String,
-}
-
-impl Cell {
-    fn of(kept: &Kept, key: &Key) -> Arc<Self> {
-        let labels: Vec<String> = key.labels().map(|l| format!("{}={}", l.key(), l.value())).collect();
-        Arc::new(Self {
-            values: kept.values.clone(),
-            name: format!("{}{{{}}}", key.name(), labels.join(",")),
-        })
-    }
-    fn keep(&self, value: f64, count: usize) {
-        self.values.lock().unwrap().entry(self.name.clone()).or_default().push((value, count));
-    }
-}
-
-impl CounterFn for Cell {
-    fn increment(&self, value: u64) {
-        self.keep(value as f64, 1);
-    }
-    fn absolute(&self, _: u64) {
-        panic!("counters are sent as what came since");
-    }
-}
-
-impl GaugeFn for Cell {
-    fn increment(&self, _: f64) {
-        panic!("gauges are set");
-    }
-    fn decrement(&self, _: f64) {
-        panic!("gauges are set");
-    }
-    fn set(&self, value: f64) {
-        self.keep(value, 1);
-    }
-}
-
-impl HistogramFn for Cell {
-    fn record(&self, value: f64) {
-        self.keep(value, 1);
-    }
-    fn record_many(&self, value: f64, count: usize) {
-        self.keep(value, count);
-    }
-}
-
-impl Kept {
-    fn describe(&self, key: &KeyName, kind: &'static str, unit: Option<Unit>) {
-        self.described.lock().unwrap().insert(key.as_str().to_owned(), (kind, unit));
-    }
-}
-
-impl Recorder for Kept {
-    fn describe_counter(&self, key: KeyName, unit: Option<Unit>, _: SharedString) {
-        self.describe(&key, "counter", unit);
-    }
-    fn describe_gauge(&self, key: KeyName, unit: Option<Unit>, _: SharedString) {
-        self.describe(&key, "gauge", unit);
-    }
-    fn describe_histogram(&self, key: KeyName, unit: Option<Unit>, _: SharedString) {
-        self.describe(&key, "histogram", unit);
-    }
-    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
-        Counter::from_arc(Cell::of(self, key))
-    }
-    fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
-        Gauge::from_arc(Cell::of(self, key))
-    }
-    fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> metrics::Histogram {
-        metrics::Histogram::from_arc(Cell::of(self, key))
-    }
+/// The values of the lines that begin so.
+fn values(text: &str, of: &str) -> Vec<f64> {
+    let lines = text.lines().filter(|line| line.starts_with(of));
+    lines.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect()
 }
 
 #[test]
@@ -103,33 +24,38 @@ fn the_recorder_gets_what_the_events_have() {
     for _ in 0..100 {
         drop(bench.pool.checkout(1000).unwrap());
     }
-    let kept = Kept::default();
+    let recorder =
+        PrometheusBuilder::new().set_buckets(&Histogram::bounds_seconds()).unwrap().build_recorder();
     let mut sampler = Sampler::new(&bench.pool);
     clear();
-    metrics::with_local_recorder(&kept, || sampler.poll());
-    let described = kept.described.lock().unwrap();
-    assert_eq!(described.len(), METRICS.len());
+    // Counters are sent as what came since: a second look adds nothing.
+    metrics::with_local_recorder(&recorder, || (sampler.poll(), sampler.poll()));
+    let text = text(&recorder);
     for metric in METRICS {
         let kind = match metric.kind {
             MetricKind::Counter => "counter",
             MetricKind::Histogram => "histogram",
             _ => "gauge",
         };
-        assert_eq!(described[metric.name].0, kind, "{}", metric.name);
+        let name = metric.prometheus_name();
+        let described = text.contains(&format!("# HELP {name} "));
+        let typed = text.lines().find_map(|line| line.strip_prefix(&format!("# TYPE {name} ")));
+        assert!(typed.is_none_or(|typed| typed == kind && described), "{name}: {typed:?}");
     }
-    let values = kept.values.lock().unwrap();
-    assert_eq!(values["pinpool.checkouts.total{pool=fed}"], [(100.0, 1)]);
-    assert_eq!(values["pinpool.class.checkouts.total{pool=fed,stride=1088}"], [(100.0, 1)]);
-    assert_eq!(values["pinpool.memory.capacity.bytes{pool=fed}"], [(1_048_576.0, 1)]);
+    assert_eq!(values(&text, "pinpool_checkouts_total{pool=\"fed\"}"), [100.0]);
+    assert_eq!(values(&text, "pinpool_class_checkouts_total{pool=\"fed\",stride=\"1088\"}"), [100.0]);
+    assert_eq!(values(&text, "pinpool_memory_capacity_bytes{pool=\"fed\"}"), [1_048_576.0]);
     // All hundred, and each value in the bucket that it stands for.
-    let held = &values["pinpool.holding.seconds{pool=fed}"];
-    assert_eq!(held.iter().map(|(_, count)| count).sum::<usize>(), 100);
-    let bounds = Histogram::bounds_seconds();
-    let exact = bench.pool.snapshot().holding;
-    for (value, count) in held {
-        let at = bounds.iter().position(|bound| value <= bound).unwrap();
-        assert_eq!(exact.buckets().nth(at).unwrap().count, *count as u64, "{value} s");
-    }
+    let held = values(&text, "pinpool_holding_seconds_bucket{pool=\"fed\"");
+    let mut sum = 0;
+    let exact: Vec<f64> = (bench.pool.snapshot().holding.buckets())
+        .map(|bucket| {
+            sum += bucket.count;
+            sum as f64
+        })
+        .collect();
+    assert_eq!((sum, held.last()), (100, Some(&100.0)));
+    assert!(exact.iter().zip(&held).all(|(exact, held)| exact == held), "{exact:?}, {held:?}");
     // As events there are at most 64, in the same names.
     let shown = events("pinpool::metrics")
         .iter()
@@ -144,7 +70,7 @@ fn the_recorder_gets_what_the_events_have() {
 fn what_is_gone_reads_zero_and_what_is_the_servers_stays() {
     own_process!();
     let bench = Bench::new(|builder| builder.name("stays"));
-    let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
+    let recorder = PrometheusBuilder::new().build_recorder();
     // Once, as a server counts what is rare and tells what it has measured.
     metrics::with_local_recorder(&recorder, || {
         metrics::counter!("server.rare.total").increment(5);
@@ -156,11 +82,7 @@ fn what_is_gone_reads_zero_and_what_is_the_servers_stays() {
         let streams: Vec<_> = (0..streams).map(|_| bench.device.stream().unwrap()).collect();
         metrics::with_local_recorder(&recorder, || sampler.poll());
         drop(streams);
-        recorder.handle().render()
-    };
-    let values = |text: &str, of: &str| -> Vec<f64> {
-        let lines = text.lines().filter(|line| line.contains(of) && !line.starts_with('#'));
-        lines.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect()
+        text(&recorder)
     };
     let streams = |text: &str| values(text, "pinpool_stream_in_flight_bytes{").len();
     let text = poll(100);
@@ -179,7 +101,8 @@ fn what_is_gone_reads_zero_and_what_is_the_servers_stays() {
     let counts =
         |line: &&str| ["_total{", "_sum{", "_count{", "quantile="].iter().any(|mark| line.contains(mark));
     let gauges: Vec<&str> = text.lines().filter(|line| !counts(line)).collect();
-    let gone = values(&gauges.join("\n"), "pool=\"gone\"");
+    let of_gone: Vec<&str> = gauges.into_iter().filter(|line| line.contains("pool=\"gone\"")).collect();
+    let gone = values(&of_gone.join("\n"), "pinpool_");
     assert!(gone.len() > 20 && gone.iter().all(|value| *value == 0.0), "{text}");
     assert_eq!(values(&text, "server_rare_total"), [5.0]);
     assert_eq!(values(&text, "server_link_peak_bytes_per_second"), [7.0]);

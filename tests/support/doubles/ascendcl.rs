@@ -57,6 +57,3 @@ macro_rules! says {
 
 #[allow(unused_imports, reason = "each test uses a part of it")]
 pub(crate) use {acl, made, says, word};
-
-pub const HOST_TO_DEVICE: usize = 1;
-pub const DEVICE_TO_HOST: usize = 2;

@@ -10,10 +10,10 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "calling the driver")]
 
-use std::ffi::{CStr, CString, c_char, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char};
 use std::path::Path;
 
-use crate::support::doubles::StandIn;
+use crate::support::doubles::{StandIn, gpu};
 
 /// The kernels' sources. The device's heap has a module of its own: loading it fixes the heap's size.
 pub const PATTERN: &str = include_str!("pattern.ptx");
@@ -70,39 +70,7 @@ impl std::ops::AddAssign for Counts {
 }
 
 /// A driver, called directly. Handles are numbers.
-pub struct Raw {
-    library: StandIn,
-}
-
-/// Makes a call whose arguments are words, and returns its code.
-macro_rules! code {
-    ($raw:expr, $name:literal $(, $argument:expr)*) => {{
-        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
-        // register of its own; what is pointed at is valid for the call.
-        unsafe {
-            let function = $raw.library.get::<unsafe extern "C" fn($(code!(@ $argument)),*) -> u32>($name);
-            function($($argument as usize),*)
-        }
-    }};
-    (@ $argument:expr) => { usize };
-}
-
-/// The same for a call that must succeed.
-macro_rules! ask {
-    ($raw:expr, $name:literal $(, $argument:expr)*) => {{
-        let code = code!($raw, $name $(, $argument)*);
-        $raw.must($name, code);
-    }};
-}
-
-/// The same for one that writes a word to its first argument.
-macro_rules! make {
-    ($raw:expr, $name:literal $(, $argument:expr)*) => {{
-        let mut made = 0_usize;
-        ask!($raw, $name, &raw mut made $(, $argument)*);
-        made
-    }};
-}
+pub struct Raw(gpu::Raw);
 
 impl Raw {
     /// The library at a path, which pinpool has loaded too or is about to.
@@ -112,79 +80,89 @@ impl Raw {
 
     /// The same of a simulated driver.
     pub fn of(library: StandIn) -> Self {
-        let raw = Self { library };
-        ask!(raw, "cuInit", 0);
+        let raw = Self(gpu::Raw(library));
+        raw.ask("cuInit", &[0]);
         raw
     }
 
     /// The stand-in, if the library is it.
     pub fn stand_in(&self) -> &StandIn {
-        &self.library
+        &self.0.0
+    }
+
+    /// A call that must succeed.
+    #[track_caller]
+    fn ask(&self, call: &str, words: &[usize]) {
+        let code = self.0.call(call, words);
+        assert!(code == 0, "{call} failed with {code} ({})", self.name(code));
+    }
+
+    /// The same for one that writes a word to its first argument.
+    #[track_caller]
+    fn make(&self, call: &str, more: &[usize]) -> usize {
+        let mut made = 0_usize;
+        self.ask(call, &[&[(&raw mut made) as usize], more].concat());
+        made
     }
 
     /// The driver's word for a code.
     pub fn name(&self, code: u32) -> String {
         let mut text: *const c_char = std::ptr::null();
-        code!(self, "cuGetErrorName", code, &raw mut text);
+        self.0.call("cuGetErrorName", &[code as usize, (&raw mut text) as usize]);
         // SAFETY: null, or a string that lives as long as the library.
         let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
         text.unwrap_or_else(|| "no name".into())
     }
 
-    #[track_caller]
-    fn must(&self, call: &str, code: u32) {
-        assert!(code == 0, "{call} failed with {code} ({})", self.name(code));
-    }
-
     pub fn devices(&self) -> usize {
         // It writes an int.
-        make!(self, "cuDeviceGetCount") & 0xFFFF_FFFF
+        self.make("cuDeviceGetCount", &[]) & 0xFFFF_FFFF
     }
 
     /// Retains a GPU's primary context and makes it current here.
     pub fn enter(&self, device: usize) -> usize {
-        let context = make!(self, "cuDevicePrimaryCtxRetain", device);
+        let context = self.make("cuDevicePrimaryCtxRetain", &[device]);
         self.set_current(context);
         context
     }
 
     pub fn set_current(&self, context: usize) {
-        ask!(self, "cuCtxSetCurrent", context);
+        self.ask("cuCtxSetCurrent", &[context]);
     }
 
     /// The context that is current here.
     pub fn current(&self) -> usize {
-        make!(self, "cuCtxGetCurrent")
+        self.make("cuCtxGetCurrent", &[])
     }
 
     pub fn release(&self, device: usize) {
-        ask!(self, "cuDevicePrimaryCtxRelease_v2", device);
+        self.ask("cuDevicePrimaryCtxRelease_v2", &[device]);
     }
 
     pub fn alloc(&self, len: usize) -> u64 {
-        make!(self, "cuMemAlloc_v2", len) as u64
+        self.make("cuMemAlloc_v2", &[len]) as u64
     }
 
     pub fn free(&self, address: u64) {
-        ask!(self, "cuMemFree_v2", address);
+        self.ask("cuMemFree_v2", &[address as usize]);
     }
 
     /// A stream that is not ordered with the legacy default stream.
     pub fn stream(&self) -> usize {
-        make!(self, "cuStreamCreate", 1)
+        self.make("cuStreamCreate", &[1])
     }
 
     pub fn destroy(&self, stream: usize) {
-        ask!(self, "cuStreamDestroy_v2", stream);
+        self.ask("cuStreamDestroy_v2", &[stream]);
     }
 
     pub fn synchronize(&self, stream: usize) {
-        ask!(self, "cuStreamSynchronize", stream);
+        self.ask("cuStreamSynchronize", &[stream]);
     }
 
     /// The code of waiting for a stream.
     pub fn synchronized(&self, stream: usize) -> u32 {
-        code!(self, "cuStreamSynchronize", stream)
+        self.0.call("cuStreamSynchronize", &[stream])
     }
 
     /// Copies to the device on a stream.
@@ -192,7 +170,7 @@ impl Raw {
     /// # Safety
     /// The source stays as it is until the copy is done.
     pub unsafe fn upload(&self, to: u64, from: *const u8, len: usize, stream: usize) {
-        ask!(self, "cuMemcpyHtoDAsync_v2", to, from, len, stream);
+        self.ask("cuMemcpyHtoDAsync_v2", &[to as usize, from as usize, len, stream]);
     }
 
     /// Copies to the host on a stream.
@@ -200,120 +178,65 @@ impl Raw {
     /// # Safety
     /// No code touches the target until the copy is complete.
     pub unsafe fn download(&self, to: *mut u8, from: u64, len: usize, stream: usize) {
-        ask!(self, "cuMemcpyDtoHAsync_v2", to, from, len, stream);
+        self.ask("cuMemcpyDtoHAsync_v2", &[to as usize, from as usize, len, stream]);
     }
 
     /// Registers host memory with the driver, for every context.
     pub fn register(&self, at: *mut u8, len: usize) {
-        ask!(self, "cuMemHostRegister_v2", at, len, 1);
+        self.ask("cuMemHostRegister_v2", &[at as usize, len, 1]);
     }
 
     pub fn unregister(&self, at: *mut u8) {
-        ask!(self, "cuMemHostUnregister", at);
+        self.ask("cuMemHostUnregister", &[at as usize]);
     }
 
     /// An event without timing.
     pub fn event(&self) -> usize {
-        make!(self, "cuEventCreate", 2)
+        self.make("cuEventCreate", &[2])
     }
 
     pub fn record(&self, event: usize, stream: usize) {
-        ask!(self, "cuEventRecord", event, stream);
+        self.ask("cuEventRecord", &[event, stream]);
     }
 
     /// The code of a query of an event: 0 or 600, if nothing is wrong.
     pub fn query(&self, event: usize) -> u32 {
-        code!(self, "cuEventQuery", event)
+        self.0.call("cuEventQuery", &[event])
     }
 
     pub fn destroy_event(&self, event: usize) {
-        ask!(self, "cuEventDestroy_v2", event);
+        self.ask("cuEventDestroy_v2", &[event]);
     }
 
     pub fn wait_event(&self, stream: usize, event: usize) {
-        ask!(self, "cuStreamWaitEvent", stream, event, 0);
+        self.ask("cuStreamWaitEvent", &[stream, event, 0]);
     }
 
     /// Copies from the device and waits.
     pub fn read(&self, from: u64, to: &mut [u8]) {
-        ask!(self, "cuMemcpyDtoH_v2", to.as_mut_ptr(), from, to.len());
+        self.ask("cuMemcpyDtoH_v2", &[to.as_mut_ptr() as usize, from as usize, to.len()]);
     }
 
     pub fn set_bytes(&self, at: u64, byte: u8, len: usize, stream: usize) {
-        ask!(self, "cuMemsetD8Async", at, byte, len, stream);
-    }
-
-    /// Begins a capture in global mode.
-    pub fn begin_capture(&self, stream: usize) {
-        ask!(self, "cuStreamBeginCapture_v2", stream, 0);
-    }
-
-    /// The graph.
-    pub fn end_capture(&self, stream: usize) -> usize {
-        let mut graph = 0_usize;
-        ask!(self, "cuStreamEndCapture", stream, &raw mut graph);
-        graph
-    }
-
-    /// Makes a graph ready to be launched; the graph itself is not needed any more.
-    pub fn instantiate(&self, graph: usize) -> usize {
-        let executable = make!(self, "cuGraphInstantiateWithFlags", graph, 0);
-        ask!(self, "cuGraphDestroy", graph);
-        executable
-    }
-
-    pub fn launch_graph(&self, executable: usize, stream: usize) {
-        ask!(self, "cuGraphLaunch", executable, stream);
-    }
-
-    pub fn destroy_graph(&self, executable: usize) {
-        ask!(self, "cuGraphExecDestroy", executable);
+        self.ask("cuMemsetD8Async", &[at as usize, byte as usize, len, stream]);
     }
 
     /// Loads a module into the current context.
     pub fn module(&self, source: &str) -> usize {
         let source = CString::new(source).expect("text without zeros");
-        make!(self, "cuModuleLoadData", source.as_ptr())
+        self.make("cuModuleLoadData", &[source.as_ptr() as usize])
     }
 
     pub fn kernel(&self, module: usize, name: &CStr) -> usize {
-        make!(self, "cuModuleGetFunction", module, name.as_ptr())
+        self.make("cuModuleGetFunction", &[module, name.as_ptr() as usize])
     }
 
     /// Launches a kernel whose parameters are all words.
     pub fn launch(&self, kernel: usize, blocks: u32, threads: u32, stream: usize, words: &[u64]) {
-        type Launch = unsafe extern "C" fn(
-            *mut c_void,
-            c_uint,
-            c_uint,
-            c_uint,
-            c_uint,
-            c_uint,
-            c_uint,
-            c_uint,
-            *mut c_void,
-            *mut *mut c_void,
-            *mut *mut c_void,
-        ) -> u32;
-        let mut parameters: Vec<*mut c_void> =
-            words.iter().map(|word| std::ptr::from_ref(word).cast_mut().cast()).collect();
-        // SAFETY: cuda.h has the signature; the parameters are read during the call.
-        let code = unsafe {
-            self.library.get::<Launch>("cuLaunchKernel")(
-                kernel as *mut c_void,
-                blocks,
-                1,
-                1,
-                threads,
-                1,
-                1,
-                0,
-                stream as *mut c_void,
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        self.must("cuLaunchKernel", code);
+        let mut parameters: Vec<usize> = words.iter().map(|word| std::ptr::from_ref(word) as usize).collect();
+        let (blocks, threads, at) = (blocks as usize, threads as usize, parameters.as_mut_ptr() as usize);
+        // The parameters are read during the call.
+        self.ask("cuLaunchKernel", &[kernel, blocks, 1, 1, threads, 1, 1, 0, stream, at, 0]);
     }
 }
 

@@ -117,21 +117,21 @@ fn checkpoints_that_lie_are_refused_by_tensor() {
 
 /// A file of a stranger may be long; what the command keeps of it in memory is not much longer.
 #[test]
-fn nonsense_of_tens_of_megabytes_is_refused_in_little_memory() {
+fn nonsense_of_megabytes_is_refused_in_little_memory() {
     let files = Files::new();
-    let long = |front: &str| format!("{front}{}[]]", "[],".repeat(7 << 20));
+    let long = |front: &str| format!("{front}{}[]]", "[],".repeat(2 << 20));
     let header = files.path("nonsense.safetensors");
     let text = long(r#"{"t":["#) + "}";
     fs::write(&header, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
     let index = files.path("nonsense.safetensors.index.json");
     fs::write(&index, long(r#"{"metadata":["#) + r#","weight_map":{}}"#).unwrap();
-    // One tensor with ten million axes, and one whose name is everything.
+    // One tensor with three million axes, and one whose name is everything.
     let axes = files.path("axes.safetensors");
-    let shape = "1,".repeat(10 << 20);
+    let shape = "1,".repeat(3 << 20);
     let text = format!(r#"{{"t":{{"dtype":"U8","shape":[{shape}1],"data_offsets":[0,2]}}}}"#);
     fs::write(&axes, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0; 2]].concat()).unwrap();
     let name = files.path("name.safetensors");
-    let text = format!(r#"{{"{}":7}}"#, "n".repeat(20 << 20));
+    let text = format!(r#"{{"{}":7}}"#, "n".repeat(6 << 20));
     fs::write(&name, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
     for (path, cause) in [
         (&header, "mostly brackets"),

@@ -159,17 +159,6 @@ impl Files {
     }
 }
 
-/// In a debug build clap checks the options of the command that is named.
-#[test]
-fn the_command_line_is_consistent() {
-    for command in ["load", "doctor", "bench", "top"] {
-        for args in [["help", command], [command, "--help"]] {
-            let help = pinpool().args(args).output().unwrap();
-            assert_eq!(help.status.code(), Some(0), "{command}: {}", stderr(&help));
-        }
-    }
-}
-
 /// Runs the command under a limit of its own.
 fn limit(command: &mut Command, resource: libc::__rlimit_resource_t, most: u64) -> &mut Command {
     // SAFETY: between fork and exec only system calls are made, which is allowed there.

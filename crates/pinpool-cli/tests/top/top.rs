@@ -165,23 +165,19 @@ fn each_condition_is_said() {
 }
 
 #[test]
-fn tables_are_aligned() {
-    let lost = "pinpool_device_lost{device=\"a\"} 0";
-    let text = shown(&pool("p", &[lost, "pinpool_device_errors_total{device=\"a\"} 100"]));
+fn tables_are_aligned_and_what_is_bad_comes_first() {
+    let bad = [
+        "pinpool_device_lost{device=\"a\"} 1",
+        "pinpool_device_errors_total{device=\"a\"} 100",
+        "pinpool_memory_unpinned_bytes{pool=\"p\"} 1",
+    ];
+    let text = shown(&pool("p", &bad));
     let table = "\n\
                  devices                                  speed           of peak    99% of flights            errors\n\
                  a upload                             0.00 GB/s                 -              none               100\n";
     assert!(text.contains(table), "{text}");
-}
-
-#[test]
-fn what_is_bad_is_said_in_words() {
-    let unpinned = "pinpool_memory_unpinned_bytes{pool=\"p\"} 1";
-    let text = shown(&pool("p", &["pinpool_device_lost{device=\"x\"} 1", unpinned]));
-    assert!(
-        text.starts_with("ALARM: x is lost: restart the process\nwarning: p: 1 byte are not pinned"),
-        "{text}"
-    );
+    let first = "ALARM: a is lost: restart the process\nwarning: p: 1 byte are not pinned";
+    assert!(text.starts_with(first), "{text}");
 }
 
 #[test]
@@ -245,15 +241,6 @@ impl Drop for Terminal {
     }
 }
 
-/// From the first picture to the last. The page is printed from the screen's corner on.
-#[test]
-fn the_screen_is_printed_over() {
-    let mut terminal = Terminal::start("rows 40 cols 100", "0.2", &server().url("/metrics"));
-    terminal.shows("Pool serving");
-    terminal.shows("live");
-    terminal.shows("\u{1b}[2J");
-}
-
 #[test]
 fn the_screen_says_what_is_live_and_what_is_stale() {
     static GONE: AtomicBool = AtomicBool::new(false);
@@ -264,6 +251,8 @@ fn the_screen_says_what_is_live_and_what_is_stale() {
     let mut terminal = Terminal::start("rows 24 cols 90", "0.2", &fake.url("/metrics"));
     terminal.shows("waiting for the first answer");
     terminal.shows(&fake.url("/metrics"));
+    // The page is printed from the screen's corner on.
+    terminal.shows("\u{1b}[2J");
     terminal.shows("live");
     terminal.shows("devices ");
     // There is more than fits.

@@ -144,8 +144,8 @@ fn the_command_stays_within_a_real_group() {
         let found = findings(command.env_remove("PINPOOL_LIBCUDA"));
         assert!(found.check("pin")["found"].as_str().unwrap().contains("of memory are left"), "{}", found.0);
     }
-    for args in [&["load"][..], &["load", "--sample", "64MiB", "--verify"], &["bench"]] {
-        let output = pinpool(args).output().unwrap();
+    for args in [["load"], ["bench"]] {
+        let output = pinpool(&args).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{args:?}: {}", stderr(&output));
     }
     let output = pinpool(&["bench", "--size", "64MiB"]).output().unwrap();

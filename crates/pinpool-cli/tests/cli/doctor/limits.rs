@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use super::machine::{Machine, status};
-use super::{doctor, findings, stdout};
+use super::{doctor, findings};
 use crate::limit;
 use crate::support::skip;
 
@@ -52,27 +52,6 @@ fn in_containers_the_remedy_is_the_containers() {
     // Windows Subsystem for Linux is no container, though systemd calls it one.
     machine.file("/run/systemd/container", "wsl\n");
     machine.locks("fail: => systemd, in");
-}
-
-/// The head of the text says what the remedies are for.
-#[test]
-fn the_environment_is_told() {
-    let machine = Machine::healthy();
-    let told = |machine: &Machine| {
-        let mut command = machine.doctor("host", "1MiB");
-        let output = command.output().unwrap();
-        stdout(&output).lines().next().unwrap().to_owned()
-    };
-    assert_eq!(told(&machine), "device host:0, a pool of 1 MiB");
-    machine.file("/run/systemd/container", "lxc\n");
-    assert_eq!(told(&machine), "device host:0, a pool of 1 MiB, in container");
-    machine.file("/.dockerenv", "");
-    assert_eq!(told(&machine), "device host:0, a pool of 1 MiB, in docker");
-    machine.file("/run/.containerenv", "");
-    assert!(told(&machine).ends_with(", in podman"));
-    let mut command = machine.doctor("host", "1MiB");
-    let output = command.env("KUBERNETES_SERVICE_HOST", "10.0.0.1").output().unwrap();
-    assert!(stdout(&output).contains(", in kubernetes\n"));
 }
 
 #[test]
