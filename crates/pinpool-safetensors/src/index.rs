@@ -1,29 +1,26 @@
 //! Which files make up a checkpoint: one, those of an index, or those of a folder.
 //!
-//! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so only files right beside
-//! the index are opened. [`Index::read`] collects their names. [`Index::choose`] reads the text again when they are
-//! open.
+//! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so only files
+//! right beside the index are opened. [`Index::read`] collects their names. [`Index::choose`] reads the text
+//! again when they are open.
 //!
-//! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index must have
-//! all files of each numbered set (`model-00002-of-00003`).
+//! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index
+//! must have all files of each numbered set (`model-00002-of-00003`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{ErrorKind, Read};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
-use super::header::{LONGEST_HEADER, Names, Table, twice};
-use super::json::{brackets, entries, inside, is_object, named, text};
-use super::{NAME, Shard, blamed, malformed, open_regular, reserved, shown, stand_in, unread};
-use pinpool::{Error, Result};
+use super::header::{LONGEST_HEADER, Names, Table};
+use super::json::{entries, named, string};
+use super::{beginning, blamed, malformed, open_regular, read_at, unread};
+use pinpool::Result;
 
 const SUFFIX: &str = "safetensors";
 /// The longest name that a file can have (Linux's `NAME_MAX`), in bytes.
 const LONGEST_FILE: usize = 255;
 /// The most files that an index may name.
 const FILES: usize = 10_000;
-/// The index's entry that says which tensor is in which file.
-const MAP: &str = "weight_map";
 
 /// An index: which tensor is in which file.
 pub(super) struct Index {
@@ -38,70 +35,44 @@ pub(super) struct Index {
 type Found = (Vec<PathBuf>, Option<Index>);
 
 impl Index {
-    /// Leaves of the tensors of its files, which were opened in order, those that it names.
-    pub(super) fn choose(&self, shards: &[Shard], tables: &mut [Table], names: &Names) -> Result<()> {
-        let (what, mut last, mut number) = (&*self.what, "", 0);
+    /// Marks those of the tensors of its files, which were opened in order, that it names.
+    pub(super) fn choose(&self, tables: &mut [Table], names: &Names) -> Result<()> {
+        let what = &*self.what;
+        tables.iter_mut().flat_map(|table| &mut table.entries).for_each(|entry| entry.listed = false);
         each_pair(what, &self.text, |tensor, file| {
-            if file != last {
-                let name = file_name(file).unwrap_or_default();
-                (last, number) = (file, self.files.binary_search(&name).unwrap_or_default());
-            }
-            let name = text(tensor)
-                .map_err(|said| blamed(what, &named(tensor), format!("has a wrong name ({said})")))?;
-            let mut places = names.get(&name, |(shard, tensor)| tables[shard as usize].name(tensor));
-            let Some((_, place)) = places.find(|(shard, _)| *shard as usize == number) else {
-                let why = format!(
-                    "is said to be in {}, which does not have it; get both again",
-                    shards[number].name
-                );
+            let number = self.files.binary_search_by(|name| (**name).cmp(file)).unwrap_or_default();
+            let name = named(tensor);
+            let place = names
+                .get(&name, |(shard, tensor)| tables[shard as usize].name(tensor))
+                .find(|(shard, _)| *shard as usize == number);
+            let Some((_, place)) = place else {
+                let file = tables[number].what();
+                let why = format!("is said to be in {file}, which does not have it; get both again");
                 return Err(blamed(what, &name, why));
             };
-            drop(places);
-            let entry = &mut tables[number].entries[place as usize];
-            let again = std::mem::replace(&mut entry.listed, true);
-            if again { Err(twice(what, &name)) } else { Ok(()) }
-        })?;
-        tables.iter_mut().for_each(|table| table.entries.retain(|entry| entry.listed));
-        Ok(())
+            match std::mem::replace(&mut tables[number].entries[place as usize].listed, true) {
+                true => Err(blamed(what, &name, "is named twice; get the index again")),
+                false => Ok(()),
+            }
+        })
     }
 
     fn read(path: &Path) -> Result<Found> {
         let what = path.display().to_string();
-        let (file, metadata) = open_regular(path, &what)?;
+        let (file, metadata) = open_regular(path)?;
         if metadata.len() > LONGEST_HEADER {
             let why = format!("more than {LONGEST_HEADER} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
-        let (mut text, most) = (Vec::new(), metadata.len() as usize + 1);
-        reserved(text.try_reserve_exact(most), &what, most)?;
-        file.take(most as u64).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
-        if text.len() == most {
-            return Err(malformed(&what, "it has grown while it was read; open it again when it is written"));
-        }
-        // What some editors put before a text: a byte order mark.
-        if text.starts_with("\u{feff}".as_bytes()) {
-            text.drain(.."\u{feff}".len());
-        }
-        if let Some(why) = stand_in(&text).filter(|_| !text.trim_ascii_start().starts_with(b"{")) {
-            return Err(malformed(&what, why));
-        }
-        let text = String::from_utf8(text).map_err(|error| no_json(&what, &error.utf8_error()))?;
-        brackets(&text).map_err(|said| no_json(&what, &said))?;
-        // Most tensors are in the file of the tensor before.
-        let (mut files, mut last) = (BTreeSet::new(), "");
-        each_pair(&what, &text, |tensor, file| {
-            if file == last {
-                return Ok(());
+        let text =
+            String::from_utf8(read_at(&file, path, 0, metadata.len().max(1) as usize)?).map_err(|error| {
+                malformed(&what, format!("it is no text ({}); get it again", error.utf8_error()))
+            })?;
+        let mut files = BTreeSet::new();
+        each_pair(&what, &text, |_, file| {
+            if !files.contains(file) {
+                files.insert(file.to_owned());
             }
-            let Some(name) = file_name(file) else {
-                let why = format!(
-                    "is said to be in {}, which is no name of a file beside the index",
-                    shown(file, NAME)
-                );
-                return Err(blamed(&what, &named(tensor), why));
-            };
-            last = file;
-            files.insert(name);
             if files.len() > FILES {
                 return Err(malformed(&what, format!("it names more than {FILES} files; join some of them")));
             }
@@ -115,59 +86,36 @@ impl Index {
     }
 }
 
-/// The error for a file of an index that could not be opened, with the number of those that are missing if it is.
-/// `path` is the index's, or that of its folder.
-pub(super) fn incomplete(path: &Path, files: &[PathBuf], mut error: Error) -> Error {
-    if let Error::Read { kind: ErrorKind::NotFound, text, .. } = &mut error {
-        let is_missing = |error: std::io::Error| error.kind() == ErrorKind::NotFound;
-        let missing = files.iter().filter(|file| fs::metadata(file).is_err_and(is_missing)).count();
-        let (all, path) = (files.len(), path.display());
-        *text += &format!(
-            "; {missing} of the {all} files that the index of {path} names are missing: the download is incomplete, get \
-             the rest"
-        );
-    }
-    error
-}
-
-/// Calls `take` with each tensor of an index, and its file, as they stand in the text. (The file has its quotes.)
-fn each_pair<'a>(
-    what: &str,
-    text: &'a str,
-    mut take: impl FnMut(&'a str, &'a str) -> Result<()>,
-) -> Result<()> {
-    if !is_object(text.trim_ascii_start()) {
-        return Err(no_map(what));
-    }
+/// Calls `take` with each tensor of an index, as it stands in the text, and the name of its file.
+fn each_pair(what: &str, text: &str, mut take: impl FnMut(&str, &str) -> Result<()>) -> Result<()> {
+    let no_map = |said: &dyn std::fmt::Display| {
+        let begins = beginning(text.as_bytes());
+        let why =
+            format!("it is no JSON object with an object \"weight_map\" ({said}) and {begins}; get it again");
+        malformed(what, why)
+    };
     let mut is_there = false;
-    let told = |said: serde_json::Error, _: Option<&str>| no_json(what, &said);
-    entries(text, told, |outer, key, value| match (outer, key) {
-        (Some(MAP), tensor) => take(tensor, value),
-        (None, MAP) if std::mem::replace(&mut is_there, true) => {
-            let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
-            Err(malformed(what, format!("its {MAP:?} {twice}")))
+    entries(text, no_map, |key, map| {
+        if key != "\"weight_map\"" {
+            return Ok(());
         }
-        (None, MAP) if !is_object(value) => Err(no_map(what)),
-        _ => Ok(()),
+        if std::mem::replace(&mut is_there, true) {
+            return Err(no_map(&"it is there twice"));
+        }
+        entries(map, no_map, |tensor, file| {
+            // A path would lead elsewhere.
+            let is_name = |name: &str| !name.contains('/') && !matches!(name, "" | "." | "..");
+            match string(file) {
+                Ok(file) if is_name(&file) && file.len() <= LONGEST_FILE => take(tensor, &file),
+                _ => {
+                    let why =
+                        format!("is said to be in {file:.200}, which is no name of a file beside the index");
+                    Err(blamed(what, &named(tensor), why))
+                }
+            }
+        })
     })?;
-    if is_there { Ok(()) } else { Err(no_map(what)) }
-}
-
-/// The name of a file beside the index. `None`: it is something else, such as a path that leads elsewhere.
-fn file_name(value: &str) -> Option<String> {
-    let file = text(inside(value)?).ok()?;
-    let name = file.strip_prefix("./").unwrap_or(&file);
-    let mut parts = Path::new(name).components();
-    let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
-    (is_name && file.len() <= LONGEST_FILE).then(|| file.into_owned())
-}
-
-fn no_map(what: &str) -> Error {
-    malformed(what, "it has no object \"weight_map\", which says which tensor is in which file")
-}
-
-fn no_json(what: &str, said: &dyn std::fmt::Display) -> Error {
-    malformed(what, format!("it is no JSON ({said}); get it again"))
+    if is_there { Ok(()) } else { Err(no_map(&"it is not there")) }
 }
 
 /// Finds the files that a path stands for.
@@ -192,12 +140,12 @@ fn is_index(file: &Path) -> bool {
 
 fn of_folder(path: &Path) -> Result<Found> {
     let what = path.display().to_string();
-    let entries = fs::read_dir(path).map_err(|error| unread(&what, 0, &error))?;
+    let entries = fs::read_dir(path).map_err(|error| unread(path, 0, &error))?;
     let (mut files, mut indexes) = (Vec::new(), Vec::new());
     for entry in entries {
-        let file = entry.map_err(|error| unread(&what, 0, &error))?.path();
-        // A broken link counts as what its name says, and opening it then says what is missing. Without the index, more
-        // would be loaded than it names.
+        let file = entry.map_err(|error| unread(path, 0, &error))?.path();
+        // A broken link counts as what its name says, and opening it then says what is missing. Without the
+        // index, more would be loaded than it names.
         if is_index(&file) {
             indexes.push(file);
         } else if file.extension().is_some_and(|end| end == SUFFIX) && !file.is_dir() {
@@ -205,14 +153,10 @@ fn of_folder(path: &Path) -> Result<Found> {
         }
     }
     indexes.sort();
-    if indexes.len() > 1 {
-        let names: Vec<_> =
-            indexes.iter().filter_map(|index| Some(index.file_name()?.to_string_lossy())).collect();
-        let names = shown(&names.join(", "), 2 * NAME);
-        return Err(malformed(
-            &what,
-            format!("it has several indexes ({names}); give the path of the one to load"),
-        ));
+    if let [first, second, ..] = &*indexes {
+        let names = format!("{} and {}", first.display(), second.display());
+        let why = format!("it has several indexes ({names} among them); give the path of the one to load");
+        return Err(malformed(&what, why));
     }
     if let Some(index) = indexes.pop() {
         return Index::read(&index);
@@ -224,35 +168,23 @@ fn of_folder(path: &Path) -> Result<Found> {
         return Err(malformed(&what, why));
     }
     files.sort();
-    complete(&what, &files)?;
-    Ok((files, None))
-}
-
-/// An error if a file of a numbered set (`model-00002-of-00003`) is missing.
-fn complete(what: &str, files: &[PathBuf]) -> Result<()> {
-    // For each set, by what its names start with and how many files it has: the numbers that are there.
-    let mut sets: BTreeMap<(&str, &str), BTreeSet<u64>> = BTreeMap::new();
-    for file in files {
+    // How many files of each numbered set (`model-00002-of-00003`) are there.
+    let mut sets = BTreeMap::<(&str, &str), u64>::new();
+    for file in &files {
         let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let parts = stem.rsplit_once("-of-").and_then(|(front, of)| Some((front.rsplit_once('-')?, of)));
-        let Some(((set, number), of)) = parts else { continue };
-        if let Ok(number) = number.parse() {
-            sets.entry((set, of)).or_default().insert(number);
+        if let Some(((set, _), of)) = parts.filter(|((_, number), _)| number.parse::<u64>().is_ok()) {
+            *sets.entry((set, of)).or_default() += 1;
         }
     }
-    for ((set, of), there) in sets {
-        let Ok(count) = of.parse::<u64>() else { continue };
-        // Most sets count from one.
-        let from = u64::from(!there.contains(&0));
-        let all = from..count.saturating_add(from);
-        if let Some(missing) = all.clone().find(|number| !there.contains(number)) {
-            let (width, lacks) = (of.len(), count - there.range(all).count() as u64);
-            let why = format!(
-                "{set}-{missing:0width$}-of-{of}.{SUFFIX} is missing in it ({lacks} of the {count} files of its set are): \
-                 the download is incomplete, get the rest"
-            );
-            return Err(malformed(what, why));
-        }
+    let short = sets.iter().find(|((_, of), there)| of.parse().is_ok_and(|all: u64| **there < all));
+    match short {
+        None => Ok((files, None)),
+        Some(((set, of), there)) => Err(malformed(
+            &what,
+            format!(
+                "{there} files {set}-*-of-{of}.{SUFFIX} are in it: the download is incomplete, get the rest"
+            ),
+        )),
     }
-    Ok(())
 }

@@ -1,28 +1,28 @@
 //! Setting up a load: which tensors, where on the device they go, and the transfers that bring them there.
 //!
-//! [`Loader`] starts one transfer of the copier for each file, or for each prefix that comes [`first`](Loader::first)
-//! in it ([`Part`]), all before the first tensor comes out. A [`Load`] then hands them out.
+//! [`Loader`] starts one transfer of the copier for each file, or for each prefix that comes
+//! [`first`](Loader::first) in it ([`Part`]), all before the first tensor comes out. A [`Load`] then hands
+//! them out.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 
-use pinpool::copier::{Copier, CopyRange, FileSource, Reading, Transfer, may_wait};
+use pinpool::copier::{Copier, CopyRange, FileSource, Transfer, may_wait};
 use pinpool::{DeviceSlice, Error, Result};
 
+use super::Checkpoint;
 use super::header::Tensor;
 use super::share::{Load, Part, Shared};
-use super::{Checkpoint, NAME, shown};
 
-/// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
-/// tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
+/// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and
+/// so do tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
 const TENSOR_ALIGN: usize = 16;
-/// The largest alignment that makes sense: a page of a device.
-const LARGEST_ALIGN: usize = 2 << 20;
 
-/// A tensor on the device, with what its file's header says of it. Work submitted to any stream from now on finds the
-/// bytes there. The tensors of one file share a block of device memory, which lives until the last handle to any of
-/// them, and to the load, is dropped.
+/// A tensor on the device, with what its file's header says of it. Work submitted to any stream from now on
+/// finds the bytes there. The tensors of one file share a block of device memory, which lives until the last
+/// handle to any of them, and to the load, is dropped.
 #[derive(Clone, Debug)]
 pub struct DeviceTensor {
     pub(super) tensor: Tensor,
@@ -30,9 +30,8 @@ pub struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// Its bytes on the device, from an address on that is a multiple of the loader's alignment. `None` for a tensor
-    /// without elements, which has none.
-    #[must_use]
+    /// Its bytes on the device, from an address on that is a multiple of the loader's alignment. `None` for a
+    /// tensor without elements, which has none.
     pub fn slice(&self) -> Option<&DeviceSlice> {
         self.slice.as_ref()
     }
@@ -59,37 +58,22 @@ enum Memory<'a> {
     Places(PlaceOf<'a>),
 }
 
-/// Which tensors of a file are loaded by one transfer: the file's number, and the places in its table, in their order.
-type Chosen = (u32, Vec<u32>);
-
 /// Sets up a load: which tensors, and where they go. See [`Checkpoint::loader`].
 ///
-/// ```
-/// # use pinpool::{Copier, Device, Pool, Unpinned};
+/// ```no_run
+/// # use pinpool::{Copier, Device, Result};
 /// # use pinpool_safetensors::{Checkpoint, Tensor};
-/// # let path = std::env::temp_dir().join(format!("pinpool-loader-{}.safetensors", std::process::id()));
-/// # let header = br#"{"h.0.w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
-/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
-/// # let device = Device::open("host")?;
-/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
-/// # let copier = Copier::builder(&pool, &device).build()?;
-/// # let checkpoint = Checkpoint::open(&path)?;
-/// let tensors = checkpoint.loader(&copier).filter(|tensor| tensor.name().starts_with("h.0.")).align(256).load()?;
-/// assert_eq!(tensors[0].slice().map(|slice| slice.address() % 256), Some(0));
-///
+/// # fn load(device: &Device, copier: &Copier) -> Result<()> {
+/// # let checkpoint = Checkpoint::open("model.safetensors")?;
 /// // To memory of the program's own, such as an allocation for each tensor.
 /// let own = |tensor: &Tensor| device.alloc(tensor.bytes() as usize)?.slice(..).map(Some);
-/// let tensors = checkpoint.loader(&copier).places(own).load()?;
-/// # assert_eq!(tensors.len(), 1);
+/// let load = checkpoint.loader(copier).places(own).first("h.0.").start()?;
 ///
 /// // Several threads, each of which waits for the tensors that it needs.
-/// let load = checkpoint.loader(&copier).first("h.0.").start()?;
 /// let other = load.clone();
 /// let layer = std::thread::spawn(move || other.take("h.0.w"));
-/// assert_eq!(layer.join().unwrap()?.map(|tensor| tensor.shape().to_vec()), Some(vec![4]));
-/// assert!(load.take("h.0.w")?.is_none(), "a tensor comes out once");
-/// # std::fs::remove_file(path)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok(())
+/// # }
 /// ```
 #[must_use = "nothing is loaded until `start` or `load`"]
 pub struct Loader<'a> {
@@ -101,7 +85,6 @@ pub struct Loader<'a> {
     memory: Memory<'a>,
     /// The memory that the caller gave, by address: start and end.
     given: BTreeMap<u64, u64>,
-    reading: Reading,
 }
 
 impl<'a> Loader<'a> {
@@ -114,7 +97,6 @@ impl<'a> Loader<'a> {
             align: TENSOR_ALIGN,
             memory: Memory::Device,
             given: BTreeMap::new(),
-            reading: Reading::Auto,
         }
     }
 
@@ -124,73 +106,62 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Loads tensors whose name starts with `prefix` before the others, and gives them out first: what a server needs
-    /// first, such as the first layers. Called several times: in the order of the calls; a tensor that several prefixes
-    /// meet comes with the first of them. Each makes a transfer of its own for each file that has such tensors.
+    /// Loads tensors whose name starts with `prefix` before the others, and gives them out first: what a
+    /// server needs first, such as the first layers. Called several times: in the order of the calls; a
+    /// tensor that several prefixes meet comes with the first of them. Each makes a transfer of its own for
+    /// each file that has such tensors.
     pub fn first(mut self, prefix: impl Into<String>) -> Self {
         self.first.push(prefix.into());
         self
     }
 
-    /// The alignment of the tensors on the device, in bytes: a power of two of at most 2 MiB. Tensors whose length is a
+    /// The alignment of the tensors on the device, in bytes: a power of two. Tensors whose length is a
     /// multiple of it lie side by side and are copied together; behind others there is a gap. Default: 16.
     pub fn align(mut self, bytes: usize) -> Self {
         self.align = bytes;
         self
     }
 
-    /// Where the device memory comes from. `get` is called once for each file that tensors are loaded from (and for
-    /// each [`first`](Self::first) of it), with the number of bytes, and gives at least as many, starting on a multiple
-    /// of the alignment. Default: [`Device::alloc`](pinpool::Device::alloc).
+    /// Where the device memory comes from. `get` is called once for each file that tensors are loaded from
+    /// (and for each [`first`](Self::first) of it), with the number of bytes, and gives at least as many,
+    /// starting on a multiple of the alignment. Default: [`Device::alloc`](pinpool::Device::alloc).
     pub fn memory(mut self, get: impl FnMut(usize) -> Result<DeviceSlice> + 'a) -> Self {
         self.memory = Memory::Blocks(Box::new(get));
         self
     }
 
     /// Where each tensor goes: memory of the program's own, such as an allocation for each. In place of
-    /// [`memory`](Self::memory). `get` is called once for each tensor that is to be loaded and has bytes, in the order
-    /// of the load, by the call that starts it. It gives at least as many bytes, starting on a multiple of the
-    /// alignment, or `None`, which leaves the tensor out. No two places overlap. Tensors that are short and apart are
-    /// copied together all the same, and spread on the device.
+    /// [`memory`](Self::memory). `get` is called once for each tensor that is to be loaded and has bytes, in
+    /// the order of the load, by the call that starts it. It gives at least as many bytes, starting on a
+    /// multiple of the alignment, or `None`, which leaves the tensor out. No two places overlap. Tensors that
+    /// are short and apart are copied together all the same, and spread on the device.
     pub fn places(mut self, get: impl FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a) -> Self {
         self.memory = Memory::Places(Box::new(get));
         self
     }
 
-    /// How the files are read. Default: [`Reading::Auto`].
-    pub fn reading(mut self, reading: Reading) -> Self {
-        self.reading = reading;
-        self
-    }
-
-    /// Starts the load. The tensors come out of the returned [`Load`], in the order of the files (but for those that
-    /// come [`first`](Self::first)); dropping it cancels the rest.
+    /// Starts the load. The tensors come out of the returned [`Load`], in the order of the files (but for
+    /// those that come [`first`](Self::first)); dropping it cancels the rest.
     ///
     /// # Errors
     /// [`Error::Argument`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
-    /// caller's [`Error::TooSmall`], [`Error::Mismatch`], and [`Error::Argument`] where it is not aligned or overlaps
-    /// what was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Read`] for a
-    /// file that has become shorter since it was opened, [`Error::Malformed`] for one that was written to;
-    /// [`Error::Forked`]. Transfers of other files that were started are cancelled.
-    pub fn start(mut self) -> Result<Load> {
-        let chosen = self.chosen();
-        self.begin(chosen, false)
+    /// caller's [`Error::Mismatch`], and [`Error::Argument`] where it is short, not aligned, or overlaps what
+    /// was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Malformed`]
+    /// for a file that was written to since it was opened; [`Error::Forked`]. Transfers of other files that
+    /// were started are cancelled.
+    pub fn start(self) -> Result<Load> {
+        self.begin(false)
     }
 
     /// Loads the tensors, and waits until all are on the device. They come in the order of the files.
     ///
     /// # Errors
-    /// As for [`start`](Self::start) and [`Load`]; [`Error::Unsupported`] on a thread that must not wait (in a waker, a
-    /// source or a sink).
-    pub fn load(mut self) -> Result<Vec<DeviceTensor>> {
-        let chosen = self.chosen();
-        self.load_chosen(chosen)
-    }
-
-    pub(super) fn load_chosen(self, chosen: Vec<Chosen>) -> Result<Vec<DeviceTensor>> {
+    /// As for [`start`](Self::start) and [`Load`]; [`Error::Unsupported`] on a thread that must not wait (in
+    /// a waker, a source or a sink).
+    pub fn load(self) -> Result<Vec<DeviceTensor>> {
         // Checked before anything begins: this thread could not wait for it afterwards.
         may_wait()?;
-        let load = self.begin(chosen, true)?;
+        let load = self.begin(true)?;
         let mut tensors = Vec::with_capacity(load.left());
         for tensor in load.blocking() {
             tensors.push(tensor?);
@@ -198,105 +169,96 @@ impl<'a> Loader<'a> {
         Ok(tensors)
     }
 
-    /// What is loaded, in the order of the load.
-    fn chosen(&mut self) -> Vec<Chosen> {
-        let headers = &self.checkpoint.0.headers;
-        // What meets the first prefix of all files, then what meets the second, and so on, and last the rest.
-        let files = (0..=self.first.len()).flat_map(|_| 0..headers.len() as u32);
-        let mut chosen: Vec<Chosen> = files.map(|number| (number, Vec::new())).collect();
-        for (number, header) in headers.iter().enumerate() {
-            if self.filter.is_none() && self.first.is_empty() {
-                chosen[number].1 = (0..header.0.entries.len() as u32).collect();
-                continue;
-            }
-            let mut tensor = Tensor { table: header.0.clone(), index: 0 };
-            for index in 0..header.0.entries.len() as u32 {
+    /// What is loaded, in the order of the load: which tensors of which file. What meets the first prefix of
+    /// all files comes first, then what meets the second, and so on, and last the rest.
+    fn chosen(&mut self) -> Vec<(u32, Vec<u32>)> {
+        let mut chosen = Vec::new();
+        for (number, table) in (0..).zip(&self.checkpoint.0.tables) {
+            let mut groups = vec![Vec::new(); self.first.len() + 1];
+            let mut tensor = Tensor { table: table.clone(), index: 0 };
+            for index in table.listed() {
                 tensor.index = index;
                 if self.filter.as_mut().is_none_or(|filter| filter(&tensor)) {
                     let group = self.first.iter().position(|prefix| tensor.name().starts_with(prefix));
-                    let group = group.unwrap_or(self.first.len());
-                    chosen[group * headers.len() + number].1.push(index);
+                    groups[group.unwrap_or(self.first.len())].push(index);
                 }
             }
+            chosen.extend(groups.into_iter().enumerate().map(|(group, chosen)| (group, (number, chosen))));
         }
-        chosen.retain(|(_, chosen)| !chosen.is_empty());
-        chosen
+        chosen.sort_by_key(|(group, _)| *group);
+        chosen.into_iter().map(|(_, chosen)| chosen).collect()
     }
 
-    /// Starts the transfers of all files. `waits`: the caller waits for all of them, also where one is refused.
-    fn begin(mut self, chosen: Vec<Chosen>, waits: bool) -> Result<Load> {
-        if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
+    /// Starts the transfers of all files. `waits`: the caller waits for all of them, also where one is
+    /// refused.
+    fn begin(mut self, waits: bool) -> Result<Load> {
+        if !self.align.is_power_of_two() {
             return Err(Error::Argument(format!(
-                "{} is no alignment: it must be a power of two of at most {LARGEST_ALIGN}",
+                "{} is no alignment: it must be a power of two",
                 self.align
             )));
         }
         // Made first: where a later file is refused, its drop cancels the transfers that have begun.
-        let mut load = Shared::new(self.checkpoint.0.clone(), waits);
-        for (number, mut chosen) in chosen {
+        let (files, is_taken, next) = (self.checkpoint.0.clone(), Vec::new(), AtomicUsize::new(0));
+        let mut load = Shared { files, parts: Vec::new(), waits, is_taken, next };
+        for (number, mut chosen) in self.chosen() {
             let first = load.parts.last().map_or(0, Part::end);
             let ranges = match self.memory {
-                Memory::Places(_) => self.places_of(number, &mut chosen, first)?,
+                Memory::Places(_) => self.places_of(number, &mut chosen)?,
                 Memory::Device | Memory::Blocks(_) => self.block_of(number, &chosen)?,
             };
             if chosen.is_empty() {
                 continue;
             }
-            let mut part = Part { number, first, chosen, ranges, transfer: None, verdict: OnceLock::new() };
+            load.is_taken.extend(chosen.iter().map(|_| AtomicBool::new(false)));
+            let (landed_to, verdict) = (AtomicU64::new(0), OnceLock::new());
+            let mut part = Part { number, first, chosen, ranges, transfer: None, landed_to, verdict };
             part.transfer = self.upload(&part)?;
             load.parts.push(part);
         }
-        Ok(Load::new(load))
+        Ok(Load(load.into()))
     }
 
     /// Gives the tensors of a file one block of device memory.
     fn block_of(&mut self, number: u32, chosen: &[u32]) -> Result<Vec<CopyRange>> {
-        let table = &self.checkpoint.0.headers[number as usize].0;
-        // There may be tens of thousands of tensors, and the link idles meanwhile: all of a file, if no alignment parts
-        // them, are one range without a look at each. (All bits: an index has left some out, which an alignment to 1
-        // does not show.)
-        let is_joined = table.lengths != u64::MAX && table.lengths & (self.align as u64 - 1) == 0;
-        let is_whole = is_joined && chosen.len() == table.entries.len();
-        let ends = table.entries.first().zip(table.entries.last()).filter(|_| is_whole);
-        let whole = ends.map(|(first, last)| (first.from, last.to));
-        let some = if is_whole { &[] } else { chosen };
-        let some = some.iter().map(|index| &table.entries[*index as usize]);
-        let some = some.map(|entry| (entry.from, entry.to));
-        // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are joined.
-        let (mut runs, mut end, mut behind) = (Vec::<(u64, Range<usize>)>::new(), 0_usize, 0);
-        for (from, to) in whole.into_iter().chain(some).filter(|(from, to)| from < to) {
-            // The alignment is a power of two; a division would be most of a plan's time. (Saturated, it is more than
-            // any memory.)
+        let entries = &self.checkpoint.0.tables[number as usize].entries;
+        // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are
+        // joined.
+        let (mut runs, mut end) = (Vec::<(u64, Range<usize>)>::new(), 0_usize);
+        for entry in chosen.iter().map(|index| &entries[*index as usize]).filter(|entry| entry.bytes() > 0) {
+            // The alignment is a power of two; a division would be most of a plan's time. (Saturated, it is
+            // more than any memory.)
             let start = end.saturating_add(self.align - 1) & !(self.align - 1);
-            if from != behind || start != end {
-                runs.last_mut().into_iter().for_each(|(_, run)| run.end = end);
-                runs.push((from, start..start));
+            let is_behind =
+                |at: u64, run: &Range<usize>| run.end == start && at + run.len() as u64 == entry.from;
+            end = start.saturating_add(usize::try_from(entry.bytes()).unwrap_or(usize::MAX));
+            match runs.last_mut() {
+                Some((at, run)) if is_behind(*at, run) => run.end = end,
+                _ => runs.push((entry.from, start..end)),
             }
-            end = start.saturating_add(usize::try_from(to - from).unwrap_or(usize::MAX));
-            behind = to;
         }
-        let Some((_, last)) = runs.last_mut() else { return Ok(Vec::new()) };
-        last.end = end;
+        if runs.is_empty() {
+            return Ok(Vec::new());
+        }
         let block = self.block(end)?;
         runs.into_iter().map(|(at, run)| Ok(CopyRange::new(at, block.slice(run)?))).collect()
     }
 
-    /// Asks the caller for the places of tensors. Those without one are left out. `before`: tensors of the load so far.
-    fn places_of(&mut self, number: u32, chosen: &mut Vec<u32>, before: usize) -> Result<Vec<CopyRange>> {
-        let (mut ranges, mut kept, total) = (Vec::new(), Vec::new(), before + chosen.len());
-        let mut tensor = Tensor { table: self.checkpoint.0.headers[number as usize].0.clone(), index: 0 };
-        for index in chosen.drain(..) {
+    /// Asks the caller for the places of tensors. Those without one are left out.
+    fn places_of(&mut self, number: u32, chosen: &mut Vec<u32>) -> Result<Vec<CopyRange>> {
+        let (mut ranges, total) = (Vec::new(), chosen.len());
+        let mut tensor = Tensor { table: self.checkpoint.0.tables[number as usize].clone(), index: 0 };
+        for index in std::mem::take(chosen) {
             tensor.index = index;
-            if !tensor.entry().is_empty() {
+            if tensor.bytes() > 0 {
                 let Memory::Places(get) = &mut self.memory else { break };
                 let Some(slice) = get(&tensor)? else { continue };
                 let slice = self.claim(&slice, tensor.bytes());
                 let slice = slice.map_err(|cause| not_there(tensor.name(), 0, total, cause))?;
                 ranges.push(CopyRange::new(tensor.range().start, slice));
             }
-            kept.push(index);
+            chosen.push(index);
         }
-        *chosen = kept;
         Ok(ranges)
     }
 
@@ -306,21 +268,13 @@ impl<'a> Loader<'a> {
             return Ok(None);
         }
         let files = &self.checkpoint.0;
-        let shard = &files.shards[part.number as usize];
-        shard.unchanged()?;
-        let source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
+        files.unchanged(part.number)?;
+        let table = &files.tables[part.number as usize];
+        let source = FileSource::new(files.shards[part.number as usize].file.clone(), table.what())?;
         let transfer = self.copier.upload(source, part.ranges.clone());
-        transfer.map(Some).map_err(|refused| match (refused.error, &self.memory) {
-            (Error::Piece { piece, cause, .. }, Memory::Places(_)) => {
-                let table = &files.headers[part.number as usize].0;
-                let mut with_bytes =
-                    part.chosen.iter().filter(|index| !table.entries[**index as usize].is_empty());
-                let tensor = with_bytes.nth(piece).map_or("", |index| table.name(*index));
-                not_there(tensor, 0, part.end(), *cause)
-            }
-            // All pieces are parts of one block.
-            (Error::Piece { cause, .. }, Memory::Device | Memory::Blocks(_)) => *cause,
-            (error, _) => error,
+        transfer.map(Some).map_err(|refused| match refused.error {
+            Error::Piece { cause, .. } => *cause,
+            error => error,
         })
     }
 
@@ -330,49 +284,33 @@ impl<'a> Loader<'a> {
             let slice = memory(len)?;
             return self.claim(&slice, len as u64);
         }
-        // A device aligns its memory by itself, mostly to more than is asked for.
-        let device = self.copier.device();
-        let misfit = |slice: &DeviceSlice| slice.address().wrapping_neg() as usize & (self.align - 1);
-        let slice = device.alloc(len)?;
-        if misfit(&slice) == 0 {
-            return Ok(slice);
-        }
-        drop(slice);
-        let slice = device.alloc(len.saturating_add(self.align))?;
-        slice.slice(misfit(&slice)..misfit(&slice) + len)
+        // The device aligns to 256 bytes by itself.
+        let more = if self.align > 256 { self.align } else { 0 };
+        let slice = self.copier.device().alloc(len.saturating_add(more))?;
+        let start = slice.address().wrapping_neg() as usize & (self.align - 1);
+        slice.slice(start..start + len)
     }
 
-    /// The front of memory of the caller's, which nothing else of the load uses. Bytes beyond `len` are not written to.
+    /// The front of memory of the caller's, which nothing else of the load uses. Bytes beyond `len` are not
+    /// written to.
     fn claim(&mut self, slice: &DeviceSlice, len: u64) -> Result<DeviceSlice> {
-        let need = usize::try_from(len).unwrap_or(usize::MAX);
-        if slice.len() < need {
-            return Err(Error::TooSmall { need, have: slice.len() });
-        }
+        let slice = slice.slice(..usize::try_from(len).unwrap_or(usize::MAX))?;
         let (start, end, align) = (slice.address(), slice.address() + len, self.align);
         if start % align as u64 != 0 {
-            return Err(Error::Argument(format!(
-                "the memory for tensors starts at {start:#x}, which is no multiple of {align}; align it, or ask the \
-                 loader for less"
-            )));
+            let why = format!("its memory starts at {start:#x}, which is no multiple of {align}; align it");
+            return Err(Error::Argument(why));
         }
         // The one that starts last before its end reaches furthest, since none overlaps another.
         if self.given.range(..end).next_back().is_some_and(|(_, until)| *until > start) {
-            return Err(Error::Argument(
-                "its memory overlaps what was given before; give each tensor, or each file, memory of its own".into(),
-            ));
+            let why = "its memory overlaps what was given before; give each tensor or file memory of its own";
+            return Err(Error::Argument(why.into()));
         }
         self.given.insert(start, end);
-        slice.slice(..need)
-    }
-}
-
-impl std::fmt::Debug for Loader<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Loader").field("first", &self.first).finish_non_exhaustive()
+        Ok(slice)
     }
 }
 
 /// The error for a tensor that is not on the device, while `landed` of the load's `total` are.
 pub(super) fn not_there(tensor: &str, landed: usize, total: usize, cause: Error) -> Error {
-    Error::Tensor { tensor: shown(tensor, NAME).into(), landed, total, cause: cause.into() }
+    Error::Tensor { tensor: format!("{tensor:.200}").into(), landed, total, cause: cause.into() }
 }

@@ -1,23 +1,18 @@
 //! A load under way, for any number of threads and tasks.
 //!
-//! The tensors of a load have places, from 0 on, in the order in which they come out. What is known of their arrival is
-//! one number: how many have come out. Whoever needs one that has not waits for the transfer of the first part that has
-//! some left, and then raises the number to what that transfer has brought ([`Shared::advance`]). A tensor is made when
-//! it is taken, of its [`Part`], which never changes.
+//! The tensors of a load have places, from 0 on, in the order in which they come out. Whether one is there is
+//! told by the transfer of its [`Part`], and who takes it by one flag; a tensor is made when it is taken.
 //!
-//! # Invariants
-//!
-//! - The last tensor of a file comes out only when the transfer is over and the file was found unchanged. An error
-//!   takes the place of a tensor, and ends the load.
-//! - A call that waits for all of its load (`load`, `Checkpoint::tensor`) returns only when nothing of its transfers is
-//!   under way: its `Shared` waits when it is dropped.
+//! Invariants: the last tensor of a file comes out only when the transfer is over and the file was found
+//! unchanged; a call that waits for all of its load returns only when nothing of its transfers is under way,
+//! since its `Shared` waits when it is dropped.
 
 use std::future::poll_fn;
 use std::ops::Range;
 use std::panic::{RefUnwindSafe, UnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::task::{Context, Poll};
+use std::task::Poll;
 
 use pinpool::copier::{CopyRange, FileSource, Progress, Transfer, may_wait};
 use pinpool::{Error, Result};
@@ -26,36 +21,26 @@ use super::Files;
 use super::header::Tensor;
 use super::load::{DeviceTensor, not_there};
 
-/// A load under way, for tasks on any runtime and for threads. A clone is another handle to the same load: many threads
-/// and tasks share it, and each waits for the tensors that it needs by name ([`take`](Self::take)) while others are
-/// copied.
+/// A load under way, for tasks on any runtime and for threads. A clone is another handle to the same load:
+/// many threads and tasks share it, and each waits for the tensors that it needs by name
+/// ([`take`](Self::take)) while others are copied.
 ///
-/// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the place of
-/// the first tensor that cannot be loaded, and ends the load: each handle gives it, once, and then `None`. When the
-/// last tensor comes out, the copier has given back all memory that it used for the load.
-///
-/// [`Loader`](super::Loader) has an example.
+/// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the
+/// place of each tensor that is not there, whenever this one is asked for, and an [iteration](Self::blocking)
+/// ends with it. When the last tensor comes out, the copier has given back all memory that it used for the
+/// load. [`Loader`](super::Loader) has an example.
 ///
 /// # Errors
-/// [`Error::Tensor`] with the name of the first tensor that is not on the device, how many are, and the cause
-/// ([`Error::Read`] with file and offset, [`Error::Transfer`] with the error of the pool or the device);
-/// [`Error::Cancelled`]; [`Error::Timeout`] after the copier's deadline
-/// ([`Copier::with_timeout`](pinpool::Copier::with_timeout)), when the tensors that have arrived by then have come out;
-/// [`Error::Malformed`] in the place of the last tensor of a file that was written to meanwhile, whose other tensors
-/// may then be wrong; [`Error::Unsupported`] for a wait on a thread that must not (in a waker, a source or a sink),
-/// which ends nothing; [`Error::Forked`].
+/// [`Error::Tensor`] with the name of the tensor, how many are on the device, and the cause ([`Error::Read`]
+/// with file and offset, [`Error::Transfer`] with the error of the pool or the device); [`Error::Cancelled`];
+/// [`Error::Timeout`] after the copier's deadline ([`Copier::with_timeout`](pinpool::Copier::with_timeout)),
+/// when the tensors that have arrived by then have come out; [`Error::Malformed`] in the place of the last
+/// tensor of a file that was written to meanwhile, whose other tensors may then be wrong;
+/// [`Error::Unsupported`] for a wait on a thread that must not (in a waker, a source or a sink), which ends
+/// nothing; [`Error::Forked`].
+#[derive(Clone)]
 #[must_use = "dropping it cancels the load"]
-pub struct Load {
-    shared: Arc<Shared>,
-    /// Whether this handle's iteration has given the error.
-    told: AtomicBool,
-}
-
-impl Clone for Load {
-    fn clone(&self) -> Self {
-        Self { shared: self.shared.clone(), told: AtomicBool::new(false) }
-    }
-}
+pub struct Load(pub(super) Arc<Shared>);
 
 /// What is loaded of one file by one transfer.
 pub(super) struct Part {
@@ -69,6 +54,8 @@ pub(super) struct Part {
     pub(super) ranges: Vec<CopyRange>,
     /// `None`: its tensors have no bytes.
     pub(super) transfer: Option<Transfer<FileSource>>,
+    /// All before this offset of the file have landed; the transfer may know of more.
+    pub(super) landed_to: AtomicU64,
     /// How the transfer ended, and whether the file is what was opened, looked up once.
     pub(super) verdict: OnceLock<Result<()>>,
 }
@@ -82,18 +69,13 @@ impl Part {
 
 /// What the handles of a load share. Its drop cancels what is left of the load.
 pub(super) struct Shared {
-    files: Arc<Files>,
+    pub(super) files: Arc<Files>,
     pub(super) parts: Vec<Part>,
     /// Whether the drop waits until nothing is under way.
-    waits: bool,
-    /// How many tensors have come out.
-    out: AtomicUsize,
-    /// Which were taken: all before `next`, and `taken` in all.
-    is_taken: Vec<AtomicBool>,
-    next: AtomicUsize,
-    taken: AtomicUsize,
-    /// The error that the load ended with, and how far it had come.
-    failed: OnceLock<(Progress, Error)>,
+    pub(super) waits: bool,
+    /// Which tensors were taken: all before `next` among them.
+    pub(super) is_taken: Vec<AtomicBool>,
+    pub(super) next: AtomicUsize,
 }
 
 impl Drop for Shared {
@@ -106,31 +88,12 @@ impl Drop for Shared {
 }
 
 impl Shared {
-    /// A load of nothing yet.
-    pub(super) fn new(files: Arc<Files>, waits: bool) -> Self {
-        Self {
-            files,
-            parts: Vec::new(),
-            waits,
-            out: AtomicUsize::new(0),
-            is_taken: Vec::new(),
-            next: AtomicUsize::new(0),
-            taken: AtomicUsize::new(0),
-            failed: OnceLock::new(),
-        }
-    }
-
     fn transfers(&self) -> impl Iterator<Item = &Transfer<FileSource>> {
         self.parts.iter().filter_map(|part| part.transfer.as_ref())
     }
 
     fn cancel(&self) {
         self.transfers().for_each(Transfer::cancel);
-    }
-
-    /// Tensors that have come out. Acquire: pairs with the release in `advance`, so their bytes are on the device.
-    fn out(&self) -> usize {
-        self.out.load(Ordering::Acquire)
     }
 
     /// The place of a tensor.
@@ -140,189 +103,133 @@ impl Shared {
         parts.find_map(|part| Some(part.first + part.chosen.binary_search(&tensor).ok()?))
     }
 
-    /// The tensor at a place.
+    /// Takes the wanted tensor, or the next that nobody has taken, when `wait` has waited until enough of its
+    /// transfer has landed. An inner `None`: it was taken, or all were. An outer `None`: `wait` has not
+    /// waited. Inlined, since each function that a tensor is passed through by memory costs more than finding
+    /// it.
     #[inline]
-    fn tensor(&self, place: usize) -> Result<DeviceTensor> {
-        let part = &self.parts[self.parts.partition_point(|part| part.end() <= place)];
-        let index = part.chosen[place - part.first];
-        let tensor = Tensor { table: self.files.headers[part.number as usize].0.clone(), index };
-        let Range { start, end } = tensor.range();
-        let range = part.ranges.partition_point(|range| range.at <= start).checked_sub(1);
-        let slice = range.filter(|_| start < end).map(|range| {
-            let CopyRange { at, device, .. } = &part.ranges[range];
-            device.slice((start - at) as usize..(end - at) as usize)
-        });
-        Ok(DeviceTensor { tensor, slice: slice.transpose()? })
-    }
-
-    fn progress(&self) -> Progress {
-        let (mut all, mut whole) = (Progress::default(), true);
-        for progress in self.transfers().map(Transfer::progress) {
-            all.total += progress.total;
-            all.done += progress.done;
-            whole = whole && progress.done == progress.total;
-            all.landed_to += if whole { progress.total } else { 0 };
-            all.elapsed = all.elapsed.max(progress.elapsed);
-        }
-        all.over = self.out() == self.is_taken.len();
-        all
-    }
-
-    /// Takes the tensor at a place, or the next that nobody has taken, if it is one of the first `out`, and gives its
-    /// place. An inner `None`: it was taken before.
-    #[inline]
-    fn found(&self, wanted: Option<usize>, out: usize) -> Option<Option<usize>> {
+    fn get(
+        &self,
+        wanted: Option<usize>,
+        mut wait: impl FnMut(&Transfer<FileSource>, u64) -> bool,
+    ) -> Option<Option<Result<DeviceTensor>>> {
         loop {
-            let place = wanted.unwrap_or_else(|| self.next.load(Ordering::Relaxed));
-            if place >= out {
-                return None;
+            if pinpool::forked() {
+                return Some(Some(Err(Error::Forked)));
             }
-            let is_mine = !self.is_taken[place].swap(true, Ordering::Relaxed);
+            let is_free = |place: &usize| !self.is_taken[*place].load(Ordering::Relaxed);
+            let mut places = match wanted {
+                Some(place) => place..place + 1,
+                None => self.next.load(Ordering::Relaxed)..self.is_taken.len(),
+            };
+            let Some(place) = places.find(is_free) else { return Some(None) };
             if wanted.is_none() {
-                // Another thread may have set it further: what is passed again was taken.
-                self.next.store(place + 1, Ordering::Relaxed);
+                self.next.fetch_max(place, Ordering::Relaxed);
             }
-            if is_mine {
-                self.taken.fetch_add(1, Ordering::Relaxed);
+            let part = &self.parts[self.parts.partition_point(|part| part.end() <= place)];
+            let index = part.chosen[place - part.first];
+            let tensor = Tensor { table: self.files.tables[part.number as usize].clone(), index };
+            let Range { start, end } = tensor.range();
+            // Acquire: pairs with the release in `arrives`, so the bytes are on the device.
+            let is_there = place + 1 < part.end() && part.landed_to.load(Ordering::Acquire) >= end;
+            let arrived = if is_there { Ok(()) } else { self.arrives(part, place, &mut wait)? };
+            if let Err(error) = arrived {
+                return Some(Some(Err(error)));
             }
-            if is_mine || wanted.is_some() {
-                return Some(is_mine.then_some(place));
+            // Another thread may have taken it meanwhile.
+            if !self.is_taken[place].swap(true, Ordering::Relaxed) {
+                let range = part.ranges.partition_point(|range| range.at <= start).checked_sub(1);
+                let slice = range.filter(|_| start < end).map(|range| {
+                    let CopyRange { at, device, .. } = &part.ranges[range];
+                    device.slice((start - at) as usize..(end - at) as usize)
+                });
+                return Some(Some(slice.transpose().map(|slice| DeviceTensor { tensor, slice })));
             }
         }
     }
 
-    /// Looks for a tensor without waiting. An outer `None`: it is to be waited for. Inlined, since each function that a
-    /// tensor is passed through by memory costs more than finding it.
-    #[inline]
-    fn now(&self, wanted: Option<usize>) -> Option<Option<Result<DeviceTensor>>> {
-        if pinpool::forked() {
-            return Some(Some(Err(Error::Forked)));
+    /// Waits for the tensor at a place of a part. `None`: `wait` has not waited.
+    #[cold]
+    fn arrives(
+        &self,
+        part: &Part,
+        place: usize,
+        wait: &mut dyn FnMut(&Transfer<FileSource>, u64) -> bool,
+    ) -> Option<Result<()>> {
+        let Some(transfer) = &part.transfer else { return Some(Ok(())) };
+        let table = &self.files.tables[part.number as usize];
+        let end = |tensor: u32| table.entries[tensor as usize].to;
+        let tensor = part.chosen[place - part.first];
+        // The last one comes out when the transfer is over: the caller need not call again to learn of an
+        // error.
+        let is_last = place + 1 == part.end();
+        if !wait(transfer, if is_last { u64::MAX } else { end(tensor) }) {
+            return None;
         }
-        // In this order: after the error nothing more comes out.
-        let (failed, out) = (self.failed.get(), self.out());
-        match (self.found(wanted, out), failed) {
-            (Some(place), _) => Some(place.map(|place| self.tensor(place))),
-            (None, Some((_, error))) => Some(Some(Err(error.clone()))),
-            (None, None) => (out == self.is_taken.len()).then_some(None),
+        let landed_to = transfer.progress().landed_to;
+        // Release: pairs with the acquire in `get`.
+        part.landed_to.fetch_max(landed_to, Ordering::Release);
+        if !is_last && landed_to >= end(tensor) {
+            return Some(Ok(()));
         }
-    }
-
-    /// Brings out tensors: all that `wait` finds on the device when it has waited for the wanted one, or for the next,
-    /// or for the end of its transfer. `false`: it has not waited.
-    fn advance(&self, wanted: Option<usize>, wait: impl FnOnce(&Transfer<FileSource>, u64) -> bool) -> bool {
-        let out = self.out();
-        let Some(part) = self.parts.get(self.parts.partition_point(|part| part.end() <= out)) else {
-            return true;
-        };
-        if let Some(transfer) = &part.transfer {
-            let table = &self.files.headers[part.number as usize].0;
-            let end = |tensor: u32| table.entries[tensor as usize].to;
-            // The last one comes out when the transfer is over: the caller need not call again to learn of an error.
-            let last = part.end() - 1;
-            let place = wanted.unwrap_or(out).clamp(out, last);
-            if !wait(transfer, if place == last { u64::MAX } else { end(part.chosen[place - part.first]) }) {
-                return false;
-            }
-            let landed_to = transfer.progress().landed_to;
-            let landed = part.chosen.partition_point(|tensor| end(*tensor) <= landed_to);
-            let out = last.min(part.first + landed);
-            // Release: pairs with `out`.
-            self.out.fetch_max(out, Ordering::Release);
-            let Some(outcome) = transfer.outcome().filter(|_| place >= out) else { return true };
-            // Checked after the last byte was read.
-            let unchanged = |()| self.files.shards[part.number as usize].unchanged();
-            if let Err(cause) = part.verdict.get_or_init(|| outcome.and_then(unchanged)) {
-                let name = table.name(part.chosen[out - part.first]);
-                self.fail(name, out, cause.clone());
-                return true;
-            }
-        }
-        // Release: pairs with `out`.
-        self.out.fetch_max(part.end(), Ordering::Release);
-        true
-    }
-
-    /// Ends the load with an error in the place of a tensor, and cancels the rest.
-    fn fail(&self, name: &str, out: usize, cause: Error) {
-        let error = match cause {
+        let outcome = transfer.outcome()?;
+        // Checked after the last byte was read.
+        let verdict = part.verdict.get_or_init(|| outcome.and_then(|()| self.files.unchanged(part.number)));
+        Some(verdict.clone().map_err(|cause| match cause {
             // Those are of the load or of the file, and not of a tensor.
             Error::Cancelled { .. } | Error::Timeout(_) | Error::Malformed { .. } | Error::Forked => cause,
-            _ => not_there(name, out, self.is_taken.len(), cause),
-        };
-        let mut progress = self.progress();
-        progress.over = true;
-        if self.failed.set((progress, error)).is_ok() {
-            self.cancel();
-        }
+            _ => {
+                let landed = part.chosen.partition_point(|tensor| end(*tensor) <= landed_to);
+                not_there(table.name(tensor), part.first + landed, self.is_taken.len(), cause)
+            }
+        }))
     }
 
-    fn poll(&self, cx: &mut Context<'_>, wanted: Option<usize>) -> Poll<Option<Result<DeviceTensor>>> {
-        loop {
-            if let Some(found) = self.now(wanted) {
-                return Poll::Ready(found);
-            }
-            if !self.advance(wanted, |transfer, to| transfer.poll_landed(cx, to).is_ready()) {
-                return Poll::Pending;
-            }
-        }
-    }
-
-    /// Blocks the thread until a tensor is found: [`poll`](Self::poll) for threads.
+    /// Blocks the thread until a tensor is found.
     #[inline]
     fn wait(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
-        loop {
-            if let Some(found) = self.now(wanted) {
-                return found;
-            }
-            if let Err(error) = self.block(wanted) {
-                return Some(Err(error));
-            }
-        }
+        // A thread that must not wait has only looked.
+        let found = self.get(wanted, |transfer, to| transfer.wait_landed(to) || transfer.is_over());
+        found.unwrap_or_else(|| may_wait().err().map(Err))
     }
 
-    #[cold]
-    fn block(&self, wanted: Option<usize>) -> Result<()> {
-        // A thread that must not wait has only looked.
-        let has_waited = |transfer: &Transfer<_>, to| transfer.wait_landed(to) || transfer.is_over();
-        if self.advance(wanted, has_waited) { Ok(()) } else { may_wait() }
+    /// The same for a task.
+    async fn wait_async(&self, wanted: Option<usize>) -> Option<Result<DeviceTensor>> {
+        poll_fn(|cx| {
+            let found = self.get(wanted, |transfer, to| transfer.poll_landed(cx, to).is_ready());
+            found.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
     }
 }
 
 impl Load {
-    pub(super) fn new(mut shared: Shared) -> Self {
-        let count = shared.parts.last().map_or(0, Part::end);
-        shared.is_taken.resize_with(count, AtomicBool::default);
-        Self { shared: shared.into(), told: AtomicBool::new(false) }
-    }
-
-    /// What an iteration gives: the load's error once. (A thread that must not wait may be told so again and again.)
-    #[inline]
-    fn tell(&self, next: Option<Result<DeviceTensor>>) -> Option<Result<DeviceTensor>> {
-        let ends = matches!(&next, Some(Err(error)) if !matches!(error, Error::Unsupported(_)));
-        next.filter(|_| !ends || !self.told.swap(true, Ordering::Relaxed))
-    }
-
     /// The next tensor that nobody has taken, for a task, which is not blocked. `None`: there are no more.
     ///
     /// # Errors
     /// See [`Load`].
     pub async fn next_tensor(&self) -> Option<Result<DeviceTensor>> {
-        self.tell(poll_fn(|cx| self.shared.poll(cx, None)).await)
+        self.0.wait_async(None).await
     }
 
-    /// An iterator over the tensors that nobody has taken, which waits for each, and blocks its thread meanwhile.
-    /// Dropped, it leaves the load as it is.
+    /// An iterator over the tensors that nobody has taken, which waits for each, and blocks its thread
+    /// meanwhile. It ends with the first error. Dropped, it leaves the load as it is.
     pub fn blocking(&self) -> impl Iterator<Item = Result<DeviceTensor>> {
-        std::iter::from_fn(|| self.tell(self.shared.wait(None)))
+        let mut is_over = false;
+        std::iter::from_fn(move || {
+            let next = if is_over { None } else { self.0.wait(None) };
+            is_over = !matches!(next, Some(Ok(_)));
+            next
+        })
     }
 
-    /// Takes a tensor, and waits until it is on the device. `None`: the load has none of this name, or it was taken.
+    /// Takes a tensor, and waits until it is on the device. `None`: the load has none of this name, or it was
+    /// taken.
     ///
     /// # Errors
-    /// Of a tensor that is not on the device when the load ends: what the load has ended with (see [`Load`]), for each
-    /// of them.
+    /// See [`Load`].
     pub fn take(&self, name: &str) -> Result<Option<DeviceTensor>> {
-        self.shared.place(name).and_then(|place| self.shared.wait(Some(place))).transpose()
+        self.0.place(name).and_then(|place| self.0.wait(Some(place))).transpose()
     }
 
     /// The same for a task, which is not blocked, on any runtime. A future that is dropped has taken nothing.
@@ -330,34 +237,36 @@ impl Load {
     /// # Errors
     /// As for [`take`](Self::take).
     pub async fn take_async(&self, name: &str) -> Result<Option<DeviceTensor>> {
-        let Some(place) = self.shared.place(name) else { return Ok(None) };
-        poll_fn(|cx| self.shared.poll(cx, Some(place))).await.transpose()
+        let Some(place) = self.0.place(name) else { return Ok(None) };
+        self.0.wait_async(Some(place)).await.transpose()
     }
 
-    /// The number of tensors that can still be taken: 0 behind an error, but for those that had come out before.
-    #[must_use]
+    /// The number of tensors that nobody has taken.
     pub fn left(&self) -> usize {
-        if pinpool::forked() {
-            return 0;
-        }
-        let Shared { failed, is_taken, taken, .. } = &*self.shared;
-        let all = if failed.get().is_some() { self.shared.out() } else { is_taken.len() };
-        // A tensor may come out and be taken between the two reads.
-        all.saturating_sub(taken.load(Ordering::Relaxed))
+        self.0.is_taken.iter().filter(|is_taken| !is_taken.load(Ordering::Relaxed)).count()
     }
 
-    /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files lay one
-    /// behind the other. It is over when all tensors have come out, or with an error. Waits for no thread that waits
-    /// for a tensor.
-    #[must_use]
+    /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files
+    /// lay one behind the other. Waits for no thread that waits for a tensor.
     pub fn progress(&self) -> Progress {
-        self.shared.failed.get().map_or_else(|| self.shared.progress(), |(progress, _)| *progress)
+        let mut all = Progress::default();
+        all.over = true;
+        for progress in self.0.transfers().map(Transfer::progress) {
+            if all.landed_to == all.total && progress.done == progress.total {
+                all.landed_to += progress.total;
+            }
+            all.total += progress.total;
+            all.done += progress.done;
+            all.elapsed = all.elapsed.max(progress.elapsed);
+            all.over &= progress.over;
+        }
+        all
     }
 
     /// Cancels the load: no further chunk is begun. Tensors that are on the device still come out, and then
     /// [`Error::Cancelled`].
     pub fn cancel(&self) {
-        self.shared.cancel();
+        self.0.cancel();
     }
 }
 

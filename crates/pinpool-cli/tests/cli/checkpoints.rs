@@ -93,11 +93,11 @@ fn a_download_that_is_incomplete_is_told() {
     let files = Files::new();
     let link = files.path("2.safetensors");
     std::os::unix::fs::symlink("../blobs/gone", &link).unwrap();
-    refuses(&mut load([&link]), "a link to ../blobs/gone, which is missing");
     let index = files.path("model.safetensors.index.json");
     fs::write(&index, r#"{"weight_map":{"t.0":"1.safetensors","t.1":"2.safetensors"}}"#).unwrap();
-    refuses(&mut load([&index]), "2 of the 2 files");
-    refuses(&mut load([files.0.path()]), "2 of the 2 files");
+    for path in [&*link, &*index, files.0.path()] {
+        refuses(&mut load([path]), "No such file or directory (os error 2); if the download is incomplete");
+    }
 }
 
 #[test]
@@ -136,8 +136,8 @@ fn nonsense_of_megabytes_is_refused_in_little_memory() {
     for (path, cause) in [
         (&header, "mostly brackets"),
         (&index, "mostly brackets"),
-        (&axes, "its shape has more than 64 axes"),
-        (&name, "nnn...\" is not described"),
+        (&axes, "an object of at most 65535 bytes"),
+        (&name, "nnn\" is not described"),
     ] {
         refuses(squeeze(&mut load([path]), 120 << 20), cause);
     }

@@ -65,7 +65,7 @@ fn names_cannot_steer_a_terminal_or_forge_a_line() {
     let text =
         "{\"a\\u001b[2J\u{202e}\\nx\":{\"dtype\":\"\\u001b[31m\",\"shape\":[],\"data_offsets\":[0,1]}}";
     fs::write(&lies, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0]].concat()).unwrap();
-    refuses(&mut load([&lies]), "tensor \"a\\u{1b}[2J\\u{202e}\\nx\" has elements of no type");
+    refuses(&mut load([&lies]), "tensor \"a\\u{1b}[2J\\u{202e}\\nx\" is not described");
     let output = load([&lies]).output().unwrap();
     is_plain(&stderr(&output));
     for args in

@@ -28,40 +28,21 @@ fn a_child_is_told_by_every_load() {
     rig.node.hang(0);
     let load = || checkpoint.loader(&copier).start().unwrap();
     let (loading, dropped, shared) = (Cell::new(Some(load())), Cell::new(Some(load())), load());
-    type Case<'a> = (&'a str, Box<dyn Fn() -> bool + 'a>);
-    let cases: [Case<'_>; 5] = [
-        (
-            "a load",
-            Box::new(|| {
-                let loading = loading.take().unwrap();
-                loading.blocking().next().is_some_and(is_forked)
-                    && loading.blocking().next().is_none()
-                    && loading.left() == 0
-            }),
-        ),
-        (
-            "a load, by a task",
-            Box::new(|| {
-                let loading = loading.take().unwrap();
-                let next = pin!(loading.next_tensor()).poll(&mut Context::from_waker(Waker::noop()));
-                matches!(next, Poll::Ready(Some(Err(Error::Forked))))
-            }),
-        ),
-        (
-            "a load that is dropped",
-            Box::new(|| {
-                loading.take().unwrap().cancel();
-                drop(dropped.take());
-                true
-            }),
-        ),
-        ("a shared load", Box::new(|| is_forked(shared.take("a")))),
-        ("a new load", Box::new(|| is_forked(checkpoint.loader(&copier).start()))),
+    let next = |load: &Load| pin!(load.next_tensor()).poll(&mut Context::from_waker(Waker::noop()));
+    let cases: [(&str, &dyn Fn() -> bool); 5] = [
+        ("a load", &|| shared.blocking().next().is_some_and(is_forked)),
+        ("a load, by a task", &|| matches!(next(&shared), Poll::Ready(Some(Err(Error::Forked))))),
+        ("a load that is dropped", &|| {
+            loading.take().unwrap().cancel();
+            drop(dropped.take());
+            true
+        }),
+        ("a load by name", &|| is_forked(shared.take("a"))),
+        ("a new load", &|| is_forked(checkpoint.loader(&copier).start())),
     ];
     for (what, case) in &cases {
         assert_eq!(forked(|| i32::from(!case())), Some(0), "{what}; None: it hangs");
     }
-    drop(cases);
     rig.node.resume(0);
     assert!(shared.take("a").unwrap().is_some(), "the parent's goes on");
 }

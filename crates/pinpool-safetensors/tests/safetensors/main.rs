@@ -11,7 +11,6 @@ mod indexes;
 mod loading;
 mod many;
 mod memory;
-mod places;
 mod strange;
 #[path = "../../../../tests/support/mod.rs"]
 mod support;
@@ -117,6 +116,15 @@ pub(crate) fn drained(load: &Load) -> (Vec<DeviceTensor>, Option<Error>) {
         }
     }
     (tensors, error)
+}
+
+/// Loads one tensor, and waits for it.
+pub(crate) fn one(
+    checkpoint: &Checkpoint,
+    copier: &Copier,
+    name: &str,
+) -> Result<Option<DeviceTensor>, Error> {
+    Ok(checkpoint.loader(copier).filter(|tensor| tensor.name() == name).load()?.pop())
 }
 
 pub(crate) fn names(tensors: &[DeviceTensor]) -> Vec<&str> {

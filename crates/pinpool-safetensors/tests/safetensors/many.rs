@@ -9,7 +9,7 @@ use pinpool::{Error, ErrorClass};
 use pinpool_safetensors::Checkpoint;
 
 use super::support::own_process;
-use super::{Folder, Made, Rig, arrived, file, made};
+use super::{Folder, Made, Rig, arrived, file, made, one};
 
 /// Lets this process have at most so many open files.
 fn limit_files(most: u64) {
@@ -28,23 +28,6 @@ fn shards(folder: &Folder, count: u64) -> Vec<Made> {
         folder.put(&format!("{}.safetensors", tensor.name), file(std::slice::from_ref(tensor)));
     }
     tensors
-}
-
-#[test]
-fn as_many_files_as_may_be_open_are_loaded() {
-    own_process!();
-    let folder = Folder::new();
-    let tensors = shards(&folder, 600);
-    // Not enough to open each a second time, past the page cache.
-    limit_files(700);
-    let rig = Rig::plain();
-    let copier = rig.copier();
-    let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let loading = checkpoint.loader(&copier).start().unwrap();
-    let got: Vec<_> = loading.blocking().map(Result::unwrap).collect();
-    arrived(&copier, &got, &tensors);
-    drop(loading);
-    rig.all_is_back();
 }
 
 /// By the time that a file is read, its name may mean another, or nothing.
@@ -74,7 +57,7 @@ fn of_many_files_only_those_that_were_opened_are_read() {
     let load = checkpoint.loader(&copier).load().map(drop).unwrap_err();
     let is_it = matches!(&load, Error::Malformed { what, why, .. } if what.ends_with("t0299.safetensors") && why.contains("was written to"));
     assert!(is_it, "{load}");
-    assert!(checkpoint.tensor(&copier, "t0298").unwrap().is_some(), "another file's");
+    assert!(one(&checkpoint, &copier, "t0298").unwrap().is_some(), "another file's");
     rig.all_is_back();
 }
 

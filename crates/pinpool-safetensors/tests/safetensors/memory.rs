@@ -1,4 +1,4 @@
-//! What a refused header or index costs: two and a half times its own bytes, these included.
+//! What a header or an index costs: two and a half times its own bytes, these included.
 //!
 //! Allocations of the thread that reads are counted, the old and the new block of one that grows both. What is measured
 //! is of a few megabytes; `tests/cli` has a hundred, under a limit of the system's.
@@ -60,24 +60,26 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, f64) {
     (result, (HELD.get().1 - start) as f64)
 }
 
-/// Bytes of a header, and of an index, whose files have a list of at most half a megabyte besides.
-const BYTES: usize = 1 << 20;
-const INDEX: usize = 4 << 20;
-
-/// That many bytes, of numbered pieces.
-fn filled(front: &str, back: &str, piece: impl FnMut(&mut String, usize)) -> String {
-    filled_to(BYTES, front, back, piece)
+fn costs_little(what: &str, path: &std::path::Path, len: usize) {
+    let (error, most) = peak(|| Checkpoint::open(path).map(drop).unwrap_err());
+    let ratio = most / len as f64;
+    assert!(matches!(error, Error::Malformed { .. } | Error::Read { .. }), "{what}: {error}");
+    assert!(ratio <= 2.5, "{what}: {ratio:.2} times its bytes");
+    assert!(error.to_string().len() < 4000, "{what}");
 }
 
-fn filled_to(bytes: usize, front: &str, back: &str, mut piece: impl FnMut(&mut String, usize)) -> String {
+/// Bytes of what is read. Beside them there may be a list of an index's files, of at most half a megabyte.
+const BYTES: usize = 4 << 20;
+
+/// About that many bytes, of numbered pieces.
+fn filled(front: &str, back: &str, mut piece: impl FnMut(&mut String, usize)) -> String {
     let mut text = String::from(front);
-    let mut number = 0;
-    while text.len() < bytes {
-        if number > 0 {
-            text.push(',');
-        }
+    for number in 0.. {
         piece(&mut text, number);
-        number += 1;
+        if text.len() >= BYTES {
+            break;
+        }
+        text.push(',');
     }
     text + back
 }
@@ -89,25 +91,17 @@ fn a_header_that_is_refused_costs_little_more_than_its_bytes() {
     let none = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
     let long = "n".repeat(BYTES);
     let escaped = "abc\\n".repeat(BYTES / 5);
-    let ones = "1,".repeat(63) + "1";
+    let axes = format!(r#"{{"dtype":"U8","shape":[{}0],"data_offsets":[0,0]}}"#, "1,".repeat(63));
+    let tensor = |fields: &str| format!(r#"{{"a":{{{fields}}}}}"#);
     let headers = [
         (
             "pairs of metadata",
             filled(r#"{"__metadata__":{"#, "}}", |t, n| write!(t, "\"{n:x}\":\"\"").unwrap()),
         ),
-        ("the shortest pairs", filled(r#"{"__metadata__":{"#, "}}", |t, _| t.push_str("\"\":\"\""))),
-        ("one text of metadata", format!(r#"{{"__metadata__":{{"a":"{escaped}"}}}}"#)),
         ("metadata that is a text", format!(r#"{{"__metadata__":"{escaped}"}}"#)),
-        ("tensors", filled("{", "}", |t, n| write!(t, "\"{n:x}\":{none}").unwrap())),
         ("a tensor again and again", filled("{", "}", |t, _| write!(t, "\"\":{none}").unwrap())),
         ("tensors of no axes", filled("{", "}", |t, _| write!(t, "\"\":{EMPTY}").unwrap())),
-        (
-            "tensors of many axes",
-            filled("{", "}", |t, n| {
-                write!(t, r#""{n:x}":{{"dtype":"U8","shape":[{ones}],"data_offsets":[{n},{}]}}"#, n + 1)
-                    .unwrap();
-            }),
-        ),
+        ("tensors of many axes", filled("{", "}", |t, n| write!(t, "\"{n:x}\":{axes}").unwrap())),
         (
             "tensors in the wrong order",
             filled("{", "}", |t, n| {
@@ -119,67 +113,36 @@ fn a_header_that_is_refused_costs_little_more_than_its_bytes() {
         ("a name", format!(r#"{{"{long}":{none}}}"#)),
         ("a name with escapes", format!(r#"{{"{escaped}":{none}}}"#)),
         ("a name of another kind", format!(r#"{{"{escaped}":7}}"#)),
-        ("a type", format!(r#"{{"a":{{"dtype":"{escaped}","shape":[],"data_offsets":[0,0]}}}}"#)),
-        (
-            "a type of odd characters",
-            format!(r#"{{"a":{{"dtype":"{}","shape":[]}}}}"#, "\u{7f}".repeat(BYTES)),
-        ),
-        ("a field", format!(r#"{{"a":{{"{escaped}":1,"dtype":"U8"}}}}"#)),
-        ("a shape that is a text", format!(r#"{{"a":{{"dtype":"U8","shape":"{escaped}"}}}}"#)),
-        ("offsets that are a text", format!(r#"{{"a":{{"dtype":"U8","data_offsets":["{escaped}"]}}}}"#)),
-        ("a long number", format!(r#"{{"a":{{"dtype":"U8","data_offsets":[{}]}}}}"#, "1".repeat(BYTES))),
-        ("axes", format!(r#"{{"a":{{"dtype":"U8","shape":[{}1]}}}}"#, "1,".repeat(BYTES / 2))),
+        ("a type", tensor(&format!(r#""dtype":"{escaped}","shape":[],"data_offsets":[0,0]"#))),
+        ("a type of odd characters", tensor(&format!(r#""dtype":"{}","shape":[]"#, "\u{7f}".repeat(BYTES)))),
+        ("a field", tensor(&format!(r#""{escaped}":1,"dtype":"U8""#))),
+        ("a shape that is a text", tensor(&format!(r#""dtype":"U8","shape":"{escaped}""#))),
+        ("a long number", tensor(&format!(r#""dtype":"U8","data_offsets":[{}]"#, "1".repeat(BYTES)))),
+        ("axes", tensor(&format!(r#""dtype":"U8","shape":[{}1]"#, "1,".repeat(BYTES / 2)))),
         ("nothing of the kind", format!("\"{escaped}\"")),
         ("brackets", "[".repeat(BYTES)),
         ("brackets in a tensor", format!(r#"{{"a":{}"#, "[".repeat(BYTES))),
-        ("half of a pair", format!(r#"{{"__metadata__":{{"a":"{escaped}\\ud800"}}}}"#)),
         ("a name with half of a pair", format!(r#"{{"{escaped}\\ud800":{none}}}"#)),
     ];
     let folder = Folder::new();
     for (what, header) in headers {
         // A byte that belongs to nothing, or its lack, where nothing else is wrong.
-        let path = folder.put("a.safetensors", with_header(&header, [0]));
-        let (error, most) = peak(|| Checkpoint::open(&path).map(drop).unwrap_err());
-        let ratio = most / header.len() as f64;
-        assert!(matches!(error, Error::Malformed { .. }), "{what}: {error}");
-        assert!(ratio <= 2.5, "{what}: {ratio:.2} times its bytes");
-        assert!(error.to_string().len() < 4000, "{what}");
+        costs_little(what, &folder.put("a.safetensors", with_header(&header, [0])), header.len());
     }
-}
-
-#[test]
-fn a_header_that_is_accepted_costs_five_times_its_bytes_at_most() {
-    let ones = "1,".repeat(63) + "1";
-    let mut end = 0;
-    let headers = [
-        filled(r#"{"__metadata__":{"#, "}}", |t, n| write!(t, "\"{n:x}\":\"\"").unwrap()),
-        filled("{", "}", |t, n| {
-            write!(t, r#""{n:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#).unwrap()
-        }),
-        filled("{", "}", |t, n| {
-            write!(t, r#""{n:x}":{{"dtype":"U8","shape":[{ones}],"data_offsets":[{n},{}]}}"#, n + 1).unwrap();
-            end = n + 1;
-        }),
-    ];
-    let folder = Folder::new();
-    for (number, header) in headers.iter().enumerate() {
-        let data = if number == 2 { end } else { 0 };
-        let path = folder.put("a.safetensors", with_header(header, vec![0; data]));
-        let (checkpoint, most) = peak(|| Checkpoint::open(&path).unwrap());
-        let ratio = most / header.len() as f64;
-        assert!(ratio <= 5.0, "{number}: {ratio:.2} times its bytes");
-        assert!(
-            checkpoint.tensors().next().is_some() || checkpoint.metadata().any(|text| text.len() > 100_000)
-        );
-    }
+    // One that is accepted, too.
+    let header = filled("{", "}", |t, n| write!(t, "\"{n:x}\":{none}").unwrap());
+    let path = folder.put("a.safetensors", with_header(&header, []));
+    let (checkpoint, most) = peak(|| Checkpoint::open(&path).unwrap());
+    let ratio = most / header.len() as f64;
+    assert!(ratio <= 2.5 && checkpoint.tensors().next().is_some(), "{ratio:.2} times its bytes");
 }
 
 #[test]
 fn an_index_that_is_refused_costs_little_more_than_its_bytes() {
     let folder = Folder::new();
     folder.put("1", file(&[made("a", "U8", &[3], 1)]));
-    let escaped = "abc\\n".repeat(INDEX / 5);
-    let map = |piece: fn(&mut String, usize)| filled_to(INDEX, r#"{"weight_map":{"#, "}}", piece);
+    let escaped = "abc\\n".repeat(BYTES / 5);
+    let map = |piece: fn(&mut String, usize)| filled(r#"{"weight_map":{"#, "}}", piece);
     for (what, index) in [
         ("tensors of one file", map(|t, n| write!(t, "\"{n:x}\":\"1\"").unwrap())),
         ("tensors of no file", map(|t, n| write!(t, "\"{n:x}\":\"gone\"").unwrap())),
@@ -188,13 +151,9 @@ fn an_index_that_is_refused_costs_little_more_than_its_bytes() {
         ("a name", format!(r#"{{"weight_map":{{"{escaped}":"1"}}}}"#)),
         ("a file", format!(r#"{{"weight_map":{{"a":"{escaped}"}}}}"#)),
         ("something else", format!(r#"{{"{escaped}":"{escaped}"}}"#)),
-        ("brackets", format!(r#"{{"metadata":{}"#, "[".repeat(INDEX))),
-        ("a list", filled_to(INDEX, r#"{"metadata":["#, "]}", |t, _| t.push_str("[]"))),
+        ("brackets", format!(r#"{{"metadata":{}"#, "[".repeat(BYTES))),
+        ("a list", filled(r#"{"metadata":["#, "]}", |t, _| t.push_str("[]"))),
     ] {
-        let path = folder.put("model.safetensors.index.json", &index);
-        let (error, most) = peak(|| Checkpoint::open(&path).map(drop).unwrap_err());
-        let ratio = most / index.len() as f64;
-        assert!(ratio <= 2.5, "{what}: {ratio:.2} times its bytes");
-        assert!(error.to_string().len() < 4000, "{what}");
+        costs_little(what, &folder.put("model.safetensors.index.json", &index), index.len());
     }
 }

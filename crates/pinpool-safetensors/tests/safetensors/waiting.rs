@@ -1,10 +1,11 @@
 //! Loads that wait: what their other handles see meanwhile, how a deadline ends them, and what a dropped one leaves.
 
 use std::future::Future;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::Error;
-use pinpool_safetensors::{Checkpoint, Load};
+use pinpool_safetensors::{Checkpoint, DeviceTensor, Load};
 
 use super::{Folder, HANG, Made, Rig, arrived, block_on, made, shards, until};
 
@@ -40,7 +41,7 @@ fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
         let text = error.to_string();
         assert!(error.is_retryable() && matches!(error, Error::Timeout(_)), "{text}");
         for word in
-            ["0 bytes of 1.5 MiB (1572864 bytes) of ", "1.safetensors", "a segment of the pool", " free"]
+            ["0 bytes of 1.5 MiB (1572864 bytes) of ", ".safetensors", "a segment of the pool", " free"]
         {
             assert!(text.contains(word), "{text:?} lacks {word:?}");
         }
@@ -63,7 +64,7 @@ fn a_load_that_is_dropped_is_cancelled() {
         drop,
         |loading| {
             // A task that has waited, and does no more.
-            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            let mut cx = Context::from_waker(Waker::noop());
             assert!(std::pin::pin!(loading.take_async("t23")).poll(&mut cx).is_pending());
         },
         |loading| drop(loading.clone()),
@@ -81,71 +82,6 @@ fn a_load_that_is_dropped_is_cancelled() {
     }
 }
 
-#[test]
-fn how_far_a_load_is_can_be_seen_while_threads_wait_for_it() {
-    let (rig, folder) = (Rig::plain(), Folder::new());
-    let copier = rig.builder().rate(1 << 20).build().unwrap();
-    let (_, checkpoint) = checkpoint(&folder);
-    let load = checkpoint.loader(&copier).start().unwrap();
-    let other = load.clone();
-    let waits = std::thread::spawn(move || other.take("t23").unwrap().unwrap().shape()[0]);
-    let mut seen = Vec::new();
-    until("nothing moves", || {
-        let progress = load.progress();
-        assert!(!progress.over && progress.total == 3 << 20 && progress.landed_to <= progress.done);
-        if seen.last() != Some(&progress.done) {
-            seen.push(progress.done);
-        }
-        seen.len() > 3
-    });
-    assert!(seen.is_sorted() && load.left() == COUNT, "{seen:?}");
-    assert_eq!(waits.join().unwrap(), 128 << 10);
-    let progress = load.progress();
-    assert_eq!((progress.done, progress.landed_to), (3 << 20, 3 << 20));
-    assert!(progress.over && progress.elapsed > Duration::ZERO);
-    drop(load);
-    rig.all_is_back();
-}
-
-/// Each wants its own tensors, in its own order; some give up.
-#[test]
-fn tasks_and_threads_share_a_load() {
-    let (rig, folder) = (Rig::late(), Folder::new());
-    let (tensors, checkpoint) = checkpoint(&folder);
-    let copiers = [rig.builder().rate(64 << 20).build().unwrap(), rig.copier()];
-    for copier in copiers.iter().cycle().take(20) {
-        let load = checkpoint.loader(copier).start().unwrap();
-        std::thread::scope(|scope| {
-            for user in 0..6 {
-                let (load, tensors) = (&load, &tensors);
-                scope.spawn(move || {
-                    for n in (0..COUNT).filter(|n| n % 6 == user).rev() {
-                        let name = &tensors[n].name;
-                        if user % 3 == 0 {
-                            assert!(load.take(name).unwrap().is_some());
-                            continue;
-                        }
-                        if user % 3 == 1 {
-                            // Polled, and dropped.
-                            let mut polled = std::pin::pin!(load.take_async(name));
-                            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
-                            if let std::task::Poll::Ready(taken) = polled.as_mut().poll(&mut cx) {
-                                assert!(taken.unwrap().is_some());
-                                continue;
-                            }
-                        }
-                        assert!(block_on(load.take_async(name)).unwrap().is_some(), "{name}");
-                        assert!(block_on(load.take_async(name)).unwrap().is_none(), "it comes out once");
-                    }
-                });
-            }
-        });
-        assert_eq!(load.left(), 0);
-        drop(load);
-    }
-    rig.all_is_back();
-}
-
 /// A task whose waker panics sleeps on, and the others do not.
 #[test]
 fn a_waker_that_panics_keeps_no_other_task_asleep() {
@@ -161,42 +97,102 @@ fn a_waker_that_panics_keeps_no_other_task_asleep() {
     let load = checkpoint.loader(&copier).start().unwrap();
     let waker = std::sync::Arc::new(Panics).into();
     let mut asleep = std::pin::pin!(load.take_async("t22"));
-    assert!(asleep.as_mut().poll(&mut std::task::Context::from_waker(&waker)).is_pending());
+    assert!(asleep.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     assert!(block_on(load.take_async("t23")).unwrap().is_some());
     assert!(block_on(asleep).unwrap().is_some());
     assert_eq!(load.left(), COUNT - 2);
     rig.all_is_back();
 }
 
-/// Some take what comes next, others wait for tensors by name: each tensor comes out once, and the last wait ends.
+/// Some take what comes next, others wait for tensors by name, and some give up: each tensor comes out once, with its own
+/// bytes, and the last wait ends.
 #[test]
 fn waits_by_name_and_iterations_share_a_load() {
-    use std::sync::atomic::{AtomicUsize, Ordering};
     let (rig, folder) = (Rig::late(), Folder::new());
     let (tensors, checkpoint) = checkpoint(&folder);
     let copiers = [rig.builder().rate(64 << 20).build().unwrap(), rig.copier()];
     for copier in copiers.iter().cycle().take(20) {
-        let (load, taken) = (checkpoint.loader(copier).start().unwrap(), AtomicUsize::new(0));
-        std::thread::scope(|scope| {
-            for user in 0..6 {
-                let (load, tensors, taken) = (&load, &tensors, &taken);
-                scope.spawn(move || {
-                    let count = match user % 3 {
-                        0 => load.blocking().map(Result::unwrap).count(),
-                        1 => std::iter::from_fn(|| block_on(load.next_tensor()).map(Result::unwrap)).count(),
-                        _ => {
-                            let names = tensors.iter().rev().step_by(3).map(|made| &made.name);
-                            names.filter_map(|name| block_on(load.take_async(name)).unwrap()).count()
+        let load = checkpoint.loader(copier).start().unwrap();
+        assert!(load.take("no such tensor").unwrap().is_none());
+        let by_name = |user: usize| tensors.iter().rev().skip(user).step_by(2).map(|made| &*made.name);
+        let use_it = |user: usize| -> Vec<DeviceTensor> {
+            match user {
+                0 => load.blocking().map(Result::unwrap).collect(),
+                1 => std::iter::from_fn(|| block_on(load.next_tensor()).map(Result::unwrap)).collect(),
+                2 | 3 => by_name(user).filter_map(|name| load.take(name).unwrap()).collect(),
+                _ => by_name(user)
+                    .filter_map(|name| {
+                        // Polled, and dropped.
+                        let mut polled = Box::pin(load.take_async(name));
+                        let mut cx = Context::from_waker(Waker::noop());
+                        match polled.as_mut().poll(&mut cx) {
+                            Poll::Ready(taken) => taken.unwrap(),
+                            Poll::Pending => block_on(load.take_async(name)).unwrap(),
                         }
-                    };
-                    taken.fetch_add(count, Ordering::Relaxed);
-                });
+                    })
+                    .collect(),
             }
+        };
+        let mut got: Vec<DeviceTensor> = std::thread::scope(|scope| {
+            let users: Vec<_> = (0..6).map(|user| scope.spawn(move || use_it(user))).collect();
+            users.into_iter().flat_map(|user| user.join().unwrap()).collect()
         });
-        assert_eq!((taken.into_inner(), load.left()), (COUNT, 0));
-        assert!(load.progress().over && load.blocking().next().is_none());
+        got.sort_by(|a, b| a.name().cmp(b.name()));
+        arrived(&rig.copier(), &got, &tensors);
+        assert!(load.left() == 0 && load.progress().over && load.blocking().next().is_none());
     }
     rig.all_is_back();
+}
+
+/// A thread that waits for the last tensor holds up none that waits for an earlier one.
+#[test]
+fn a_wait_for_a_late_tensor_holds_up_no_other() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    // All of it takes 3 s.
+    let (copier, (tensors, checkpoint)) = (rig.builder().rate(1 << 20).build().unwrap(), checkpoint(&folder));
+    let load = checkpoint.loader(&copier).first("t03").start().unwrap();
+    let last = load.clone();
+    let waits = std::thread::spawn(move || last.take("t23"));
+    let early = load.take("t03").unwrap().unwrap();
+    assert!(!waits.is_finished(), "all of it cannot have come");
+    arrived(&rig.copier(), &[early], [&tensors[3]]);
+    assert!(waits.join().unwrap().unwrap().is_some());
+    drop(load);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_load_that_fails_or_is_cancelled_ends_all_waits() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let copier = rig.builder().rate(1 << 20).build().unwrap();
+    for cut in [false, true] {
+        let (_, checkpoint) = checkpoint(&folder);
+        let load = checkpoint.loader(&copier).start().unwrap();
+        let waits = ["t22", "t23", "t23"].map(|name| {
+            let load = load.clone();
+            std::thread::spawn(move || load.take(name))
+        });
+        std::thread::sleep(SOON);
+        if cut {
+            let file = std::fs::OpenOptions::new().write(true).open(folder.path().join("2.safetensors"));
+            file.unwrap().set_len(1000).unwrap();
+        } else {
+            load.cancel();
+        }
+        for said in waits.map(|thread| thread.join().unwrap()) {
+            let is_it = match &said {
+                Err(Error::Tensor { .. } | Error::Malformed { .. }) => cut,
+                Err(Error::Cancelled { .. }) => !cut,
+                _ => false,
+            };
+            assert!(is_it, "{said:?}");
+        }
+        assert!(load.take("t23").is_err(), "the same again");
+        for handle in [load.clone(), load] {
+            assert_eq!(handle.blocking().filter(Result::is_err).count(), 1, "each iteration ends with it");
+        }
+        rig.all_is_back();
+    }
 }
 
 /// A device that is moved by hand runs only what a thread tells it to, so one that waits for a tensor does.
