@@ -221,7 +221,9 @@ impl Core {
         let has_moved = self.arena.bytes().total < before;
         self.queue.waiting.get_mut(&key).into_iter().for_each(|waiter| waiter.replaced |= has_moved);
         let central = self.me.clone();
-        crate::foreign::when_allowed(move || central.upgrade().into_iter().for_each(|central| central.pin(bytes)));
+        crate::foreign::when_allowed(move || {
+            central.upgrade().into_iter().for_each(|central| central.pin(bytes))
+        });
         true
     }
 

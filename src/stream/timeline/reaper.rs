@@ -228,7 +228,10 @@ impl Queue {
         self.listed.sort_by_key(|listed| listed.next_look);
         let taken = 0..self.listed.len().min(most);
         taken.clone().for_each(|at| self.put_off(at, now));
-        self.listed[taken].iter().map(|listed| listed.timeline.clone()).collect()
+        let mut taken: Vec<_> = self.listed[taken].iter().map(|listed| listed.timeline.clone()).collect();
+        // In an order that no clock decides, so that a run on a device by hand can be repeated.
+        taken.sort_by_key(|timeline| timeline.number());
+        taken
     }
 
     /// Notes what a look has found. Takes the timeline off the list if it was idle for so many looks. (The caller has
