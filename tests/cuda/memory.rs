@@ -285,6 +285,30 @@ fn adopting_is_rolled_back_when_a_part_fails() {
     });
 }
 
+#[test]
+fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
+    on_stand_in(|d| {
+        let device = open();
+        let pool = small(&device).initial(0).build().unwrap();
+        let (kept, dropped) = watched(bytes(1, 6 * PAGE));
+        let info = pool.adopt(kept).unwrap();
+        d.fail("cuMemHostUnregister", 1, 999, false);
+        assert_eq!(pool.trim(0), info.len);
+        // The worker has done it when it has done a later call.
+        drop(device.alloc(1).unwrap());
+        assert_eq!((dropped.load(Ordering::SeqCst), d.struck()), (0, 1));
+        // And the driver's own memory likewise.
+        let allocated = small(&device).backing(allocating(HostAllocFlags::default())).build().unwrap();
+        allocated.wait_pinned(Some(HANG)).unwrap();
+        d.fail("cuMemFreeHost", 1, 999, false);
+        allocated.trim(0);
+        drop(device.alloc(1).unwrap());
+        drop(filled(&allocated, b"goes on"));
+        drop((pool, allocated, device));
+        assert_eq!(d.final_report().leaks, ["hosts 1", "registrations 1"]);
+    });
+}
+
 /// The driver knows what it has allocated itself as well as what was registered.
 #[test]
 fn a_pools_own_memory_is_told_from_ordinary_memory() {

@@ -112,18 +112,19 @@ fn pieces_go_by_the_kernel_or_in_batches_or_one_by_one() {
 fn transfers_leave_captures_and_contexts_alone() {
     on_gpu(|gpu| {
         let device = open();
-        let pool = pool(&device, 8 << 20);
-        let copier = copier(&pool, &device, 8 << 20);
-        let memory = device.alloc(64 * PIECE).unwrap();
+        let (pool, memory) = (pool(&device, 8 << 20), device.alloc(64 * PIECE).unwrap());
         let other = gpu.other_context();
         let raw = gpu.stream();
+        // In global mode: unsafe calls of any thread would spoil it, those that load the kernels among them.
         gpu.begin_capture(raw, 0);
+        let copier = copier(&pool, &device, 8 << 20);
         for context in [0, other] {
             gpu.current(context);
             upload(&copier, &memory, 64).unwrap();
             assert_eq!(gpu.made("cuCtxGetCurrent", &[]), context);
         }
         gpu.current(gpu.context);
+        assert!(copier.stats().launches > 0, "{:?}", copier.stats());
         // Nothing outside comes before what a graph does.
         assert!(matches!(copier.wait_for(&adopt(&device, raw).unwrap()), Err(Error::Capturing { .. })));
         // The capture is as it was: `end_capture` would tell.
@@ -242,6 +243,7 @@ fn every_call_of_pieces_fails_once() {
             "cuEventQuery",
             "cuEventCreate",
         ] {
+            let struck = d.struck();
             for (code, after) in [(1, false), (2, false), (2, true), (999, false)] {
                 for ring in [8 << 20, 0] {
                     let device = open();
@@ -273,6 +275,7 @@ fn every_call_of_pieces_fails_once() {
                     assert_eq!(device.lost(), None);
                 }
             }
+            assert!(d.struck() > struck, "{call} is never made");
         }
         assert_eq!(d.report().violations, Vec::<String>::new());
     });

@@ -416,3 +416,30 @@ fn streams_with_a_priority_may_be_refused() {
         assert!(spread::urgent_stream(&device).is_ok());
     });
 }
+
+/// By the launch itself, or by the kernel.
+#[test]
+fn a_device_is_lost_by_a_launch_or_behind_it() {
+    on_stand_in(|gpu, d| {
+        for (by_launch, code) in [(true, 719), (false, 700)] {
+            d.reset();
+            gpu.ok("cuInit", &[0]);
+            gpu.current(gpu.made("cuDevicePrimaryCtxRetain", &[0]));
+            let spreader = Spreader::new(gpu);
+            let memory = spreader.memory(&bytes(1, 4096)) as u64;
+            let table = spreader.memory(&spread::row(if by_launch { memory + 2048 } else { 64 }, 0, 1000));
+            let runs = [(memory, table as u64, 1)];
+            if by_launch {
+                d.fail("cuLaunchKernel", 1, code, true);
+                assert_eq!(spreader.launch(false, &runs).unwrap_err().class(), ErrorClass::DeviceLost);
+            } else {
+                spreader.launch(false, &runs).unwrap();
+            }
+            assert_eq!(gpu.call("cuStreamSynchronize", &[spreader.stream]), code);
+            assert_eq!(spreader.launch(false, &runs).unwrap_err().class(), ErrorClass::DeviceLost);
+            assert!(spreader.device.lost().is_some());
+            let closed = spreader.device.close(HANG).unwrap_err();
+            assert!(closed.is_closed(), "{closed}");
+        }
+    });
+}

@@ -26,6 +26,11 @@ INIT-4
 ARG-1
     100000 Malloc 0 64 0 ! ARG-1
     100000 MallocHost 0 64 ! ARG-1
+    100000 GetDeviceCount 0 ! ARG-1
+    100000 CreateStream 0 ! ARG-1
+    100000 SetCurrentContext 0 ! ARG-1
+    100000 DestroyStream 0 ! ARG-1
+    100000 DestroyEvent 0 ! ARG-1
     100000 FreeHost 0 ! ARG-1
     100000 Memcpy m 64 0 64 1 ! ARG-1
     100000 Memset 0 64 0 64 ! ARG-1
@@ -36,6 +41,7 @@ ARG-2
     100000 MallocHost & 0 ! ARG-2
     100000 CreateEventExWithFlag & 16 ! ARG-2
     100000 HostRegister page 4096 1 & ! ARG-2
+    107000 SynchronizeStreamWithTimeout s 0 ! ARG-2
     107000 SynchronizeStreamWithTimeout s -2 ! ARG-2
     107001 SetDevice d2
     107001 SetDevice -1
@@ -60,6 +66,8 @@ CTX-1
     elsewhere 107002 CreateStream & ! CTX-1
     elsewhere 107002 CreateEventExWithFlag & 3 ! CTX-1
     elsewhere 107002 up m h 64 s ! CTX-1
+    elsewhere 107002 RecordEvent e s ! CTX-1
+    elsewhere 107002 SynchronizeStream s ! CTX-1
     elsewhere 107002 SynchronizeDevice ! CTX-1
     elsewhere e completes
     elsewhere 0 DestroyEvent e
@@ -79,6 +87,8 @@ CTX-3
     default = GetCurrentContext
     own = CreateContext d0
     107003 up m h 64 s ! CTX-3
+    107003 RecordEvent e s ! CTX-3
+    107003 StreamWaitEvent s e ! CTX-3
     107003 DestroyStream s ! CTX-3
     0 SynchronizeStream s
     0 up m h 64 0
@@ -107,11 +117,14 @@ CTX-6
     0 SetDevice d1
     s = stream
     107000 up m h 64 s ! CTX-6
+    107000 down h m 64 s ! CTX-6
     far = memory 64
     0 up far h 64 s
 STR-1
     0 DestroyStream s
     107017 DestroyStream s ! STR-1
+    107017 SynchronizeStream s ! STR-1
+    107017 RecordEvent e s ! STR-1
 STR-2
     fill h 7
     0 up m h 64 s
@@ -144,11 +157,15 @@ EVT-5
 MEM-1
     h = host 512
     107000 up m h 128 s ! MEM-1
+    107000 up m+64 h 64 s ! MEM-1
+    107000 down h m 65 s ! MEM-1
     107000 Memset m+128 64 0 64 ! MEM-1
 MEM-2
     m = memory 256
     h = host 512
     107000 MemcpyAsync m 64 h 128 1 s ! MEM-2
+    107000 Memcpy m 64 h 128 1 ! MEM-2
+    107000 Memset m 64 0 128 ! MEM-2
     0 MemcpyAsync m 128 h 128 1 s
 MEM-3
     m = memory 4096
@@ -158,6 +175,7 @@ MEM-4
     m = memory 256
     h = host 512
     0 MemcpyAsync m 257 h 64 1 s ! MEM-4
+    0 MemcpyAsync m+192 128 h 64 1 s ! MEM-4
     0 MemcpyAsync h+256 512 m 64 2 s ! MEM-4
     0 MemcpyAsync m+192 64 h 64 1 s
 MEM-5
@@ -176,12 +194,16 @@ MEM-6
     0 Free m
 CPY-1
     100000 MemcpyAsync m 64 h 64 8 s ! CPY-1
+    100000 Memcpy m 64 h 64 -1 ! CPY-1
     0 MemcpyAsync m 64 h 64 4 s
 CPY-2
     107000 up h m 64 s ! CPY-2
+    107000 down m h 64 s ! CPY-2
+    107000 MemcpyAsync m 64 h 64 3 s ! CPY-2
     107000 Memcpy m 64 h 64 0 ! CPY-2
 CPY-3
     207000 MemcpyAsync h 64 h+128 64 0 s ! CPY-3
+    207000 MemcpyAsync h 64 h+128 64 4 s ! CPY-3
     0 Memcpy h 64 h+128 64 0
 CPY-4
     0 up m page 64 s ! CPY-4
@@ -196,6 +218,7 @@ CPY-5
     h = host 512
     0 up m+64 h+64 64 s
     0 up m h+32 64 s ! CPY-5
+    0 up m+1 h 64 s ! CPY-5
     0 down h+8 m+8 64 s ! CPY-5 CPY-5
     0 up m h 33 s
     0 SynchronizeStream s
@@ -218,6 +241,7 @@ SEG-1
     0 up m h 512 s
     0 up m h+256 224 s
     0 up m h+256 225 s ! SEG-1
+    0 up m h+256 256 s ! SEG-1
     0 down h+448 m 64 s ! SEG-1
     0 HostRegister page 4096 0 &
     0 up m page+4032 64 s
@@ -240,11 +264,16 @@ HST-1
     107000 FreeHost h+64 ! HST-1
     0 FreeHost h
     107000 FreeHost page ! HST-1
+    107000 FreeHost h ! HST-1
 HST-2
     0 up m h 64 s
     0 FreeHost h ! HST-2
     0 SynchronizeStream s
     m is 0xDD
+    h = host 256
+    0 down h m 64 s
+    0 FreeHost h ! HST-2
+    0 SynchronizeStream s
 HST-3
     other = stream
     0 up m h 64 s
@@ -258,10 +287,12 @@ HST-3
     0 FreeHost h
 REG-1
     507899 HostRegister page+64 4096 0 & ! REG-1
+    507899 HostRegister page 4095 0 & ! REG-1
     0 HostRegister page 8192 0 &
 REG-2
     0 HostRegister page 4096 0 &
     507910 HostRegister page 4096 0 & ! REG-2
+    507910 HostRegister page 8192 0 & ! REG-2
     0 HostRegister page+4096 4096 0 &
     left devices 1, streams 1, events 1, allocations 1, hosts 1, registrations 2
 REG-3
@@ -271,6 +302,7 @@ REG-3
     0 HostUnregister page
     507911 HostUnregister page ! REG-3
 REG-4
+    107000 HostRegister page 0 0 & ! REG-4
     107000 HostRegister 4096 4096 0 & ! REG-4
 REG-5
     0 HostRegister page 4096 0 &

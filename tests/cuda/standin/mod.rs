@@ -478,8 +478,9 @@ fn each_rule_is_broken_by_a_script() {
     // A rule about what a call does, which no program breaks.
     broken.remove("STR-3");
     assert!(written.iter().eq(&broken), "{written:?}, {broken:?}");
-    for id in broken {
-        assert!(RULES.contains(&format!(" ! {id}")), "{id} is not broken");
+    for (name, script) in &rules {
+        let id = name.split(' ').next().unwrap();
+        assert!(id == "STR-3" || script.contains(&format!(" ! {id}")), "{id} is not broken");
     }
 }
 

@@ -65,6 +65,7 @@ STR-1
     0 StreamDestroy s
     400 StreamDestroy s ! STR-1 ? - it is gone
     400 StreamSynchronize s ! STR-1 ? - it is gone
+    400 StreamGetCtx s & ! STR-1 ? - it is gone
 STR-2
     0 up m page 64 s
     0 StreamDestroy s ! STR-2
@@ -170,6 +171,9 @@ CAP-3
     0 StreamBeginCapture s 2
     0 EventRecord e s
     907 EventQuery e ! CAP-3
+    here 907 EventSynchronize e ! CAP-3
+    other = stream
+    here 907 StreamWaitEvent other e 0 ! CAP-3
 CAP-4
     0 StreamBeginCapture s 1
     beside 908 StreamEndCapture s & ! CAP-4
@@ -193,6 +197,15 @@ CAP-6
 ARG-1
     1 MemAlloc 0 64 ! ARG-1
     1 DeviceGetCount 0 ! ARG-1
+    here 201 CtxPushCurrent 0 ! ARG-1
+    here 1 DeviceGetPCIBusId & 4 d0 ! ARG-1
+    here 1 ThreadExchangeStreamCaptureMode 0 ! ARG-1
+    here 1 MemcpyBatchAsync 0 0 0 1 0 0 0 0 s ! ARG-1
+    here 1 ModuleLoadData & 0 ! ARG-1
+    f = kernel spread
+    here 1 ModuleGetFunction & module 0 ! ARG-1
+    here 1 LaunchKernel f 16 1 1 512 1 1 0 s 0 0 ! ARG-1
+    0 ModuleUnload module
 GRA-1 ? - a call from the driver's own callback: undefined there, and it may never come back
     object = UserObjectCreate 0 asks 1 1
     0 UserObjectRelease object 1; answered 800 ! GRA-1
@@ -207,6 +220,7 @@ GRA-3
     0 GraphDestroy graph
     1 GraphDestroy graph ! GRA-3 ? - it is gone
     1 GraphRetainUserObject graph object 1 0 ! GRA-3 ? - it is gone
+    1 GraphInstantiateWithFlags & graph 0 ! GRA-3 ? - it is gone
     0 GraphExecDestroy run
     1 GraphExecDestroy run ! GRA-3 ? - it is gone
     1 GraphLaunch run s ! GRA-3 ? - it is gone
@@ -276,6 +290,7 @@ HST-7
     1 MemHostRegister page 64 64 ! HST-7
     1 MemHostAlloc & 4096 8 ! HST-7
     1 MemAllocManaged & 4096 0 ! HST-7
+    here 1 MemHostGetDevicePointer & page 1 ! HST-7
 HST-8
     0 DeviceGetAttribute & 113 d0
     here 0 DeviceGetAttribute & 113 d0 -> 1
