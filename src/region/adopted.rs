@@ -76,12 +76,12 @@ impl Regions {
     {
         let Adoptee { memory, base, len: whole } = adoptee;
         self.begin(whole);
-        let context = self.context();
-        let begun = || Region::new(base, RegionSource::Adopted(None), &context);
-        let (mut region, mut came, mut times) = (begun(), 0, Vec::new());
+        let mut context = self.context();
+        let begun = |context: &_| Region::new(base, RegionSource::Adopted(None), context);
+        let (mut region, mut came, mut times) = (begun(&context), 0, Vec::new());
         while came < whole {
             // The region itself stays here, with what it lists: a job that panics loses what it owns.
-            let (regions, part) = (self.clone(), begun());
+            let (regions, part) = (self.clone(), begun(&context));
             let len = self.options.extent.min(whole - came);
             let called = context.worker().call(move || {
                 // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
@@ -92,6 +92,12 @@ impl Regions {
                     region.extents.push(Extent { offset: came, len, pinned });
                     came += len;
                     times.push([took, took]);
+                    continue;
+                }
+                // The device was found to be lost by this very call, before it has pinned anything.
+                Ok((Err(error), _)) if came == 0 && self.goes_on_after(Some(&error)) => {
+                    context = self.context();
+                    region = begun(&context);
                     continue;
                 }
                 Ok((Err(error), _)) => (error, true),
