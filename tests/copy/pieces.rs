@@ -3,14 +3,14 @@
 
 #![allow(unsafe_code, reason = "a promise about a value of its own")]
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use pinpool::copier::CopyRange;
 use pinpool::host::{Call, Failure, HostConfig};
 use pinpool::{DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Result, SubmitError, Unpinned};
 
-use crate::setup::{Node, Setup, ends, until};
+use crate::setup::{HANG, Node, Setup, ends, until};
 use crate::support::{bytes, own_process};
 
 const THREADS: usize = 4;
@@ -599,5 +599,89 @@ fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
             }
         }
     }
+    s.all_back();
+}
+
+/// A long call ends, though other callers start short ones all the time.
+#[test]
+fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
+    let s = setup(HostConfig::new().late(Duration::from_micros(50), 1), 2 << 20);
+    let stop = AtomicBool::new(false);
+    let (told, hears) = std::sync::mpsc::channel();
+    // Checked out once: a pool that is full of short buffers gives longer ones out slowly.
+    let mut pieces = pinned(&s, &s.pool, (0..64).map(|i| i * LEN));
+    let places: Vec<_> = pieces.iter().map(|(_, place)| place.clone()).collect();
+    let ended: std::result::Result<(), _> = std::thread::scope(|scope| {
+        let (s, stop, places) = (&s, &stop, &places);
+        for t in 0..8 {
+            scope.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
+                    drop(s.copier.upload_pages(vec![(s.filled(&[1; 64]), place)]).unwrap());
+                }
+            });
+        }
+        scope.spawn(move || {
+            for _ in 0..2 {
+                let back = s.copier.upload_pages(pieces).unwrap().wait().unwrap();
+                assert_eq!(back.len(), 64);
+                assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)), "in their order");
+                pieces = back.into_iter().zip(places.iter().cloned()).collect();
+                told.send(()).unwrap();
+            }
+        });
+        let ended = (0..2).try_for_each(|_| hears.recv_timeout(HANG));
+        stop.store(true, Ordering::Relaxed);
+        ended
+    });
+    ended.expect("it gets through");
+    pinned_come_back(&s, &s.pool, &places);
+    s.all_back();
+}
+
+/// Blocks of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
+#[test]
+fn blocks_of_a_call_may_overlap() {
+    both_ways(|s, from| {
+        let mut pieces = pinned(s, from, (0..300).map(|i| (i % 7) * LEN + 7));
+        // Long ones over all of them.
+        pieces.extend(pinned(s, from, [3, 1000].into_iter()));
+        let came = s.copier.upload_pages(pieces).unwrap().wait().unwrap();
+        assert_eq!(came.len(), 302);
+        drop(came);
+        let pieces = pinned(s, from, (0..300).map(|i| (i % 7) * (LEN + 1)));
+        drop(s.copier.upload_pages(pieces).unwrap().wait().unwrap());
+        for place in 0..7 {
+            let mut back = vec![0; LEN];
+            let at = place * (LEN + 1);
+            s.device.stream().unwrap().download_blocking(s.memory.slice(at..at + LEN), &mut back).unwrap();
+            let sources: Vec<Vec<u8>> = (place..300).step_by(7).map(|i| bytes(i, LEN)).collect();
+            for (n, byte) in back.iter().enumerate() {
+                assert!(sources.iter().any(|source| source[n] == *byte), "place {place}, byte {n}");
+            }
+        }
+    });
+}
+
+/// Buffers whose memory the copier's device may not reach are refused before anything is copied.
+#[test]
+fn buffers_of_another_device_are_refused() {
+    let (s, other) = (setup(HostConfig::new(), 4 << 20), setup(HostConfig::new(), 1 << 20));
+    let wrong = |error: Error| {
+        let Error::Piece { piece: 1, memory: 8, cause } = &error else { panic!("{error}") };
+        assert!(matches!(**cause, Error::Mismatch { .. }), "{error}");
+    };
+    // The last of two.
+    let place = |i: usize| s.memory.slice(i * 8..i * 8 + 8).unwrap();
+    let both = || [s.filled(b"neighbor"), other.filled(b"neighbor")].into_iter().enumerate();
+    let refused = s.copier.upload_pages(both().map(|(i, buf)| (buf, place(i))).collect()).unwrap_err();
+    let back = refused.buffer.unwrap();
+    assert!(back.len() == 2 && back.iter().all(|(buf, _)| **buf == *b"neighbor"));
+    wrong(refused.error);
+    let refused = s.copier.download_pages(both().map(|(i, buf)| (place(i), buf)).collect()).unwrap_err();
+    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
+    wrong(refused.error);
+    assert_eq!(s.copier.stats().chunks, 0);
+    drop(back);
     s.all_back();
 }

@@ -158,8 +158,10 @@ fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
     let mut all = rig.emptied();
     let load = copier.upload(bytes.clone(), &memory).unwrap();
     until("it waits like any other", || rig.pool.stats().waiting > 0);
-    std::thread::sleep(Duration::from_millis(20));
-    assert!(rig.pool.stats().waiting <= 1, "one request, however many threads");
+    // Longer than a waiter waits at a time: it keeps its place.
+    std::thread::sleep(Duration::from_millis(900));
+    let stats = rig.pool.stats();
+    assert_eq!((stats.waiting, stats.timeouts), (1, 0), "one request, however many threads");
     assert!(!load.is_over());
     // Enough for one segment is enough.
     all.truncate(all.len() / 2);
@@ -329,4 +331,30 @@ fn the_foreground_finds_a_segment_beside_all_that_wait_for_the_rate() {
         });
         rig.all_is_back();
     }
+}
+
+#[test]
+fn the_foreground_goes_before_what_has_landed_in_bulk() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(1).build().unwrap();
+    let first = copier.with_priority(Priority::Foreground);
+    // Longer than what is copied on the caller's own thread.
+    let (bytes, small) = (pattern(300_000, 3), rig.device.alloc(300_000).unwrap());
+    let memory = rig.device.alloc(6 << 20).unwrap();
+    copier.upload_slice(&pattern(6 << 20, 2), &memory).unwrap();
+    let slow = sink(|_, _: &[u8]| {
+        std::thread::sleep(Duration::from_millis(30));
+        Ok(())
+    });
+    let saves = copier.download(&memory, slow).unwrap();
+    while saves.progress().done < 200_000 {
+        std::thread::yield_now();
+    }
+    first.upload_slice(&bytes, &small).unwrap();
+    assert!(downloaded(&first, &small) == bytes);
+    let done = saves.progress();
+    assert!(!done.over && done.done < 4 << 20, "it had to wait for the whole of it: {done:?}");
+    saves.cancel();
+    drop(saves);
+    rig.all_is_back();
 }

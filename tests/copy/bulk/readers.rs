@@ -1,5 +1,6 @@
 //! What the caller's own thread brings or takes: where it ends, what it costs, and both at once.
 
+use std::io::Read;
 use std::sync::mpsc::{channel, sync_channel};
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use pinpool::copier::Priority;
 use pinpool::host::{Call, Failure, Fault};
 use pinpool::{Copier, Error};
 
-use super::{HANG, Rig, Whole, first, io, pattern, reader, writer};
+use super::{HANG, Rig, Whole, first, io, pattern, reader, told, until, writer};
 
 #[test]
 fn a_reader_may_end_where_a_chunk_does() {
@@ -157,6 +158,33 @@ fn a_device_that_fails_under_a_reader_leaves_no_segment_in_use() {
         }
     }
     let after = copier.upload(vec![3; 4 * chunk], &memory).unwrap();
+    after.wait_timeout(HANG).expect("a segment is left").unwrap();
+    rig.all_is_back();
+}
+
+/// Chunks that were read and that no worker had taken when the reader failed leave the copier's share.
+#[test]
+fn readers_that_fail_leave_no_segment_in_use() {
+    let rig = Rig::plain();
+    // One thread, and room for few segments.
+    let copier = rig.builder().threads(1).share(500 << 10).build().unwrap();
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let chunk = copier.stats().chunk;
+    for round in 0..12 {
+        // The only worker.
+        let (told, source) = told(chunk, 0);
+        let held = copier.upload(source, &memory[0]).unwrap();
+        until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
+        let bytes = pattern(2 * chunk + 10, round);
+        let broken = reader(|_| Err(io::Error::other("the line is dead")));
+        let failed = copier.upload_read(&mut (&bytes[..]).chain(broken), &memory[1]).unwrap_err();
+        assert!(matches!(failed, Error::Read { .. }), "round {round}: {failed}");
+        // With a segment too few the reader would have had to wait for the worker.
+        assert!(!held.progress().over, "round {round}: segments are still in use");
+        drop(told);
+        held.wait().unwrap();
+    }
+    let after = copier.upload(vec![3; 4 * chunk], &memory[1]).unwrap();
     after.wait_timeout(HANG).expect("a segment is left").unwrap();
     rig.all_is_back();
 }

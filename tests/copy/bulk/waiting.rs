@@ -10,7 +10,7 @@ use pinpool::copier::{FileSink, Fill, Priority, Source};
 use pinpool::host::HostConfig;
 use pinpool::{Error, Request};
 
-use super::{HANG, Rig, Whole, file_of, io, pattern, reader, source, told, until};
+use super::{HANG, Rig, Whole, file_of, io, pattern, reader, sink, source, told, until};
 
 /// Bytes that the copier cannot take for memory.
 fn opaque(bytes: Vec<u8>) -> impl Source {
@@ -217,4 +217,60 @@ fn polling_for_a_part_moves_a_device_by_hand() {
     assert!(landed, "{:?}", transfer.progress());
     transfer.wait().unwrap();
     s.all_back();
+}
+
+/// An arrival makes room for a copy and brings a chunk to be drained: two workers are woken.
+#[test]
+fn a_place_on_the_wire_is_told_beside_what_has_landed() {
+    let rig = Rig::plain();
+    let copier = rig.builder().threads(2).depth(1).build().unwrap();
+    let memory = [0, 1].map(|_| rig.device.alloc(64 << 10).unwrap());
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    let hears = std::sync::Mutex::new(hears);
+    rig.node.hang(0);
+    let waits = sink(move |_, _| {
+        _ = hears.lock().unwrap().recv_timeout(2 * HANG);
+        Ok(())
+    });
+    let slow = copier.download(&memory[0], waits).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    let plain = copier.download(&memory[1], Whole::default()).unwrap();
+    // Both workers have looked for a place.
+    std::thread::sleep(Duration::from_millis(50));
+    rig.node.resume(0);
+    let over = plain.wait_timeout(HANG).is_ok();
+    drop(told);
+    slow.wait().unwrap();
+    assert!(over, "no worker was told of the place");
+    rig.all_is_back();
+}
+
+/// The reader may be waiting for one of the other transfers.
+#[test]
+fn a_reader_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let copier = rig.copier();
+    let bytes = pattern(200_000, 4);
+    let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
+    copier.upload_slice(&bytes, &memory[0]).unwrap();
+    rig.all_is_back();
+    let beside = || {
+        for upload in [false, true] {
+            let all = rig.emptied();
+            let third = rig.device.alloc(200_000).unwrap();
+            let waits: Box<dyn FnOnce() -> bool> = if upload {
+                let load = copier.upload(bytes.clone(), &third).unwrap();
+                Box::new(move || load.wait_timeout(HANG).is_ok())
+            } else {
+                let load = copier.download(&memory[0], Whole::default()).unwrap();
+                Box::new(move || load.wait_timeout(HANG).is_ok())
+            };
+            std::thread::sleep(Duration::from_millis(50));
+            drop(all);
+            assert!(waits(), "upload: {upload}");
+        }
+    };
+    copier.upload_read(&mut reads(beside, &bytes), &memory[1]).unwrap();
+    assert!(downloaded(&copier, &memory[1]) == bytes);
+    rig.all_is_back();
 }
