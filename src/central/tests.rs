@@ -3,7 +3,9 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
+use super::growth::Refusal;
 use super::waiting::MOST_WINDOWS;
 use super::*;
 use crate::arena::set_of;
@@ -168,6 +170,47 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
         (core.config.capacity, core.config.step) = (MIB + room * PAGE + 1, step * PAGE);
         assert_eq!(core.plan(wants, false).map(|bytes| bytes / PAGE), planned, "{wants:?}");
         core.growing = 0;
+    }
+}
+
+/// A growth that was refused is followed by shorter ones, down to what is needed, and then by one after each pause.
+#[test]
+fn a_refused_growth_is_tried_again_at_half_the_length() {
+    let central = pool(&[256]);
+    (central.core.lock().config.capacity, central.core.lock().config.step) = (4 * MIB, 700 * PAGE);
+    let key = join(&central, &[pages(300)]);
+    let mut core = central.core.lock();
+    core.growing = 0;
+    let refusal = |error, pages, left| Refusal { error, missing: pages * PAGE, looks: 1, left };
+    // What was refused, in pages, how many looks are left until it is tried again, and what is planned then.
+    for (refused, left, planned) in [(700, 1, 350), (350, 1, 300), (300, 1, 0), (300, 0, 300)] {
+        core.refusal = Some(refusal(Error::Timeout(Duration::ZERO.into()), refused, left));
+        assert_eq!(core.grow_for_queue(), planned > 0);
+        assert_eq!(std::mem::take(&mut core.growing), planned * PAGE);
+    }
+    core.refusal = Some(refusal(Error::Closed, 700, 1));
+    core.looks_passed(1);
+    assert!(!core.grow_for_queue(), "a refusal that does not pass");
+    assert!(core.hopeless(&[pages(300)]).is_some_and(|error| error == Error::Closed));
+    assert!(core.hopeless(&[pages(256)]).is_none(), "the present region serves it");
+    drop(core);
+    central.leave(key);
+}
+
+/// A growth that was refused is tried again for each request that is shorter.
+#[test]
+fn a_request_gets_no_error_of_a_growth_for_a_longer_one() {
+    let (central, transient) = (pool(&[]), Error::Timeout(Duration::ZERO.into()));
+    (central.core.lock().config.capacity, central.core.lock().config.step) = (MIB, 2 * PAGE);
+    central.plan_bytes(200 * PAGE);
+    let [large, small] = [200, 1].map(|n| join(&central, &[pages(n)]));
+    central.grown(200 * PAGE, Some(&transient));
+    assert!(waits(&central, small) && central.core.lock().growing == 2 * PAGE, "a step is tried");
+    central.grown(2 * PAGE, Some(&transient));
+    assert!(waits(&central, small) && central.core.lock().growing == PAGE, "and the page that is needed");
+    central.grown(PAGE, Some(&transient));
+    for key in [large, small] {
+        assert!(matches!(central.look(key, None), Some(Err(Error::Timeout(_)))));
     }
 }
 
