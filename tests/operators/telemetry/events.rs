@@ -128,6 +128,8 @@ fn a_lost_device() {
     let fields = ["device", "entries", "error", "stream"];
     let stream_lost = event("pinpool::stream::lost", Level::ERROR, &fields);
     assert_eq!(stream_lost.field("stream"), stream.number().to_string());
+    let gone = event("pinpool::stream::quarantine", Level::ERROR, &["buffers", "bytes"]);
+    assert_eq!((gone.field("buffers"), gone.field("bytes")), ("1", "4160"));
 }
 
 #[test]

@@ -31,6 +31,7 @@ fn the_recorder_gets_what_the_events_have() {
     // Counters are sent as what came since: a second look adds nothing.
     metrics::with_local_recorder(&recorder, || (sampler.poll(), sampler.poll()));
     let text = text(&recorder);
+    let mut unsent = Vec::new();
     for metric in METRICS {
         let kind = match metric.kind {
             MetricKind::Counter => "counter",
@@ -40,8 +41,14 @@ fn the_recorder_gets_what_the_events_have() {
         let name = metric.prometheus_name();
         let described = text.contains(&format!("# HELP {name} "));
         let typed = text.lines().find_map(|line| line.strip_prefix(&format!("# TYPE {name} ")));
-        assert!(typed.is_none_or(|typed| typed == kind && described), "{name}: {typed:?}");
+        match typed {
+            Some(typed) => assert!(typed == kind && described, "{name}: {typed}"),
+            None => unsent.push(metric.name),
+        }
     }
+    // Nothing has waited, and no stream has been used.
+    let streams = ["pinpool.stream.in_flight.bytes", "pinpool.stream.in_flight.entries"];
+    assert_eq!(unsent, [&["pinpool.wait.seconds", "pinpool.flight.seconds"][..], &streams].concat());
     assert_eq!(values(&text, "pinpool_checkouts_total{pool=\"fed\"}"), [100.0]);
     assert_eq!(values(&text, "pinpool_class_checkouts_total{pool=\"fed\",stride=\"1088\"}"), [100.0]);
     assert_eq!(values(&text, "pinpool_memory_capacity_bytes{pool=\"fed\"}"), [1_048_576.0]);
