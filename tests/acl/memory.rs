@@ -18,7 +18,7 @@ fn segments_keep_to_the_rule_in_both_modes() {
         for extent in [64 << 10, 256 << 10, 1 << 20] {
             let built = Pool::builder(&device).capacity(4 << 20).region(1 << 20).extent(extent);
             let pool = built.build().unwrap();
-            let mut held: Vec<PinnedBuf> = Vec::new();
+            let (mut held, mut given): (Vec<PinnedBuf>, usize) = (Vec::new(), 0);
             for round in 0..96 {
                 let len = [1 + round, 200 + round * 41 % 4800, 5000 + round * 7919 % 195_000][round % 3];
                 let align = 64 << (round % 7);
@@ -27,6 +27,7 @@ fn segments_keep_to_the_rule_in_both_modes() {
                     Err(Error::Exhausted(_) | Error::TooLong { .. }) => continue,
                     Err(error) => panic!("{error}"),
                 };
+                given += 1;
                 let start = buf.as_ptr().addr();
                 assert_eq!(start % align, 0);
                 // Each extent is a block of the library's, and a region.
@@ -52,6 +53,7 @@ fn segments_keep_to_the_rule_in_both_modes() {
                 assert!(*back == sent);
                 held.extend((round % 2 == 0).then_some(back));
             }
+            assert!(given > 60, "{given} of 96 with extents of {extent} bytes");
             pool.check().unwrap();
         }
     });

@@ -124,7 +124,7 @@ fn transfers_leave_captures_and_contexts_alone() {
             assert_eq!(gpu.made("cuCtxGetCurrent", &[]), context);
         }
         gpu.current(gpu.context);
-        assert!(copier.stats().launches > 0, "{:?}", copier.stats());
+        assert!(gpu.stand_in.is_none() || copier.stats().launches > 0, "{:?}", copier.stats());
         // Nothing outside comes before what a graph does.
         assert!(matches!(copier.wait_for(&adopt(&device, raw).unwrap()), Err(Error::Capturing { .. })));
         // The capture is as it was: `end_capture` would tell.

@@ -185,7 +185,7 @@ fn each_call_fails_once() {
             failures.extend(wrong.into_iter().map(|text| (failure, call, nth, text)));
         }
         println!("{failure:?}: {failed} of {all} calls failed once");
-        assert_eq!(failed, all);
+        assert!(failed == all && all > 0);
     }
     assert_none(failures);
 }
@@ -223,6 +223,7 @@ fn calls_fail_on_threads() {
             }
         }
         println!("{failure:?}, on threads: {failed} of {all} calls failed once (the others did not happen)");
+        assert!(failed > 0, "{failure:?}");
     }
     assert_none(failures);
 }

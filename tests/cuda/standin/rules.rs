@@ -202,10 +202,10 @@ ARG-1
     here 1 ThreadExchangeStreamCaptureMode 0 ! ARG-1
     here 1 MemcpyBatchAsync 0 0 0 1 0 0 0 0 s ! ARG-1
     here 1 ModuleLoadData & 0 ! ARG-1
-    f = kernel spread
+    here f = kernel spread
     here 1 ModuleGetFunction & module 0 ! ARG-1
     here 1 LaunchKernel f 16 1 1 512 1 1 0 s 0 0 ! ARG-1
-    0 ModuleUnload module
+    here 0 ModuleUnload module
 GRA-1 ? - a call from the driver's own callback: undefined there, and it may never come back
     object = UserObjectCreate 0 asks 1 1
     0 UserObjectRelease object 1; answered 800 ! GRA-1
