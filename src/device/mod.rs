@@ -186,11 +186,6 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Called first on each of the crate's threads that makes calls: the driver may set the thread up.
     fn enter_thread(&self) {}
 
-    /// Whether recording an event can block the caller (then a submit closes its sequence number, not the reaper).
-    fn record_may_block(&self) -> bool {
-        false
-    }
-
     /// The most bytes that one call of [`Driver::pin`] can pin.
     fn longest_pin(&self) -> usize {
         usize::MAX

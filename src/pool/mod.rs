@@ -476,7 +476,9 @@ impl Pool {
     /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is
     /// likely, and of some others. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        self.0.devices.iter().fold(false, |any, device| device.listing().look(BATCH) | any)
+        // Nothing else looks at the streams of a device by hand.
+        let most = if self.is_by_hand() { usize::MAX } else { BATCH };
+        self.0.devices.iter().fold(false, |any, device| device.listing().look(most) | any)
     }
 
     /// Moves devices by hand one step on, and takes back what is complete. Whether anything has changed.

@@ -6,10 +6,10 @@
 //! `aclrtMemcpy`, which takes any memory, and returns when the copy is complete. (Work that another thread submits to
 //! the stream at the same time comes before or after the copy, as it may anyway.)
 //!
-//! Copies of borrowed memory are made in place, too, but by way of memory of the crate's own. The documentation does
-//! not say that a copy ends with its device: after the device is lost, the copy may still read or write. The crate's
-//! memory is then leaked. Borrowed memory goes back to its owner whatever happens, so the library never gets its
-//! address.
+//! Copies of borrowed memory are made in place, too, but by way of memory of the crate's own, and longer ones in parts.
+//! (Work that another thread submits at the same time may come between two parts.) The documentation does not say that
+//! a copy ends with its device: after the device is lost, the copy may still read or write. The crate's memory is then
+//! leaked. Borrowed memory goes back to its owner whatever happens, so the library never gets its address.
 
 use std::ffi::{c_int, c_void};
 
@@ -115,8 +115,8 @@ impl Acl {
                 copied
             };
             if let Err(error) = copied {
-                // Of a lost device it cannot be known whether the copy still runs.
-                if self.lost.get().is_some() {
+                // Where the device is lost, or the process ends, it cannot be known whether the copy still runs.
+                if self.alive().is_err() {
                     self.leaked();
                     std::mem::forget(staging);
                 }

@@ -79,7 +79,7 @@ impl Timeline {
             }
             // On a device with a limited number of events, recorded ones are free again as the stream goes on.
             let comes_back = error.class() == ErrorClass::Transient && !state.marks.is_empty();
-            !comes_back && gives_up(&mut state.failures, error)
+            !comes_back && gives_up(&mut state.record_failures, error)
         };
         foreign::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "an event could not be recorded");
         if give_up {
@@ -122,7 +122,7 @@ impl Timeline {
                     break;
                 }
                 Err(error) => {
-                    if !gives_up(&mut self.state.lock().failures, &error) {
+                    if !gives_up(&mut self.state.lock().ask_failures, &error) {
                         break;
                     }
                     drop(role);
@@ -143,7 +143,7 @@ impl Timeline {
         // Events that failed before this number was closed were recorded before its event, if at all.
         let (free, failed): (Vec<_>, _) = state.failed.drain(..).partition(|(closed, _)| *closed < seq);
         state.failed = failed;
-        state.failures = 0;
+        (state.record_failures, state.ask_failures) = (0, 0);
         if seq > self.completed.load(Ordering::Relaxed) {
             state.complete(seq, self.context.flights(), &mut after);
             // Release: pairs with the acquire in `is_complete`. Stored under the lock, after the entries were
@@ -332,7 +332,7 @@ impl Drop for Closing<'_> {
             let at = state.marks.partition_point(|other| other.seq < mark.seq);
             state.marks.insert(at, mark);
             state.covered = state.covered.max(mark.seq);
-            state.failures = 0;
+            state.record_failures = 0;
         } else {
             state.fail(mark.event);
         }

@@ -136,8 +136,10 @@ struct TimelineState {
     covered: u64,
     /// Threads that name the stream to the driver: they found a number due, or record the event of a closed one.
     under_way: u32,
-    /// Failures of recording and asking, none of them passing, after which no event was recorded or seen complete.
-    failures: u32,
+    /// Failures of recording after which no event was recorded, and of asking, none of them passing. After both,
+    /// nothing was seen complete.
+    record_failures: u32,
+    ask_failures: u32,
     /// What is in flight, oldest first, and behind it what is being submitted: `pending` entries, in no order.
     entries: VecDeque<TimelineEntry>,
     pending: usize,
@@ -364,9 +366,7 @@ impl Timeline {
         let shared = self.is_shared();
         let seq = state.open;
         state.join(number, seq);
-        // Where recording may block, the submitting thread closes each number, so that the reaper need not.
-        let lingers = !self.context.driver().record_may_block()
-            && (!shared || patient && self.confined.is_none())
+        let lingers = (!shared || patient && self.confined.is_none())
             && state.open_entries < SEQ_ENTRIES
             && state.open_bytes < SEQ_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);

@@ -15,8 +15,8 @@
 //! where more are: so a thousand streams that hang cost a hundredth of a core.
 //!
 //! A pool that runs short looks at the [`BATCH`] timelines whose looks come next, on the thread of the request; a
-//! program that reaps, and who moves a device by hand, at all of them ([`Listing::look`]). Such a look takes idle
-//! timelines off the list.
+//! program that reaps, and who moves a device by hand, at all of them ([`Listing::look`]). A look at all of them takes
+//! idle timelines off the list at once.
 //!
 //! # Invariants
 //!
@@ -148,11 +148,11 @@ impl Listing {
     /// that asks for it, a device by hand, and a pool that runs short. Returns whether anything completed.
     pub(crate) fn look(&self, most: usize) -> bool {
         let timelines = self.queue.lock().take(Instant::now(), most);
-        self.look_at(&timelines, true)
+        self.look_at(&timelines, true, if most == usize::MAX { 1 } else { IDLE_LOOKS })
     }
 
-    /// Looks at timelines. With `now` it closes what is open, and takes those that are idle off the list at once.
-    fn look_at(&self, timelines: &[Arc<Timeline>], now: bool) -> bool {
+    /// Looks at timelines. With `now` it closes what is open. Takes those off the list that so many looks found idle.
+    fn look_at(&self, timelines: &[Arc<Timeline>], now: bool, idle_looks: u32) -> bool {
         let look = |timeline: &Arc<Timeline>| {
             foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
                 timeline.advance(now)
@@ -166,7 +166,7 @@ impl Listing {
         let seen: Vec<bool> = timelines.iter().map(look).collect();
         let (at, mut queue) = (Instant::now(), self.queue.lock());
         for (timeline, progress) in timelines.iter().zip(&seen) {
-            queue.note(timeline, *progress, at, if now { 1 } else { IDLE_LOOKS });
+            queue.note(timeline, *progress, at, idle_looks);
         }
         seen.contains(&true)
     }
@@ -175,7 +175,7 @@ impl Listing {
     fn run(&self) {
         let mut looked = Instant::now();
         while let Some(due) = self.next_due(looked) {
-            self.look_at(&due, false);
+            self.look_at(&due, false, IDLE_LOOKS);
             looked = Instant::now();
         }
     }
@@ -347,5 +347,28 @@ mod tests {
         assert!(since < far);
         queue.note(timeline, false, since, IDLE_LOOKS);
         assert_eq!(queue.listed[0].next_look, since + SHORTEST_PAUSE);
+    }
+
+    #[test]
+    fn a_pool_that_runs_short_leaves_idle_timelines_listed_for_a_while() {
+        let (_, device) = by_hand();
+        let streams: Vec<Stream> = (0..2 * BATCH).map(|_| device.stream().unwrap()).collect();
+        let (listing, listed) = (device.listing(), || device.listing().queue.lock().listed.len());
+        let hold = || streams.iter().for_each(|stream| drop(stream.hold(()).unwrap()));
+        hold();
+        listing.look(usize::MAX);
+        device.context().advance();
+        (0..2 * IDLE_LOOKS - 2).for_each(|_| _ = listing.look(BATCH));
+        assert_eq!(listed(), 2 * BATCH, "none has been idle for so many looks");
+        (0..4).for_each(|_| _ = listing.look(BATCH));
+        assert_eq!(listed(), 0);
+        // Where nothing moves by itself, a pool looks at all of them, and none stays.
+        let pool = crate::Pool::builder(&device).capacity(64 << 10);
+        let pool = pool.unpinned(crate::Unpinned::Allow).build().unwrap();
+        hold();
+        pool.reap();
+        device.context().advance();
+        assert!(pool.reap());
+        assert_eq!(listed(), 0);
     }
 }

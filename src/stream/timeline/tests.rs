@@ -420,6 +420,20 @@ fn failures_to_record_with_successes_in_between_lose_no_stream() {
     assert!(rig.stream.timeline().is_idle());
 }
 
+/// Also one that goes on submitting: else what it was given would never come back, and never be quarantined.
+#[test]
+fn a_stream_that_can_never_be_asked_is_lost() {
+    let rig = Rig::by_hand();
+    for _ in 0..EVENT_TRIES {
+        assert!(rig.stream.timeline().usable().is_ok());
+        rig.fail(Call::Query, Failure::Argument);
+        rig.hold();
+        rig.device.reap();
+    }
+    assert!(rig.stream.timeline().usable().is_err());
+    assert!(rig.stream.timeline().is_idle());
+}
+
 /// It keeps what the device may use for good, and thereby the device open; and nothing else.
 #[test]
 fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {

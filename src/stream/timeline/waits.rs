@@ -3,7 +3,7 @@
 //! A thread in [`Timeline::wait`] asks the driver by itself for a short time, then parks and leaves the asking to the
 //! reaper. A task leaves a waker. Either is woken by the thread that sees the completion.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -13,9 +13,25 @@ use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Task;
 use crate::sync::{Ordering, thread};
 
-/// For how long a waiting thread asks, before it parks. A copy behind one or two bulk chunks takes about this long, and
-/// by way of the reaper the waiter would learn of it after as long again (the reaper's pause and the thread's wake).
-const SPIN: Duration = Duration::from_micros(250);
+/// For how long a waiting thread asks continuously before it parks and leaves the asking to the reaper.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// Until when, from the start of the wait, a waiting thread then asks with pauses, on a machine with cores to spare. A
+/// copy behind one or two bulk chunks takes about this long, and by way of the reaper the waiter would learn of it
+/// after as long again (the reaper's pause and the thread's wake).
+const PAUSED_SPIN: Duration = Duration::from_micros(250);
+/// The pause between two of these questions. A thread that asks without pause slows threads that submit.
+const APART: Duration = Duration::from_micros(5);
+/// From this number of cores on a machine has some to spare.
+const MANY_CORES: usize = 8;
+
+/// Whether this machine has cores to spare.
+fn has_many_cores() -> bool {
+    static MANY: OnceLock<bool> = OnceLock::new();
+    *MANY.get_or_init(|| {
+        cfg!(not(loom)) && std::thread::available_parallelism().is_ok_and(|n| n.get() >= MANY_CORES)
+    })
+}
 
 impl Timeline {
     /// Whether a sequence number is complete.
@@ -109,22 +125,21 @@ impl Timeline {
             }
             return Err(Error::Timeout(since.elapsed().into()));
         }
+        let spin = if has_many_cores() { PAUSED_SPIN } else { SPIN };
         loop {
+            let asked = Instant::now();
+            let is_paused = asked - since >= SPIN;
+            if asked - since >= spin || is_paused && late(asked) {
+                break;
+            }
             let progress = self.ask();
             if self.is_complete(seq)? {
                 return Ok(());
             }
-            let asked = Instant::now();
-            let waited = asked - since;
-            if waited >= SPIN || late(asked) {
-                break;
-            }
-            // A thread that asks without pause slows threads that submit. So the pause grows with the wait: the
-            // completion is seen later by a thirty-second part at most.
-            while asked.elapsed() < waited / 32 {
+            while is_paused && asked.elapsed() < APART {
                 std::hint::spin_loop();
             }
-            if !progress {
+            if is_paused || !progress {
                 crate::sync::yield_now();
             }
         }

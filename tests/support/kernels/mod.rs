@@ -165,22 +165,6 @@ impl Raw {
         self.0.call("cuStreamSynchronize", &[stream])
     }
 
-    /// Copies to the device on a stream.
-    ///
-    /// # Safety
-    /// The source stays as it is until the copy is done.
-    pub unsafe fn upload(&self, to: u64, from: *const u8, len: usize, stream: usize) {
-        self.ask("cuMemcpyHtoDAsync_v2", &[to as usize, from as usize, len, stream]);
-    }
-
-    /// Copies to the host on a stream.
-    ///
-    /// # Safety
-    /// No code touches the target until the copy is complete.
-    pub unsafe fn download(&self, to: *mut u8, from: u64, len: usize, stream: usize) {
-        self.ask("cuMemcpyDtoHAsync_v2", &[to as usize, from as usize, len, stream]);
-    }
-
     /// Registers host memory with the driver, for every context.
     pub fn register(&self, at: *mut u8, len: usize) {
         self.ask("cuMemHostRegister_v2", &[at as usize, len, 1]);
