@@ -12,8 +12,8 @@
 //! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head; where there is no
 //!    room for it, or a region as short was refused, for the first waiter that the room is enough for.
 //! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many bytes, down to what
-//!    the waiter needs, and then at a later look at the queue (`waiting`): the next, the second after that, the fourth,
-//!    and then every eighth. (Without a clock: at the next call on the slow path.)
+//!    the waiter needs, and then after a pause that doubles. (Without a clock the next call on the slow path is the
+//!    pause.)
 //! 3. A request that only growing can serve gets the error of a growth that was as short as it could be, or that will
 //!    not be tried again.
 
@@ -21,6 +21,7 @@ use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering as StdOrdering;
+use std::time::Duration;
 
 use stable_deref_trait::StableDeref;
 
@@ -30,8 +31,9 @@ use crate::error::{Error, ErrorClass, Result, Shortage, SubmitError};
 use crate::region::{Adoptee, Owner, RegionId, RegionInfo};
 use crate::segment;
 
-/// The most looks at the queue before a growth is tried again.
-const MOST_LOOKS: u32 = 8;
+/// The pause before a growth is tried again, at first and at most.
+const PAUSE: Duration = Duration::from_millis(10);
+const MOST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A growth that failed, until another one succeeds.
 #[derive(Debug)]
@@ -39,9 +41,9 @@ pub(super) struct Refusal {
     pub(super) error: Error,
     /// Bytes that did not come.
     pub(super) missing: usize,
-    /// After how many looks a growth as short as this is tried again, and how many of them are left.
-    pub(super) looks: u32,
-    pub(super) left: u32,
+    /// The pause after which a growth as short as this is tried again, and whether it is over.
+    pub(super) pause: Duration,
+    is_due: bool,
 }
 
 impl Refusal {
@@ -201,7 +203,7 @@ impl Core {
         let fits = |key: &Ticket| room >= least(self.queue.wants(*key));
         let is_tried = |key: &Ticket| {
             let need = || self.need(self.queue.wants(*key));
-            self.refused().is_none_or(|refusal| refusal.left == 0 || refusal.allows(need()))
+            self.refused().is_none_or(|refusal| refusal.is_due || refusal.allows(need()))
         };
         // What is free counts, since idle regions may make way.
         let may_move = !waiter.replaced
@@ -214,16 +216,13 @@ impl Core {
         self.grow_for(key, key == head && may_move)
     }
 
-    /// Plans a region for a waiter, to be carried out after the unlock. `false`: there is no room.
+    /// Plans a region for a waiter, which the guard of the lock has pinned after the unlock. `false`: there is no room.
     pub(super) fn grow_for(&mut self, key: Ticket, may_move: bool) -> bool {
         let (wants, before) = (self.queue.wants(key).to_vec(), self.arena.bytes().total);
         let Some(bytes) = self.plan(&wants, may_move) else { return false };
         let has_moved = self.arena.bytes().total < before;
         self.queue.waiting.get_mut(&key).into_iter().for_each(|waiter| waiter.replaced |= has_moved);
-        let central = self.me.clone();
-        crate::foreign::when_allowed(move || {
-            central.upgrade().into_iter().for_each(|central| central.pin(bytes))
-        });
+        self.planned += bytes;
         true
     }
 
@@ -232,22 +231,33 @@ impl Core {
         self.refusal.as_ref().filter(|_| self.growing == 0)
     }
 
-    /// Notes that a growth failed. If it had been tried again, the next pause is twice as long.
-    fn refuse(&mut self, error: Error, missing: usize) {
+    /// Notes that a growth failed. If that was tried after a pause, the next pause is twice as long.
+    pub(super) fn refuse(&mut self, error: Error, missing: usize) {
         self.stats.growth_failures += 1;
-        let looks = match self.refusal.take().filter(|_| !self.queue.is_empty()) {
-            Some(before) if before.left == 0 => (2 * before.looks).min(MOST_LOOKS),
-            Some(before) => before.looks,
-            None => 1,
+        let pause = match self.refusal.take().filter(|_| !self.queue.is_empty()) {
+            Some(before) if before.is_due => (before.pause * 2).min(MOST_PAUSE),
+            Some(before) => before.pause,
+            None => PAUSE,
         };
-        self.refusal = Some(Refusal { error, missing, looks, left: looks });
+        let refusal = Refusal { error, missing, pause, is_due: false };
+        if refusal.may_pass() && !self.config.by_hand && !cfg!(loom) {
+            let (central, failures) = (self.me.clone(), self.stats.growth_failures);
+            crate::timer::after(pause, move || {
+                let Some(central) = central.upgrade() else { return };
+                let mut core = central.lock();
+                // A growth that failed meanwhile has a pause of its own.
+                if core.stats.growth_failures == failures {
+                    core.growth_is_due();
+                }
+            });
+        }
+        self.refusal = Some(refusal);
     }
 
-    /// So many looks have passed since a growth failed.
-    pub(super) fn looks_passed(&mut self, looks: u32) {
-        if let Some(refusal) = self.refusal.as_mut().filter(|refusal| refusal.may_pass()) {
-            refusal.left = refusal.left.saturating_sub(looks);
-        }
+    /// The pause after a growth that failed is over.
+    pub(super) fn growth_is_due(&mut self) {
+        let may_pass = self.refusal.iter_mut().filter(|refusal| refusal.may_pass());
+        may_pass.for_each(|refusal| refusal.is_due = true);
     }
 
     /// Bytes that could be pinned now.

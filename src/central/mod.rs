@@ -33,8 +33,9 @@
 //! - No waiter could be served by what is free outside of windows.
 //! - Whoever changes the core under the lock may free memory, or room for memory, that a waiter could have. So the guard
 //!   of the lock serves the queue before it lets the lock go, and nothing else locks the core.
-//! - No driver call and no foreign code under the lock: tasks are woken and plans of regions carried out after the
-//!   unlock, by the guard's deferral ([`crate::foreign`]).
+//! - No driver call and no foreign code under the lock. Tasks are woken after the unlock, by the guard's deferral
+//!   ([`crate::foreign`]). Regions that were planned are pinned after the unlock too, by the guard itself: foreign code
+//!   further out on this thread may wait for that memory.
 //!
 //! Read on in `lease` (which cache this thread has), `caches`, `queue` and `waiting`, `growth`, `raw` (the segment as a
 //! value), `census`, `check`. The pool calls all of it. Buffers and timelines hold [`Segment`]s and return them.
@@ -168,6 +169,8 @@ struct Core {
     quarantined_segments: Vec<(u32, usize, Instant)>,
     /// Bytes of regions that are being pinned.
     growing: usize,
+    /// Of these, the bytes that are pinned after the unlock.
+    planned: usize,
     /// The last growth that ended, if it failed.
     refusal: Option<Refusal>,
     stats: Stats,
@@ -240,6 +243,7 @@ impl CentralPool {
                 quarantined: 0,
                 quarantined_segments: Vec::new(),
                 growing: 0,
+                planned: 0,
                 refusal: None,
                 stats: Stats::default(),
             })),
@@ -541,15 +545,28 @@ impl Core {
 /// Access to the core. Its end serves the queue if the core was changed through it.
 #[must_use = "dropping it unlocks"]
 struct Locked<'a> {
+    // Declared first, so dropped first: what was planned is pinned after the unlock.
     core: MutexGuard<'a, Core>,
     central: &'a CentralPool,
     changed: bool,
+    planned: Planned,
+}
+
+/// Bytes that are pinned for a central pool when this is dropped.
+struct Planned(Option<(Arc<CentralPool>, usize)>);
+
+impl Drop for Planned {
+    fn drop(&mut self) {
+        if let Some((central, bytes)) = self.0.take() {
+            central.pin(bytes);
+        }
+    }
 }
 
 impl CentralPool {
     /// Locks the core. The only way in.
     fn lock(&self) -> Locked<'_> {
-        Locked { core: self.core.lock(), central: self, changed: false }
+        Locked { core: self.core.lock(), central: self, changed: false, planned: Planned(None) }
     }
 }
 
@@ -580,6 +597,10 @@ impl Drop for Locked<'_> {
     fn drop(&mut self) {
         if self.changed {
             self.central.turn(&mut self.core);
+            if self.core.planned > 0 {
+                let bytes = std::mem::take(&mut self.core.planned);
+                self.planned.0 = self.central.kept().map(|central| (central, bytes));
+            }
         }
     }
 }

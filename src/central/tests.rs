@@ -215,6 +215,34 @@ fn a_request_gets_no_error_of_a_growth_for_a_longer_one() {
 }
 
 #[test]
+fn a_refused_growth_is_tried_again_at_half_the_length_and_after_pauses_that_double() {
+    let central = pool(&[256]);
+    let mut core = central.core.lock();
+    (core.config.capacity, core.config.step) = (4 * MIB, 700 * PAGE);
+    core.queue.join(vec![pages(300)], Wake::Thread(thread::current()));
+    let planned = |core: &mut Core| {
+        assert_eq!(core.grow_for_queue(), core.planned > 0);
+        core.planned = 0;
+        std::mem::take(&mut core.growing) / PAGE
+    };
+    let transient = Error::Timeout(Duration::ZERO.into());
+    for pages in [700, 350, 300] {
+        assert_eq!(planned(&mut core), pages);
+        core.refuse(transient.clone(), pages * PAGE);
+    }
+    for millis in [10, 20, 40, 80, 160, 320, 640, 1000, 1000] {
+        assert_eq!((planned(&mut core), core.refusal.as_ref().unwrap().pause.as_millis()), (0, millis));
+        core.growth_is_due();
+        assert_eq!(planned(&mut core), 300);
+        core.refuse(transient.clone(), 300 * PAGE);
+    }
+    core.refuse(Error::empty(), 300 * PAGE);
+    core.growth_is_due();
+    assert_eq!(planned(&mut core), 0, "a refusal that does not pass");
+    assert_eq!([256, 300].map(|n| core.hopeless(&[pages(n)])), [None, Some(Error::empty())]);
+}
+
+#[test]
 fn idle_regions_make_way_newest_first() {
     let central = pool(&[256; 4]);
     let mut core = central.core.lock();

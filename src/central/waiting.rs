@@ -203,8 +203,8 @@ impl CentralPool {
         if core.queue.is_empty() {
             core.windows.overdue = false;
         } else if core.config.by_hand {
-            // The next call may try to grow again.
-            core.looks_passed(u32::MAX);
+            // The next call is the end of the pause.
+            core.growth_is_due();
         } else if !std::mem::replace(&mut core.windows.planned, true) && !cfg!(loom) {
             let central = self.me.clone();
             crate::timer::after(LOOK, move || {
@@ -229,7 +229,6 @@ impl CentralPool {
     fn look_now(&self, core: &mut Core) {
         if !core.queue.is_empty() {
             core.windows.overdue = true;
-            core.looks_passed(1);
             self.arrange(core, true);
         }
     }

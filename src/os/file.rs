@@ -9,8 +9,7 @@
 //!
 //! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that exists already, so
 //! that it is the same file whatever its name means by now. If a file system refuses that, there is no second
-//! descriptor, and the file is read through the cache. A file that the program opened with `O_DIRECT` is opened again
-//! without it, in the same way.
+//! descriptor, and the file is read through the cache.
 
 use std::fs::File;
 use std::io;

@@ -217,8 +217,8 @@ impl HostDriver {
         }
         let (pages, len) = on_pages(base, len);
         os::lock(pages, len).inspect_err(|_| {
-            // It cannot fail: the range was entered above.
-            let _ = self.node.state.lock().leave(&range, owner);
+            // Also while a copy uses it: memory that went unpinned is pinned again while buffers are out.
+            self.node.state.lock().ranges.remove(&range.start);
         })
     }
 }

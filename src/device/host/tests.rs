@@ -249,3 +249,29 @@ fn copies_within_a_device_that_cross_do_not_deadlock() {
     rig.driver.destroy_stream(other).unwrap();
     rig.close();
 }
+
+/// Memory that went unpinned is pinned again while copies use it. If it cannot be locked, nothing of it is pinned.
+#[test]
+fn memory_that_cannot_be_locked_is_not_pinned_although_a_copy_uses_it() {
+    const LEN: usize = 4096;
+    let rig = Rig::new(HostConfig::new(), LEN);
+    // SAFETY: a mapping of its own.
+    let base = unsafe {
+        let (reserved, private) = (libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        NonNull::new(libc::mmap(std::ptr::null_mut(), LEN, reserved, private, -1, 0)).unwrap().cast::<u8>()
+    };
+    rig.node.hang(0);
+    let dst = base.as_ptr();
+    // SAFETY: the device dies before it makes the copy.
+    unsafe { rig.driver.copy(rig.stream, Transfer::Download { src: rig.memory, dst, len: LEN }).unwrap() };
+    for _ in 0..2 {
+        // SAFETY: the memory stays until the end of the test.
+        let refused = unsafe { rig.driver.register(base, LEN, false) }.unwrap_err();
+        assert!(matches!(refused, Error::MemLock { .. }), "{refused}");
+        assert_eq!(rig.node.live(0).pinned_bytes, 0);
+    }
+    rig.node.kill(0);
+    // SAFETY: nothing uses it.
+    unsafe { libc::munmap(base.as_ptr().cast(), LEN) };
+    rig.close();
+}
