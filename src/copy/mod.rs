@@ -457,9 +457,7 @@ impl Stream {
     /// [`Error::Argument`], [`Error::TooSmall`], a bad range, [`Error::Capturing`]; what the driver says.
     pub fn upload_blocking(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.own(dst)?;
-        if src.is_empty() {
-            return Err(Error::empty());
-        }
+        bounds(.., src.len())?;
         Error::unless_fits(src.len(), dst.len())?;
         let transfer = Transfer::Upload { src: src.as_ptr(), dst: dst.ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.

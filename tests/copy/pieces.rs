@@ -4,7 +4,7 @@
 #![allow(unsafe_code, reason = "a promise about a value of its own")]
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pinpool::copier::CopyRange;
 use pinpool::host::{Call, Failure, HostConfig};
@@ -602,39 +602,58 @@ fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
     s.all_back();
 }
 
+/// A call keeps the segment that it has to its end: it goes on while other requests wait for what it would give back.
+#[test]
+fn a_call_goes_on_with_the_segment_that_it_has() {
+    let node = HostConfig::new().late(Duration::from_millis(1), 1);
+    let s = Setup::new(node, 4 << 20, |copier| copier.chunk(64 << 10));
+    let (source, place) = (bytes(1, 2 << 20), s.memory.slice(..2 << 20).unwrap());
+    // All but one segment.
+    let one = s.pool.checkout(80 << 10).unwrap();
+    let rest = s.emptied();
+    drop(one);
+    let call = s.copier.upload(source.clone(), &place).unwrap();
+    until("the call has its segment", || s.copier.stats().chunks > 0);
+    assert!(!call.is_over());
+    let (mut kept, since) = (Vec::new(), Instant::now());
+    while !call.is_over() {
+        kept.extend(s.pool.checkout_timeout(1000, Duration::from_millis(5)));
+        assert!(since.elapsed() < HANG, "the call waits for a request that waits for the call");
+    }
+    call.wait().unwrap();
+    drop(rest);
+    assert!(*s.read(&place) == *source);
+    drop(kept);
+    s.all_back();
+}
+
 /// A long call ends, though other callers start short ones all the time.
 #[test]
 fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
     let s = setup(HostConfig::new().late(Duration::from_micros(50), 1), 2 << 20);
     let stop = AtomicBool::new(false);
-    let (told, hears) = std::sync::mpsc::channel();
     // Checked out once: a pool that is full of short buffers gives longer ones out slowly.
-    let mut pieces = pinned(&s, &s.pool, (0..64).map(|i| i * LEN));
-    let places: Vec<_> = pieces.iter().map(|(_, place)| place.clone()).collect();
-    let ended: std::result::Result<(), _> = std::thread::scope(|scope| {
-        let (s, stop, places) = (&s, &stop, &places);
+    let mut long = pinned(&s, &s.pool, (0..64).map(|i| i * LEN));
+    let places: Vec<_> = long.iter().map(|(_, place)| place.clone()).collect();
+    std::thread::scope(|scope| {
         for t in 0..8 {
+            let (s, stop) = (&s, &stop);
             scope.spawn(move || {
+                let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
                 while !stop.load(Ordering::Relaxed) {
-                    let place = s.memory.slice((16 << 20) + t * 64..(16 << 20) + t * 64 + 64).unwrap();
-                    drop(s.copier.upload_pages(vec![(s.filled(&[1; 64]), place)]).unwrap());
+                    drop(s.copier.upload_pages(vec![(s.filled(&[1; 64]), place.clone())]).unwrap());
                 }
             });
         }
-        scope.spawn(move || {
-            for _ in 0..2 {
-                let back = s.copier.upload_pages(pieces).unwrap().wait().unwrap();
-                assert_eq!(back.len(), 64);
-                assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)), "in their order");
-                pieces = back.into_iter().zip(places.iter().cloned()).collect();
-                told.send(()).unwrap();
-            }
-        });
-        let ended = (0..2).try_for_each(|_| hears.recv_timeout(HANG));
+        for _ in 0..2 {
+            let sent = s.copier.upload_pages(std::mem::take(&mut long)).unwrap().wait_timeout(HANG);
+            stop.fetch_or(sent.is_err(), Ordering::Relaxed);
+            long = sent.expect("it gets through").unwrap().into_iter().zip(places.iter().cloned()).collect();
+        }
         stop.store(true, Ordering::Relaxed);
-        ended
     });
-    ended.expect("it gets through");
+    assert!(long.iter().enumerate().all(|(i, (buf, _))| **buf == *bytes(i, LEN)), "in their order");
+    drop(long);
     pinned_come_back(&s, &s.pool, &places);
     s.all_back();
 }
@@ -683,5 +702,38 @@ fn buffers_of_another_device_are_refused() {
     wrong(refused.error);
     assert_eq!(s.copier.stats().chunks, 0);
     drop(back);
+    s.all_back();
+}
+
+/// Checks of a pool that copiers and streams use meanwhile find nothing wrong.
+#[test]
+fn a_busy_pool_is_sound() {
+    let s = setup(HostConfig::new(), 4 << 20);
+    let stream = s.device.stream().unwrap();
+    let pieces = Pieces::new(&s.memory.slice(8 << 20..).unwrap(), 0, short(40));
+    let calls: [&(dyn Fn() + Sync); 4] = [
+        &|| s.copier.upload_slices(&pieces.all()).unwrap(),
+        &|| {
+            drop(
+                s.copier.upload_pages(pinned(&s, &s.pool, (0..40).map(|i| i * LEN))).unwrap().wait().unwrap(),
+            )
+        },
+        &|| s.copier.upload_slice(&s.filled(&[1; LEN]), s.memory.slice(4 << 20..)).unwrap(),
+        &|| drop(stream.hold(s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap()),
+    ];
+    let until = Instant::now() + Duration::from_millis(1500);
+    let busy = || Instant::now() < until;
+    std::thread::scope(|scope| {
+        for call in calls {
+            scope.spawn(move || {
+                while busy() {
+                    call();
+                }
+            });
+        }
+        while busy() {
+            s.pool.check().unwrap();
+        }
+    });
     s.all_back();
 }

@@ -206,6 +206,35 @@ fn pieces_of_one_call_go_in_batches() {
 
 // --- trouble ---------------------------------------------------------------------------------------------------------
 
+/// Chunks of pages have no table before they may go: by a rate that would take long, while others need the pool.
+#[test]
+fn pages_that_wait_for_the_rate_keep_nothing_of_the_copiers_pool() {
+    on_stand_in(|_, _| {
+        const COUNT: usize = 8192;
+        let device = open();
+        let (blocks, tables) = (pool(&device, 16 << 20), pool(&device, 16 << 20));
+        let copier =
+            Copier::builder(&tables, &device).threads(2).chunk(256 << 10).rate(1 << 20).build().unwrap();
+        let memory = device.alloc(COUNT * PIECE).unwrap();
+        let block = |nth: usize| {
+            let memory = memory.slice(nth * COUNT / 4 * PIECE..).unwrap();
+            let places = memory.strided(..PIECE / 2, PIECE, COUNT / 4).unwrap();
+            (blocks.checkout_zeroed(COUNT / 4 * PIECE / 2).unwrap(), places)
+        };
+        let sent = copier.upload_pages((0..4).map(block).collect()).unwrap();
+        until("the first chunk has gone", || sent.progress().done > 0);
+        until("no other has a table", || in_use(&tables) == 0);
+        assert!(sent.progress().done < 1 << 20, "{:?}", sent.progress());
+        sent.wait().unwrap();
+        // Those that waited while the ring was allocated go through it.
+        let stats = copier.stats();
+        assert!(stats.ring_bytes > 1 << 20, "{stats:?}");
+        drop(copier);
+        all_back(&tables);
+        all_back(&blocks);
+    });
+}
+
 /// A batch that is refused, or is said to be, is made copy by copy: only if one of these is refused has the chunk failed.
 #[test]
 fn a_refused_batch_of_pieces_goes_one_by_one() {

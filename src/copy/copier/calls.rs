@@ -13,6 +13,7 @@ use super::source::{self, Sink, Source};
 use super::trace::Trace;
 use super::transfer::Transfer;
 use super::types::{Direction, Priority};
+use super::worker::survived;
 use super::workers::Workers;
 use super::{Copier, may_wait};
 use crate::buffer::Lend;
@@ -21,16 +22,12 @@ use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::hold::Resource;
 
 /// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and
 /// a driver's copy from or to memory that is not pinned is slower.
 const AT_ONCE: usize = 256 << 10;
 
 type Name = Option<Cow<'static, str>>;
-
-/// What a call with blocks was found to be: its pieces, and the bytes of each block.
-type Found = (Survey, Vec<Piece>, Vec<usize>);
 
 impl Copier {
     // --- borrowed ----------------------------------------------------------------------------------------------------
@@ -64,9 +61,6 @@ impl Copier {
     /// [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range; else as for [`Transfer::wait`].
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.own(dst)?;
-        if src.is_empty() {
-            return Err(Error::empty());
-        }
         Error::unless_fits(src.len(), dst.len())?;
         let (dst, name) = (dst.slice(..src.len())?, Cow::from("bytes in memory"));
         let said =
@@ -104,7 +98,7 @@ impl Copier {
             return Ok(false);
         }
         let trace = Trace::begin(self.device().name(), direction, priority, bytes as u64, name);
-        let said = copy(engine.stream(direction, priority)).map_err(|cause| Error::Transfer {
+        let said = survived(|| copy(engine.stream(direction, priority))).map_err(|cause| Error::Transfer {
             what: name.into(),
             offset: 0,
             cause: Box::new(cause),
@@ -294,11 +288,12 @@ impl Copier {
             (bytes.map(|bytes| (bytes.as_ptr().cast_mut(), bytes.len())), &*places)
         });
         let looked = self.survey_pages(each);
-        let (found, blocks) = SubmitError::unless(looked, blocks)?;
+        let ((survey, pieces, lens), blocks) = SubmitError::unless(looked, blocks)?;
         // Places of many pages take long to drop: that comes when the copies have begun.
-        let (lent, _places): (_, Vec<P>) =
+        let (lent, _places): (Vec<_>, Vec<P>) =
             blocks.into_iter().map(|(block, places)| ((block.lend(KEY), block), places)).unzip();
-        Ok(self.run_pages(Direction::Up, found, lent))
+        let plan = Paged::new(Direction::Up, pieces, lent.into_iter().zip(lens));
+        Ok(self.run(Direction::Up, survey, None, plan))
     }
 
     /// Copies many places of device memory to pinned blocks, the places of a block one behind the other. When all have
@@ -315,17 +310,19 @@ impl Copier {
         let stream = self.engine().stream(Direction::Down, Priority::Foreground);
         let each = blocks.iter_mut().map(|(places, landing)| (landing.target(stream, KEY), &*places));
         let looked = self.survey_pages(each);
-        let (found, blocks) = SubmitError::unless(looked, blocks)?;
+        let ((survey, pieces, lens), blocks) = SubmitError::unless(looked, blocks)?;
         let lend = |(places, landing): (P, L)| (landing.land(KEY), places);
-        let (lent, _places): (_, Vec<P>) = blocks.into_iter().map(lend).unzip();
-        Ok(self.run_pages(Direction::Down, found, lent))
+        let (lent, _places): (Vec<_>, Vec<P>) = blocks.into_iter().map(lend).unzip();
+        let plan = Paged::new(Direction::Down, pieces, lent.into_iter().zip(lens));
+        Ok(self.run(Direction::Down, survey, None, plan))
     }
 
-    /// Looks at blocks, each with its first byte and how many it has (or has room for), and its places.
+    /// Looks at blocks, each with its first byte and how many it has (or has room for), and its places: their pieces,
+    /// and the bytes of each block.
     fn survey_pages<'a, P: Places + 'a>(
         &self,
         blocks: impl Iterator<Item = (Result<(*mut u8, usize)>, &'a P)>,
-    ) -> Result<Found> {
+    ) -> Result<(Survey, Vec<Piece>, Vec<usize>)> {
         self.device().context().alive()?;
         let (mut survey, mut pieces, mut lens) = (Survey::default(), Vec::new(), Vec::new());
         for (n, (looked, places)) in blocks.enumerate() {
@@ -349,16 +346,6 @@ impl Copier {
         }
         self.workers.start().map(|()| (survey, pieces, lens))
     }
-
-    /// Starts a transfer that owns blocks.
-    fn run_pages<B: Lend + 'static>(
-        &self,
-        direction: Direction,
-        (survey, pieces, lens): Found,
-        lent: Vec<(Resource, B)>,
-    ) -> Transfer<Vec<B>> {
-        self.run(direction, survey, None, Paged::new(direction, pieces, lent.into_iter().zip(lens)))
-    }
 }
 
 /// While this exists, memory that the caller lends is used. Its drop waits until it is used no more.
@@ -373,5 +360,21 @@ impl Drop for Lending<'_> {
             self.job.cancel();
         }
         self.workers.wait(self.job, None, END);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{Device, Pool, Unpinned};
+
+    #[test]
+    fn a_copy_that_panics_gives_its_permit_back() {
+        let device = Device::open("host").unwrap();
+        let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        let copier = Copier::builder(&pool, &device).depth(1).build().unwrap();
+        let copy = |copy: fn(&Stream) -> Result<()>| copier.at_once(Direction::Up, 1, "a byte", copy);
+        copy(|_| panic!("the driver's copy panics")).unwrap_err();
+        assert!(copy(|_| Ok(())).unwrap(), "there is one permit, and it is free");
     }
 }

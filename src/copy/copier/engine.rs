@@ -152,7 +152,7 @@ impl Engine {
             flying.bulk += usize::from(room);
             room
         };
-        if !reserve() && !(self.land(direction) && reserve()) {
+        if !(reserve() || self.land(direction) && reserve()) {
             return false;
         }
         let is_due = self.is_due(bytes);
@@ -238,7 +238,7 @@ impl Engine {
 
     /// There may be no work left: then nothing of the pool stays in use.
     pub(super) fn rest(&self) {
-        if !self.scheduler.has_work(Kind::Blocking) {
+        if self.scheduler.first(Direction::Up, Kind::Blocking).is_none() {
             self.segments.rest();
         }
     }
@@ -295,10 +295,8 @@ impl Engine {
         let seq = submission.commit();
         buf.iter_mut().for_each(|buf| buf.submitted(seq));
         ticket.seq = seq;
-        let said = match failed {
-            Some(error) => context.noting(Err(error)),
-            None => Ok(context.count_copied(&*transfers)),
-        };
+        let said = failed.map_or(Ok(()), |error| context.noting(Err(error)));
+        let said = said.inspect(|()| context.count_copied(&*transfers));
         Ok((Flight { ticket, buf, back }, said))
     }
 }

@@ -22,12 +22,15 @@ use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen_direct
 use crate::sealed::Key;
 use crate::segment::PAGE;
 
+/// Of a chunk that is cached in part, stretches of so many bytes are read from the cache if they are cached as a whole.
+const STRETCH: usize = 256 << 10;
+
 /// How a file is read: [`FileSource::reading`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
-    /// Chunks that the page cache has are read from there; the rest is read past the cache, which stays as it is. Linux
-    /// tells what is cached to processes that own the file or may write to it; else this is
+    /// Bytes in the page cache are read from there; the rest is read past the cache, once, and leaves the cache as it
+    /// is. Linux tells what is cached to processes that own the file or may write to it; else this is
     /// [`Buffered`](Self::Buffered).
     #[default]
     Auto,
@@ -138,43 +141,54 @@ impl FileSource {
     /// Reads `len` bytes from `at` on into an empty buffer, which has room for two pages more. The buffer begins with
     /// the page that `at` lies in, so that any page of the file can be read straight to its place.
     pub(super) fn read(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {
-        let lead = at % PAGE as u64;
-        let (start, end) = (at - lead, lead as usize + len);
-        let ask = || cached(&self.file, start, end);
-        let told = match self.reading {
-            // A page that the kernel moves just now seems to be missing, so what is there in part is asked for twice.
-            Reading::Auto => ask().and_then(|told| if told == Cached::Part { ask() } else { Some(told) }),
-            _ => None,
-        };
-        let is_direct = match self.reading {
-            Reading::Auto => matches!(told, Some(Cached::Nothing | Cached::Part)),
-            Reading::Buffered => false,
-            Reading::Direct => true,
-        };
-        let direct = || reopen_direct(&self.file).map_err(|error| self.not_direct(&error)).ok();
-        if let Some(direct) = if is_direct { self.direct.get_or_init(direct) } else { &None } {
-            read_on(direct, start, end, PAGE, buf).unwrap_or_else(|error| self.not_direct(&error));
-        }
-        // What is left, which is all of it or what the other way could not read.
-        let before = buf.len();
-        let said = read_on(&self.file, start, end, 1, buf);
-        // The bytes before `at` are nobody's.
-        let [direct, ordinary] = [before, buf.len()].map(|have| (have as u64).saturating_sub(lead));
-        let mut stats = counters.lock();
-        stats.direct_bytes += direct;
-        *match told {
-            Some(Cached::All) => &mut stats.cached_bytes,
-            _ => &mut stats.buffered_bytes,
-        } += ordinary - direct;
-        drop(stats);
-        let there = at + ordinary;
-        said.map_err(|error| read_error(&self.name, there, &error))?;
-        if buf.len() < end {
-            // Where it ends now, which may be far before this.
-            let end = self.file.metadata().map_or(there, |m| m.len().min(there));
-            return Err(shrunk(self.name.clone(), end, self.range.end));
+        let lead = (at % PAGE as u64) as usize;
+        let (start, end) = (at - lead as u64, lead + len);
+        while buf.len() < end {
+            let (is_cached, until) = self.stretch(start, buf.len(), end);
+            let is_direct = is_cached == Some(false) || self.reading == Reading::Direct;
+            let (before, direct) =
+                (buf.len(), || reopen_direct(&self.file).map_err(|error| self.not_direct(&error)).ok());
+            if let Some(direct) = if is_direct { self.direct.get_or_init(direct) } else { &None } {
+                read_on(direct, start, until, PAGE, buf).unwrap_or_else(|error| self.not_direct(&error));
+            }
+            // What is left, which is all of it or what the other way could not read.
+            let between = buf.len();
+            let said = read_on(&self.file, start, until, 1, buf);
+            // The bytes before `at` are nobody's.
+            let [before, between, have] = [before, between, buf.len()].map(|have| have.max(lead) as u64);
+            let mut stats = counters.lock();
+            stats.direct_bytes += between - before;
+            *match is_cached {
+                Some(true) => &mut stats.cached_bytes,
+                _ => &mut stats.buffered_bytes,
+            } += have - between;
+            drop(stats);
+            let there = start + have;
+            said.map_err(|error| read_error(&self.name, there, &error))?;
+            if buf.len() < until {
+                // Where it ends now, which may be far before this.
+                let end = self.file.metadata().map_or(there, |m| m.len().min(there));
+                return Err(shrunk(self.name.clone(), end, self.range.end));
+            }
         }
         Ok(())
+    }
+
+    /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that
+    /// counts and is told. `start` is the file's offset of the buffer's first byte.
+    fn stretch(&self, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
+        let ask = |from: usize, to: usize| cached(&self.file, start + from as u64, to - from);
+        let told = if self.reading == Reading::Auto { ask(have, end) } else { None };
+        if told != Some(Cached::Part) {
+            return (told.map(|told| told == Cached::All), end);
+        }
+        let next = |from: usize| ((from / STRETCH + 1) * STRETCH).min(end);
+        let is_cached = |from: usize| ask(from, next(from)) == Some(Cached::All);
+        let (first, mut until) = (is_cached(have), next(have));
+        while until < end && is_cached(until) == first {
+            until = next(until);
+        }
+        (Some(first), until)
     }
 
     /// Reading past the cache was refused: ordinary reads take its place.

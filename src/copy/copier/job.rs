@@ -69,7 +69,6 @@ pub(super) trait Values<B>: Send + Sync {
 }
 
 /// How a chunk ended.
-#[derive(Debug)]
 pub(super) enum End {
     Arrived,
     Failed(Error),
@@ -194,7 +193,7 @@ impl JobState {
 
     /// Whether the bytes before this offset have arrived, or the job is over.
     fn is_at(&self, offset: u64) -> bool {
-        self.over.is_some() || offset <= self.landed_to
+        self.over.is_some() || offset <= self.landed_to.min(END - 1)
     }
 }
 

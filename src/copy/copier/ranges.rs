@@ -95,9 +95,6 @@ impl<R: DeviceRange> CopyRanges for R {
             return Ok(vec![CopyRange { at: 0, device: device.clone() }]);
         };
         let need = usize::try_from(end - at).unwrap_or(usize::MAX);
-        if need == 0 {
-            return Err(Error::empty());
-        }
         Error::unless_fits(need, device.len())?;
         Ok(vec![CopyRange { at, device: device.slice(..need)? }])
     }

@@ -20,7 +20,6 @@ const RETRY: Duration = Duration::from_secs(1);
 const FEWEST: usize = 2;
 
 /// A part of the ring that one chunk has.
-#[derive(Debug)]
 pub(super) struct Slot {
     pub(super) memory: DeviceSlice,
 }
@@ -32,7 +31,6 @@ impl Slot {
 }
 
 /// What came of asking for a slot: one, or all are in use, or there is no ring.
-#[derive(Debug)]
 pub(super) enum Take {
     Slot(Slot),
     Full,
@@ -40,7 +38,6 @@ pub(super) enum Take {
 }
 
 /// See the module's page.
-#[derive(Debug)]
 pub(super) struct Ring {
     /// Bytes of a slot, and slots at most.
     slot: usize,
@@ -48,7 +45,7 @@ pub(super) struct Ring {
     state: Mutex<RingState>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct RingState {
     free: Vec<Slot>,
     /// Slots that there are. Each keeps the ring's memory.

@@ -23,11 +23,13 @@ pub(super) struct Scheduler {
     state: Mutex<SchedulerState>,
 }
 
+/// Jobs, each with its number in the order of their starts.
+type Queue = VecDeque<(u64, Arc<Job>)>;
+
 #[derive(Default)]
 struct SchedulerState {
-    /// Of the foreground, then bulk ones; by direction, and there by kind. Each job has its number in the order of the
-    /// starts.
-    jobs: [[[VecDeque<(u64, Arc<Job>)>; 3]; 2]; 2],
+    /// Of the foreground, then bulk ones; by direction, and there by kind.
+    jobs: [[[Queue; 3]; 2]; 2],
     /// Each with a number of its own, and the kind up to which it takes chunks.
     sleepers: Vec<(u64, Kind, Thread)>,
     next_number: u64,
@@ -52,17 +54,13 @@ impl Scheduler {
         self.state.lock().first(direction, most)
     }
 
-    /// Whether there is a chunk of this kind, or a lesser one, to be taken, now or when a segment is free.
-    pub(super) fn has_work(&self, most: Kind) -> bool {
-        self.first(Direction::Up, most).is_some()
-    }
-
-    /// Wakes a worker that sleeps for what is left to be taken. One that is awake looks for it by itself.
+    /// Wakes a worker that sleeps, to look for what is left to be taken and after the ring. One that is awake looks by
+    /// itself before it sleeps.
     pub(super) fn poke(&self) {
         let mut state = self.state.lock();
-        let kinds = [Kind::Staged, Kind::Blocking];
-        let left = kinds.into_iter().find(|kind| state.first(Direction::Up, *kind).is_some());
-        let sleeper = left.and_then(|kind| state.sleeper(kind));
+        let mut has = |kind| state.first(Direction::Up, kind).is_some();
+        let kind = if !has(Kind::Staged) && has(Kind::Blocking) { Kind::Blocking } else { Kind::Staged };
+        let sleeper = state.sleeper(kind);
         drop(state);
         sleeper.iter().for_each(Thread::unpark);
     }

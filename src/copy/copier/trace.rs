@@ -28,7 +28,6 @@ macro_rules! transfer {
 }
 
 /// See the module's page. Dropped without an end, the span closes and says nothing of how it went.
-#[derive(Debug)]
 pub(super) struct Trace(Span);
 
 impl Trace {

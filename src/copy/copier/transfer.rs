@@ -196,9 +196,6 @@ impl<T> Drop for Transfer<T> {
     }
 }
 
-// Nothing in it is pinned in place.
-impl<T> Unpin for Transfer<T> {}
-
 impl<T> std::fmt::Debug for Transfer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Transfer")

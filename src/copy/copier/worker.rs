@@ -75,7 +75,7 @@ impl Worker {
         loop {
             if self.round() {
                 still = None;
-            } else if !self.owned.is_empty() || self.engine.scheduler.has_work(self.most) {
+            } else if !self.owned.is_empty() || self.engine.scheduler.first(self.next, self.most).is_some() {
                 let waited = still.get_or_insert_with(Instant::now).elapsed();
                 if waited < SPIN {
                     std::hint::spin_loop();
@@ -234,7 +234,7 @@ impl Worker {
 }
 
 /// Runs a plan's work. A panic there is a mistake of the crate's, and ends the transfer.
-fn survived<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(super) fn survived<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     foreign::survive("the work of a transfer panicked: the transfer fails", work)
         .unwrap_or(Err(Error::Internal("the work of a transfer panicked")))
 }

@@ -250,8 +250,7 @@ fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache()
     let bytes = pattern(24 << 20, 10);
     let Some(file) = disk_file(&bytes) else { return };
     let memory = rig.device.alloc(bytes.len()).unwrap();
-    // Whole chunks of it, and parts of two, which are read as a whole. The kernel reads no more than that into the
-    // cache.
+    // Whole chunks of it, and a part of one. The kernel reads no more than that into the cache.
     cold::read_nothing_ahead(file.as_file());
     std::os::unix::fs::FileExt::read_exact_at(file.as_file(), &mut vec![0; 10 << 20], 5 << 20).unwrap();
     let warm = cold::cached_pages(file.as_file());
@@ -265,10 +264,9 @@ fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache()
     assert!((warm - warm / 16..=warm).contains(&cached), "{cached} pages are cached, {warm} were");
     let cold_bytes = bytes.len() as u64 - (warm * 4096) as u64;
     assert!(
-        read <= cold_bytes + (9 << 20),
+        read <= cold_bytes + (1 << 20),
         "{read} bytes were read, {cold_bytes} were not cached: {stats:?}"
     );
-    assert!(stats.cached_bytes > 0, "{stats:?}");
     assert_eq!(stats.cached_bytes + stats.direct_bytes, bytes.len() as u64, "{stats:?}");
     rig.all_is_back();
 }

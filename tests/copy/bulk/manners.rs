@@ -358,3 +358,24 @@ fn the_foreground_goes_before_what_has_landed_in_bulk() {
     drop(saves);
     rig.all_is_back();
 }
+
+#[test]
+fn what_has_landed_is_used_beside_the_rest() {
+    const LANDED: usize = 300_000;
+    let rig = Rig::plain();
+    // One thread sends the chunks in their order. Of several any may be the first.
+    let copier = rig.builder().threads(1).rate(1 << 20).build().unwrap();
+    let (bytes, memory) = (pattern(3 << 20, 6), rig.device.alloc(3 << 20).unwrap());
+    let load = copier.upload(bytes.clone(), &memory).unwrap();
+    // The rest takes more than two seconds.
+    assert!(load.wait_landed(LANDED as u64));
+    // By a stream, which the load does not hold up.
+    let (stream, other) = (rig.device.stream().unwrap(), rig.device.alloc(LANDED).unwrap());
+    drop(stream.copy(memory.slice(..LANDED), &other).unwrap());
+    let mut back = vec![0; LANDED];
+    stream.download_blocking(&other, &mut back).unwrap();
+    assert!(back == bytes[..LANDED]);
+    assert!(!load.is_over(), "all of it was beside the load");
+    load.wait().unwrap();
+    rig.all_is_back();
+}

@@ -73,24 +73,13 @@ impl Owned {
         let may_use_ring = !may_hold_up && !engine.is_slow(direction);
         let copies = if self.staged { 1 } else { chunk.parts.len() };
         self.by_ring = may_use_ring && chunk.is_for_ring(copies, engine.settings.segment);
-        match &mut self.buf {
-            Some(buf) => {
-                self.by_ring &= chunk.is_for_ring(copies, buf.capacity());
-                if direction == Direction::Up {
-                    // SAFETY: the chunk was taken and has not ended.
-                    unsafe { job.plan() }.fill(chunk, buf)?;
-                }
-                chunk.close(direction, buf, self.by_ring);
-            }
-            None if self.by_ring => {
-                let table = engine.segments.pool.for_copier(chunk.table_len().into(), Waiter::Retry);
-                self.buf = table.ok();
-                self.by_ring = self.buf.is_some();
-                // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
-                self.buf.iter_mut().for_each(|table| unsafe { chunk.write_table(table.as_mut_ptr()) });
-            }
-            None => {}
+        let Some(buf) = &mut self.buf else { return Ok(()) };
+        self.by_ring &= chunk.is_for_ring(copies, buf.capacity());
+        if direction == Direction::Up {
+            // SAFETY: the chunk was taken and has not ended.
+            unsafe { job.plan() }.fill(chunk, buf)?;
         }
+        chunk.close(direction, buf, self.by_ring);
         Ok(())
     }
 
@@ -132,7 +121,7 @@ impl Owned {
         if self.by_ring && self.slot.is_none() {
             match engine.ring.take(&engine.device) {
                 Take::Full if !engine.is_slow(direction) => return Step::Same,
-                Take::Full | Take::None => self.by_ring = false,
+                Take::Full | Take::None => {}
                 Take::Slot(slot) if direction == Direction::Down => return self.collect(engine, slot),
                 Take::Slot(slot) => self.slot = Some(slot),
             }
@@ -140,21 +129,32 @@ impl Owned {
         self.copy(engine)
     }
 
-    /// The copy of the chunk's table from its segment to the slot.
-    fn table(&self, buf: &mut PinnedBuf, slot: &Slot) -> Transfer {
+    /// The copy of the chunk's table to the slot. A chunk in place has its table in a small segment of its own, which is
+    /// checked out now: those that wait for a slot or a permit have none. `None`: the pool has none.
+    fn table(&mut self, engine: &Engine, slot: &Slot) -> Option<Transfer> {
         let (at, len) = (self.chunk.table_at(), self.chunk.table_len());
-        let from = if self.staged { at } else { 0 };
-        transfer(Direction::Up, buf.as_mut_ptr().wrapping_add(from), slot.at(at), len)
+        if !self.staged {
+            let mut table = engine.segments.pool.for_copier(len.into(), Waiter::Retry).ok()?;
+            // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
+            unsafe { self.chunk.write_table(table.as_mut_ptr()) };
+            self.buf = Some(table);
+        }
+        let from = self.buf.as_mut()?.as_mut_ptr().wrapping_add(if self.staged { at } else { 0 });
+        Some(transfer(Direction::Up, from, slot.at(at), len))
     }
 
     /// Has the bytes of the chunk collected in a slot.
     fn collect(&mut self, engine: &Engine, slot: Slot) -> Step {
-        let (Some(spreader), Some(mut buf)) = (engine.spreader(Direction::Down), self.buf.take()) else {
-            return failed(Error::Internal("a slot without kernels or a table"));
+        let Some(spreader) = engine.spreader(Direction::Down) else {
+            return failed(Error::Internal("a slot without kernels"));
         };
-        let (mut copy, ring) = ([self.table(&mut buf, &slot)], slot.memory.allocation());
+        let Some(copy) = self.table(engine, &slot) else {
+            engine.ring.give(slot, false);
+            return self.copy(engine);
+        };
+        let (buf, ring) = (self.buf.take(), slot.memory.allocation());
         // On the kernel's stream, so that the kernel comes after it. SAFETY: within the segment and the slot.
-        let sent = unsafe { engine.submit(&spreader.stream, (Some(buf), None), None, &mut copy, ring) };
+        let sent = unsafe { engine.submit(&spreader.stream, (buf, None), None, &mut [copy], ring) };
         let (entry, done) = self.entry(&slot);
         self.slot = Some(slot);
         match sent {
@@ -214,13 +214,19 @@ impl Owned {
             }
             return Step::Same;
         }
-        let (mut buf, slot) = (self.buf.take().filter(|_| self.staged || self.slot.is_some()), &self.slot);
+        let mut table = None;
+        if let Some(slot) = self.slot.take_if(|_| is_up && !self.staged) {
+            table = self.table(engine, &slot);
+            self.slot = Some(slot);
+            if table.is_none() {
+                self.give_slot(engine);
+            }
+        }
+        let mut buf = self.buf.take();
         let segment = buf.as_mut().filter(|_| self.staged);
         let segment = segment.map(|buf| (buf.as_mut_ptr(), if is_up { buf.len() } else { self.chunk.data }));
-        let mut transfers = self.chunk.transfers(direction, segment, slot.as_ref());
-        if let (false, Some(buf), Some(slot)) = (self.staged, &mut buf, slot) {
-            transfers.push(self.table(buf, slot));
-        }
+        let mut transfers = self.chunk.transfers(direction, segment, self.slot.as_ref());
+        transfers.extend(table);
         let mut stats = engine.counters.lock();
         *match self.slot {
             Some(_) => &mut stats.ring_bytes,
