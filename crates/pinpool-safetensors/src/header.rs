@@ -8,8 +8,7 @@
 //! 2. [`Table::side_by_side`] checks that there are no gaps, no overlaps, and nothing past the end.
 //! 3. [`Names`] has the tensors of all files by name.
 //!
-//! Memory in proportion to the header is asked for in few large pieces, each by way of [`reserved`], so that
-//! the system can refuse it. The `safetensors` crate reads what is said of one tensor.
+//! The `safetensors` crate reads what is said of one tensor.
 
 use std::fmt;
 use std::fs::File;
@@ -31,8 +30,8 @@ const FRONT: u64 = 8;
 pub(super) const LONGEST_HEADER: u64 = 100_000_000;
 /// The most axes that a tensor may have: NumPy's arrays have no more (`NPY_MAXDIMS`).
 const AXES: usize = 64;
-/// Axes in proportion to a header's bytes: one for so many. A tensor of five axes has a description of 63
-/// bytes at least, beside its name.
+/// How many axes all tensors of a file may have. With a long header, it may be one for so many of its bytes.
+const ALL_AXES: usize = 1 << 16;
 const AXIS: usize = 15;
 /// The length of the shortest entry of a tensor, which bounds how many a header can have.
 const SHORTEST_ENTRY: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0]},"#.len();
@@ -86,25 +85,32 @@ impl Table {
         // The whole header at once is faster than each of its strings.
         let text = String::from_utf8(header(file, path, file_len)?)
             .map_err(|error| no_object(&error.utf8_error()))?;
-        let (tensors, axes) = (text.len() / SHORTEST_ENTRY + 1, text.len() / AXIS + 10 * AXES);
-        let mut table = Self {
-            path: path.into(),
-            text: String::new(),
-            metadata: 0..0,
-            entries: Vec::new(),
-            axes: Vec::new(),
-        };
-        reserved(table.entries.try_reserve_exact(tensors), what, tensors * size_of::<Entry>())?;
-        reserved(table.axes.try_reserve_exact(axes), what, axes * size_of::<usize>())?;
+        // An axis has two bytes, so a short header cannot have more.
+        let axes = (text.len() / 2).min(ALL_AXES.max(text.len() / AXIS));
+        let tensors = text.len() / SHORTEST_ENTRY + 1;
+        let (mut list, mut sizes) = (Vec::new(), Vec::new());
+        reserved(list.try_reserve_exact(tensors), what, tensors * size_of::<Entry>())?;
+        reserved(sizes.try_reserve_exact(axes), what, axes * size_of::<usize>())?;
+        let (path, none) = (path.into(), String::new());
+        let mut table = Self { path, text: none, metadata: 0..0, entries: list, axes: sizes };
         // Where a part of the text starts in it.
         let place = |part: &str| part.as_ptr() as usize - text.as_ptr() as usize;
         entries(&text, no_object, |key, value| {
             if key != "\"__metadata__\"" {
                 return table.describe(place(key), key, value).map_err(|why| blamed(what, &named(key), why));
             }
-            let is_first = table.metadata.is_empty();
+            let no_texts = |said: &dyn fmt::Display| {
+                malformed(what, format!("its metadata is no object of texts ({said:.400}); get it again"))
+            };
+            if !table.metadata.is_empty() {
+                return Err(no_texts(&"it is there twice"));
+            }
             table.metadata = place(value)..place(value) + value.len();
-            if is_first { Ok(()) } else { Err(malformed(what, "its metadata is there twice; get it again")) }
+            // Long texts are not read.
+            let is_text = |raw: &&str| (raw.len() > LONGEST && raw.starts_with('"')) || string(raw).is_ok();
+            entries(if value == "null" { "{}" } else { value }, no_texts, |key, value| {
+                if [key, value].iter().all(is_text) { Ok(()) } else { Err(no_texts(&named(key))) }
+            })
         })?;
         table.text = text;
         table.unescape();
@@ -131,16 +137,16 @@ impl Table {
                  upgrade pinpool if the file is of a newer version of the format"
             )
         };
-        string(name).map_err(|said| undescribed(&said))?;
+        if string(name).map_err(|said| undescribed(&said))? == "__metadata__" {
+            return Err(undescribed(&"metadata is no tensor, and its name has no escapes"));
+        }
         if value.len() > LONGEST || !value.starts_with('{') {
             return Err(undescribed(&format_args!("an object of at most {LONGEST} bytes is expected")));
         }
         let TensorInfo { dtype, shape, data_offsets: (from, to) } =
             serde_json::from_str(value).map_err(|said| undescribed(&said))?;
         if shape.len() > AXES || self.axes.len() + shape.len() > self.axes.capacity() {
-            return Err(undescribed(&format_args!(
-                "its shape has more than {AXES} axes, or all have too many"
-            )));
+            return Err(undescribed(&format!("its shape has more than {AXES} axes, or all have too many")));
         }
         // An axis of no elements makes a tensor of no elements, also where the others would overflow.
         let bits = match shape.contains(&0) {

@@ -3,12 +3,10 @@
 //! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so only files
 //! right beside the index are opened. [`Index::read`] collects their names. [`Index::choose`] reads the text
 //! again when they are open.
-//!
-//! A folder's index is the one file in it that is named like one ([`is_index`]). A folder without an index
-//! must have all files of each numbered set (`model-00002-of-00003`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::header::{LONGEST_HEADER, Names, Table};
@@ -16,7 +14,6 @@ use super::json::{entries, named, string};
 use super::{beginning, blamed, malformed, open_regular, read_at, unread};
 use pinpool::Result;
 
-const SUFFIX: &str = "safetensors";
 /// The longest name that a file can have (Linux's `NAME_MAX`), in bytes.
 const LONGEST_FILE: usize = 255;
 /// The most files that an index may name.
@@ -27,50 +24,63 @@ pub(super) struct Index {
     /// Its name for errors.
     what: String,
     text: String,
+    /// Where its map is in the text.
+    map: Range<usize>,
     /// The names of its files, sorted.
     files: Vec<String>,
 }
 
-/// The files that a path stands for, and the index that names them.
-type Found = (Vec<PathBuf>, Option<Index>);
-
 impl Index {
     /// Marks those of the tensors of its files, which were opened in order, that it names.
     pub(super) fn choose(&self, tables: &mut [Table], names: &Names) -> Result<()> {
-        let what = &*self.what;
+        let (what, mut number) = (&*self.what, 0);
         tables.iter_mut().flat_map(|table| &mut table.entries).for_each(|entry| entry.listed = false);
-        each_pair(what, &self.text, |tensor, file| {
-            let number = self.files.binary_search_by(|name| (**name).cmp(file)).unwrap_or_default();
-            let name = named(tensor);
-            let place = names
-                .get(&name, |(shard, tensor)| tables[shard as usize].name(tensor))
-                .find(|(shard, _)| *shard as usize == number);
-            let Some((_, place)) = place else {
-                let file = tables[number].what();
-                let why = format!("is said to be in {file}, which does not have it; get both again");
-                return Err(blamed(what, &name, why));
-            };
-            match std::mem::replace(&mut tables[number].entries[place as usize].listed, true) {
-                true => Err(blamed(what, &name, "is named twice; get the index again")),
-                false => Ok(()),
+        each_pair(what, &self.text[self.map.clone()], |tensor, file| {
+            if let Some(file) = file {
+                number = self.files.binary_search_by(|name| (**name).cmp(file)).unwrap_or_default();
             }
+            let (name, mut found, mut again) = (named(tensor), None, false);
+            for (shard, tensor) in names.get(&name, |(shard, tensor)| tables[shard as usize].name(tensor)) {
+                again |= tables[shard as usize].entries[tensor as usize].listed;
+                found = found.or((shard as usize == number).then_some(tensor));
+            }
+            let file = &mut tables[number];
+            let why = match found {
+                Some(_) if again => "is named twice; get the index again".into(),
+                Some(tensor) => {
+                    file.entries[tensor as usize].listed = true;
+                    return Ok(());
+                }
+                None => format!("is said to be in {}, which does not have it; get both again", file.what()),
+            };
+            Err(blamed(what, &name, why))
         })
     }
 
-    fn read(path: &Path) -> Result<Found> {
+    fn read(path: &Path) -> Result<(Vec<PathBuf>, Option<Index>)> {
         let what = path.display().to_string();
         let (file, metadata) = open_regular(path)?;
         if metadata.len() > LONGEST_HEADER {
             let why = format!("more than {LONGEST_HEADER} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
-        let text =
-            String::from_utf8(read_at(&file, path, 0, metadata.len().max(1) as usize)?).map_err(|error| {
-                malformed(&what, format!("it is no text ({}); get it again", error.utf8_error()))
-            })?;
-        let mut files = BTreeSet::new();
-        each_pair(&what, &text, |_, file| {
-            if !files.contains(file) {
+        let text = String::from_utf8(read_at(&file, path, 0, metadata.len().max(1) as usize)?)
+            .map_err(|e| malformed(&what, format!("it is no text ({}); get it again", e.utf8_error())))?;
+        let no_map = |said: &dyn std::fmt::Display| {
+            let begins = beginning(text.as_bytes());
+            let text = format!("it is no JSON object with a \"weight_map\" ({said}) and {begins}");
+            malformed(&what, text + "; get it again")
+        };
+        let mut map = None;
+        entries(&text, no_map, |key, value| match key == "\"weight_map\"" && map.replace(value).is_some() {
+            true => Err(no_map(&"it is there twice")),
+            false => Ok(()),
+        })?;
+        let map = map.ok_or_else(|| no_map(&"it is not there"))?;
+        let start = map.as_ptr() as usize - text.as_ptr() as usize;
+        let (map, mut files) = (start..start + map.len(), BTreeSet::new());
+        each_pair(&what, &text[map.clone()], |_, file| {
+            if let Some(file) = file.filter(|file| !files.contains(*file)) {
                 files.insert(file.to_owned());
             }
             if files.len() > FILES {
@@ -82,44 +92,34 @@ impl Index {
             return Err(malformed(&what, "its \"weight_map\" names no tensor"));
         }
         let paths = files.iter().map(|file| path.with_file_name(file)).collect();
-        Ok((paths, Some(Self { files: files.into_iter().collect(), what, text })))
+        Ok((paths, Some(Self { files: files.into_iter().collect(), what, text, map })))
     }
 }
 
-/// Calls `take` with each tensor of an index, as it stands in the text, and the name of its file.
-fn each_pair(what: &str, text: &str, mut take: impl FnMut(&str, &str) -> Result<()>) -> Result<()> {
-    let no_map = |said: &dyn std::fmt::Display| {
-        let begins = beginning(text.as_bytes());
-        let why =
-            format!("it is no JSON object with an object \"weight_map\" ({said}) and {begins}; get it again");
-        malformed(what, why)
-    };
-    let mut is_there = false;
-    entries(text, no_map, |key, map| {
-        if key != "\"weight_map\"" {
-            return Ok(());
+/// Calls `take` with each tensor of an index's map, as it stands in the text, and the name of its file, if it
+/// is another than that of the tensor before.
+fn each_pair(what: &str, map: &str, mut take: impl FnMut(&str, Option<&str>) -> Result<()>) -> Result<()> {
+    let mut last = "";
+    let told = |said: &dyn std::fmt::Display| malformed(what, format!("its \"weight_map\": {said}"));
+    entries(map, told, |tensor, file| {
+        if file == last {
+            return take(tensor, None);
         }
-        if std::mem::replace(&mut is_there, true) {
-            return Err(no_map(&"it is there twice"));
-        }
-        entries(map, no_map, |tensor, file| {
-            // A path would lead elsewhere.
-            let is_name = |name: &str| !name.contains('/') && !matches!(name, "" | "." | "..");
-            match string(file) {
-                Ok(file) if is_name(&file) && file.len() <= LONGEST_FILE => take(tensor, &file),
-                _ => {
-                    let why =
-                        format!("is said to be in {file:.200}, which is no name of a file beside the index");
-                    Err(blamed(what, &named(tensor), why))
-                }
+        last = file;
+        // A path would lead elsewhere.
+        let is_name = |name: &str| !name.contains('/') && !matches!(name, "" | "." | "..");
+        match string(file) {
+            Ok(file) if is_name(&file) && file.len() <= LONGEST_FILE => take(tensor, Some(&file)),
+            _ => {
+                let why = format!("is said to be in {file:.200}, no name of a file beside the index");
+                Err(blamed(what, &named(tensor), why))
             }
-        })
-    })?;
-    if is_there { Ok(()) } else { Err(no_map(&"it is not there")) }
+        }
+    })
 }
 
 /// Finds the files that a path stands for.
-pub(super) fn find(path: &Path) -> Result<Found> {
+pub(super) fn find(path: &Path) -> Result<(Vec<PathBuf>, Option<Index>)> {
     if path.is_dir() {
         return of_folder(path);
     }
@@ -138,7 +138,7 @@ fn is_index(file: &Path) -> bool {
     !name.starts_with('.') && end.is_some_and(|end| end.split('.').any(|part| part == "index"))
 }
 
-fn of_folder(path: &Path) -> Result<Found> {
+fn of_folder(path: &Path) -> Result<(Vec<PathBuf>, Option<Index>)> {
     let what = path.display().to_string();
     let entries = fs::read_dir(path).map_err(|error| unread(path, 0, &error))?;
     let (mut files, mut indexes) = (Vec::new(), Vec::new());
@@ -148,7 +148,7 @@ fn of_folder(path: &Path) -> Result<Found> {
         // index, more would be loaded than it names.
         if is_index(&file) {
             indexes.push(file);
-        } else if file.extension().is_some_and(|end| end == SUFFIX) && !file.is_dir() {
+        } else if file.extension().is_some_and(|end| end == "safetensors") && !file.is_dir() {
             files.push(file);
         }
     }
@@ -162,9 +162,7 @@ fn of_folder(path: &Path) -> Result<Found> {
         return Index::read(&index);
     }
     if files.is_empty() {
-        let why = format!(
-            "there is neither an index (*.{SUFFIX}.index.json) nor a file that ends in .{SUFFIX} in it"
-        );
+        let why = "neither an index (*.safetensors.index.json) nor a file that ends in .safetensors is in it";
         return Err(malformed(&what, why));
     }
     files.sort();
@@ -178,13 +176,12 @@ fn of_folder(path: &Path) -> Result<Found> {
         }
     }
     let short = sets.iter().find(|((_, of), there)| of.parse().is_ok_and(|all: u64| **there < all));
-    match short {
-        None => Ok((files, None)),
-        Some(((set, of), there)) => Err(malformed(
+    if let Some(((set, of), there)) = short {
+        let lacks = "the download is incomplete, get the rest";
+        return Err(malformed(
             &what,
-            format!(
-                "{there} files {set}-*-of-{of}.{SUFFIX} are in it: the download is incomplete, get the rest"
-            ),
-        )),
+            format!("{there} files {set}-*-of-{of}.safetensors are in it: {lacks}"),
+        ));
     }
+    Ok((files, None))
 }

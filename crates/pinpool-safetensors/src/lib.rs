@@ -45,20 +45,20 @@
 //! - shapes that do not fit the number of bytes, of more elements than any memory holds, or of more than 64
 //!   axes;
 //! - unknown types; a name that is there twice; a name longer than 65,535 bytes;
-//! - a header longer than 100 MB, or than its file; a text of which more than an eighth are opening brackets,
-//!   or that has more axes than one for 15 bytes;
+//! - a header longer than 100 MB, or than its file; more than 65,536 axes in all, if the header has less than
+//!   15 bytes for each; metadata that is no object of texts; a text of more than an eighth opening brackets;
 //! - an index that names a tensor which its file does not have, a tensor twice, a file outside of its folder,
 //!   or more than 10,000 files;
 //! - a folder with several indexes, a folder whose index cannot be read, and a folder without an index that
 //!   lacks a file of a numbered set (`model-00002-of-00003.safetensors`).
 //!
-//! Reading a header or an index that is then refused takes at most two and a half times its bytes of memory,
-//! its own bytes included, beside the names of an index's files and a megabyte for messages.
+//! Reading a header or an index, refused or not, takes at most two and a half times its bytes of memory, its
+//! own bytes included, beside the names of an index's files and a megabyte for axes and messages.
 //!
 //! All files of a checkpoint stay open, so that they are loaded as they were, whatever their names mean by
 //! then. A file that was written to since it was opened (its length or its time of modification has changed)
-//! is refused by the next load, since its header may be wrong. If it is written to during a load, the load
-//! ends with an error in the place of the file's last tensor.
+//! is refused by the next load, since its header may be wrong. If it is written to during a load, an
+//! error comes in the place of the file's last tensor.
 //!
 //! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control
 //! sequences of a terminal. Show them escaped (`{:?}`), as the errors do.
@@ -221,8 +221,7 @@ impl Checkpoint {
         self.tensors().map(|tensor| tensor.bytes()).fold(0, u64::saturating_add)
     }
 
-    /// The metadata of the headers that have it (`__metadata__`), file by file, as they have
-    /// it: JSON, which the format asks to be an object of texts.
+    /// The metadata of the headers that have it (`__metadata__`), file by file: JSON, an object of texts.
     pub fn metadata(&self) -> impl Iterator<Item = &str> {
         self.0.tables.iter().filter_map(|table| table.metadata())
     }

@@ -162,11 +162,7 @@ impl<'a> Loader<'a> {
         // Checked before anything begins: this thread could not wait for it afterwards.
         may_wait()?;
         let load = self.begin(true)?;
-        let mut tensors = Vec::with_capacity(load.left());
-        for tensor in load.blocking() {
-            tensors.push(tensor?);
-        }
-        Ok(tensors)
+        load.blocking().collect()
     }
 
     /// What is loaded, in the order of the load: which tensors of which file. What meets the first prefix of
@@ -193,10 +189,8 @@ impl<'a> Loader<'a> {
     /// refused.
     fn begin(mut self, waits: bool) -> Result<Load> {
         if !self.align.is_power_of_two() {
-            return Err(Error::Argument(format!(
-                "{} is no alignment: it must be a power of two",
-                self.align
-            )));
+            let why = format!("{} is no alignment: it must be a power of two", self.align);
+            return Err(Error::Argument(why));
         }
         // Made first: where a later file is refused, its drop cancels the transfers that have begun.
         let (files, is_taken, next) = (self.checkpoint.0.clone(), Vec::new(), AtomicUsize::new(0));

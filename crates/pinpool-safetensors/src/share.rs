@@ -26,9 +26,10 @@ use super::load::{DeviceTensor, not_there};
 /// ([`take`](Self::take)) while others are copied.
 ///
 /// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the
-/// place of each tensor that is not there, whenever this one is asked for, and an [iteration](Self::blocking)
-/// ends with it. When the last tensor comes out, the copier has given back all memory that it used for the
-/// load. [`Loader`](super::Loader) has an example.
+/// place of each tensor that is not there: once to the iterations of all handles
+/// ([`next_tensor`](Self::next_tensor), [`blocking`](Self::blocking)), which then go on, and to each
+/// [`take`](Self::take) of it. So a file that fails ends no other's load. When the last tensor comes out, the
+/// copier has given back all memory that it used for the load. [`Loader`](super::Loader) has an example.
 ///
 /// # Errors
 /// [`Error::Tensor`] with the name of the tensor, how many are on the device, and the cause ([`Error::Read`]
@@ -73,14 +74,15 @@ pub(super) struct Shared {
     pub(super) parts: Vec<Part>,
     /// Whether the drop waits until nothing is under way.
     pub(super) waits: bool,
-    /// Which tensors were taken: all before `next` among them.
+    /// Which tensors were taken.
     pub(super) is_taken: Vec<AtomicBool>,
+    /// Each tensor before it was taken, or an iteration has given the error in its place.
     pub(super) next: AtomicUsize,
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        self.cancel();
+        self.transfers().for_each(Transfer::cancel);
         for transfer in self.transfers().filter(|_| self.waits) {
             let _ = transfer.wait_landed(u64::MAX);
         }
@@ -90,10 +92,6 @@ impl Drop for Shared {
 impl Shared {
     fn transfers(&self) -> impl Iterator<Item = &Transfer<FileSource>> {
         self.parts.iter().filter_map(|part| part.transfer.as_ref())
-    }
-
-    fn cancel(&self) {
-        self.transfers().for_each(Transfer::cancel);
     }
 
     /// The place of a tensor.
@@ -113,9 +111,11 @@ impl Shared {
         wanted: Option<usize>,
         mut wait: impl FnMut(&Transfer<FileSource>, u64) -> bool,
     ) -> Option<Option<Result<DeviceTensor>>> {
+        // Whether an iteration has passed all places before this one. From now on it has.
+        let is_passed = |end: usize| wanted.is_none() && self.next.fetch_max(end, Ordering::Relaxed) >= end;
         loop {
             if pinpool::forked() {
-                return Some(Some(Err(Error::Forked)));
+                return Some((!is_passed(self.is_taken.len())).then_some(Err(Error::Forked)));
             }
             let is_free = |place: &usize| !self.is_taken[*place].load(Ordering::Relaxed);
             let mut places = match wanted {
@@ -133,8 +133,10 @@ impl Shared {
             // Acquire: pairs with the release in `arrives`, so the bytes are on the device.
             let is_there = place + 1 < part.end() && part.landed_to.load(Ordering::Acquire) >= end;
             let arrived = if is_there { Ok(()) } else { self.arrives(part, place, &mut wait)? };
-            if let Err(error) = arrived {
-                return Some(Some(Err(error)));
+            match arrived {
+                Ok(()) => {}
+                Err(_) if is_passed(place + 1) => continue,
+                Err(error) => return Some(Some(Err(error))),
             }
             // Another thread may have taken it meanwhile.
             if !self.is_taken[place].swap(true, Ordering::Relaxed) {
@@ -204,21 +206,22 @@ impl Shared {
 }
 
 impl Load {
-    /// The next tensor that nobody has taken, for a task, which is not blocked. `None`: there are no more.
+    /// The next tensor that nobody has taken, or the error in its place, for a task, which is not blocked.
+    /// `None`: there are no more.
     ///
     /// # Errors
-    /// See [`Load`].
+    /// See [`Load`]. The next call goes on behind the tensor; behind [`Error::Forked`] there are no more.
     pub async fn next_tensor(&self) -> Option<Result<DeviceTensor>> {
         self.0.wait_async(None).await
     }
 
-    /// An iterator over the tensors that nobody has taken, which waits for each, and blocks its thread
-    /// meanwhile. It ends with the first error. Dropped, it leaves the load as it is.
+    /// [`next_tensor`](Self::next_tensor) for a thread: an iterator that waits for each tensor, and blocks
+    /// its thread meanwhile. It ends with [`Error::Unsupported`]. Dropped, it leaves the load as it is.
     pub fn blocking(&self) -> impl Iterator<Item = Result<DeviceTensor>> {
-        let mut is_over = false;
+        let mut may_wait = true;
         std::iter::from_fn(move || {
-            let next = if is_over { None } else { self.0.wait(None) };
-            is_over = !matches!(next, Some(Ok(_)));
+            let next = if may_wait { self.0.wait(None) } else { None };
+            may_wait = !matches!(next, Some(Err(Error::Unsupported(_))));
             next
         })
     }
@@ -241,13 +244,14 @@ impl Load {
         self.0.wait_async(Some(place)).await.transpose()
     }
 
-    /// The number of tensors that nobody has taken.
+    /// The number of tensors that nobody has taken, and for which no iteration has given an error.
     pub fn left(&self) -> usize {
-        self.0.is_taken.iter().filter(|is_taken| !is_taken.load(Ordering::Relaxed)).count()
+        let rest = self.0.is_taken.iter().skip(self.0.next.load(Ordering::Relaxed));
+        rest.filter(|is_taken| !is_taken.load(Ordering::Relaxed)).count()
     }
 
     /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files
-    /// lay one behind the other. Waits for no thread that waits for a tensor.
+    /// lay one behind the other. Over when all transfers are. Waits for no thread that waits for a tensor.
     pub fn progress(&self) -> Progress {
         let mut all = Progress::default();
         all.over = true;
@@ -266,7 +270,7 @@ impl Load {
     /// Cancels the load: no further chunk is begun. Tensors that are on the device still come out, and then
     /// [`Error::Cancelled`].
     pub fn cancel(&self) {
-        self.0.cancel();
+        self.0.transfers().for_each(Transfer::cancel);
     }
 }
 

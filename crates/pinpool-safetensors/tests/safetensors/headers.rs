@@ -61,6 +61,18 @@ fn lies_about_a_tensor_name_it() {
         // A format grows: what an older reader does not know is no damage.
         (x(r#"{"dtype":"F8_E4M3B11FNUZ","shape":[1],"data_offsets":[0,1]}"#), 1, "x", "`F8_E4M3B11FNUZ`"),
         (x(r#"{"dtype":"U9","shape":[1],"data_offsets":[0,1]}"#), 1, "x", "upgrade pinpool"),
+        (
+            r#"{"\u005f_metadata__":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#.into(),
+            1,
+            "__metadata__",
+            "metadata is no tensor",
+        ),
+        (
+            r#"{"\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#.into(),
+            1,
+            "\"\\ud800\"",
+            "hex escape",
+        ),
         // Twice: which of them is meant?
         (format!(r#"{{{a},"a":{{"dtype":"I8","shape":[4],"data_offsets":[0,4]}}}}"#), 4, "a", "not at 4"),
         (format!(r#"{{{a},"\u0061":{{"dtype":"I8","shape":[4],"data_offsets":[4,8]}}}}"#), 8, "a", "twice"),
@@ -88,6 +100,14 @@ fn lies_about_the_whole_are_refused() {
         ("{", 0, "no JSON object"),
         ("\u{0}", 0, "no JSON object"),
         (r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "metadata"),
+        (r#"{"__metadata__":7}"#, 0, "no object of texts"),
+        (r#"{"__metadata__":"{}"}"#, 0, "no object of texts"),
+        (r#"{"__metadata__":["a"]}"#, 0, "no object of texts"),
+        (r#"{"__metadata__":{"a":"b","c":1}}"#, 0, "no object of texts"),
+        (r#"{"__metadata__":{"a":null}}"#, 0, "no object of texts"),
+        (r#"{"__metadata__":{"a":{"b":"c"}}}"#, 0, "no object of texts"),
+        (r#"{"__metadata__":{"a":"\ud800"}}"#, 0, "no object of texts"),
+        (r#"{"__metadata__":{"\udc00":"a"}}"#, 0, "no object of texts"),
         (r#"{"__metadata__":{"a":"b"},}"#, 0, "no JSON object"),
         (r#"{"x":{"dtype":"U8","shape":[1,],"data_offsets":[0,1]}}"#, 1, "line 1 column"),
         (r#"{"a":{"dtype":"U8""#, 0, "no JSON object"),
@@ -152,6 +172,15 @@ fn what_is_unusual_is_fine() {
         let read = parse(&with_header(header, [])).unwrap();
         assert!(read.tensors().next().is_none() && read.metadata().next() == metadata, "{header}");
     }
+    let long = "\\n".repeat(100_000);
+    let read = parse(&with_header(&format!(r#"{{"__metadata__":{{"picture":"{long}"}}}}"#), [])).unwrap();
+    assert!(read.metadata().next().is_some_and(|text| text.len() > long.len()));
+    // As many axes for so few bytes as no model has.
+    let tensors = (0..8000).map(|n| {
+        format!(r#""{n:x}":{{"dtype":"U8","shape":[1,1,1,1,1,1,1,1],"data_offsets":[{n},{}]}}"#, n + 1)
+    });
+    let header = format!("{{{}}}", tensors.collect::<Vec<_>>().join(","));
+    assert_eq!(parse(&with_header(&header, [0; 8000])).unwrap().tensors().count(), 8000);
     // Types whose elements are no whole bytes, and those of a byte that came later.
     for (dtype, shape, bytes) in [
         ("F4", vec![3, 6], 9),

@@ -74,6 +74,14 @@ fn an_index_that_lies_is_refused() {
     folder.put("2.safetensors", file(&[made("a", "U8", &[3], 2)]));
     refused(&with(r#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#), Some("a"), "twice");
     refused(&with(r#"{"weight_map":{"a":"1.safetensors","a":"1.safetensors"}}"#), Some("a"), "named twice");
+    // With another between them that has it, and is not said to.
+    folder.put("2.safetensors", file(&[made("a", "U8", &[3], 2), made("b", "U8", &[3], 2)]));
+    folder.put("3.safetensors", file(&[made("a", "U8", &[3], 3)]));
+    let twice = r#"{"weight_map":{"a":"1.safetensors","b":"2.safetensors","\u0061":"3.safetensors"}}"#;
+    refused(&with(twice), Some("a"), "named twice");
+    // Half of a pair.
+    refused(&with(r#"{"weight_map":{"\ud800":"1.safetensors"}}"#), Some(r#""\ud800""#), "does not have it");
+    refused(&with(r#"{"weight_map":{"a":"\ud800"}}"#), Some("a"), "no name of a file");
     std::fs::remove_file(folder.path().join("2.safetensors")).unwrap();
     let missing = Checkpoint::open(with(r#"{"weight_map":{"a":"2.safetensors"}}"#)).map(drop).unwrap_err();
     assert!(matches!(&missing, Error::Read { what, .. } if what.ends_with("2.safetensors")), "{missing}");

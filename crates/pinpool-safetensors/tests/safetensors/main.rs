@@ -105,17 +105,13 @@ pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// All that a load gives this handle: tensors, and an error at its end.
+/// All that a load still gives: the tensors, and the first error. One of both comes out for each that is left.
 pub(crate) fn drained(load: &Load) -> (Vec<DeviceTensor>, Option<Error>) {
-    let (mut tensors, mut error) = (Vec::new(), None);
-    for next in load.blocking() {
-        assert!(error.is_none(), "{next:?} behind {error:?}");
-        match next {
-            Ok(tensor) => tensors.push(tensor),
-            Err(told) => error = Some(told),
-        }
-    }
-    (tensors, error)
+    let left = load.left();
+    let (tensors, errors): (Vec<_>, Vec<_>) = load.blocking().partition(Result::is_ok);
+    assert_eq!((tensors.len() + errors.len(), load.left()), (left, 0));
+    assert!(load.blocking().next().is_none() && block_on(load.next_tensor()).is_none());
+    (tensors.into_iter().flatten().collect(), errors.into_iter().find_map(Result::err))
 }
 
 /// Loads one tensor, and waits for it.

@@ -35,7 +35,10 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
         assert!(ended, "{} tensors: {error:?}", got.len());
         cancelled += usize::from(error.is_some());
         drop(loading);
-        arrived(&rig.copier(), &got, tensors.iter().take(got.len()));
+        // What comes first of each file.
+        let front = |file: &str| got.iter().filter(|tensor| tensor.file().ends_with(file)).count();
+        let (first, second) = (front("1.safetensors"), front("2.safetensors"));
+        arrived(&rig.copier(), &got, tensors[..first].iter().chain(&tensors[20..20 + second]));
         rig.all_is_back();
     }
     assert!(cancelled >= 3, "{cancelled}");
@@ -159,8 +162,47 @@ fn progress_never_goes_back() {
             }
         };
         assert!(matches!(error, Error::Cancelled { .. } | Error::Tensor { .. }), "{error}");
-        assert!(last.done < last.total && loading.blocking().next().is_some_and(|next| next.is_err()));
+        assert!(last.done < last.total);
+        loading.cancel();
+        drained(&loading);
         drop(loading);
+        rig.all_is_back();
+    }
+}
+
+/// A loop that goes on behind errors has one for each tensor that is missing, and all tensors of the other file.
+#[test]
+fn an_error_comes_once_for_each_tensor_and_ends_no_other_file() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    for task in [false, true] {
+        let (paths, checkpoint) = shards(&folder, &tensors, 20);
+        let slow = rig.builder().rate(8 << 20).build().unwrap();
+        let loading = checkpoint.loader(&slow).start().unwrap();
+        let (by_name, by_task) = (loading.clone(), loading.clone());
+        let waits = std::thread::spawn(move || by_name.take("t19").map(drop));
+        OpenOptions::new().write(true).open(&paths[0]).unwrap().set_len(100_000).unwrap();
+        let (mut got, mut missing) = (Vec::new(), Vec::new());
+        while let Some(next) = if task { block_on(loading.next_tensor()) } else { loading.blocking().next() }
+        {
+            match next {
+                Ok(tensor) => got.push(tensor),
+                Err(Error::Tensor { tensor, .. }) => missing.push(tensor),
+                Err(error) => panic!("{error}"),
+            }
+        }
+        let first = 20 - missing.len();
+        assert!(first < 20 && loading.left() == 0 && loading.progress().over);
+        assert!(
+            missing.iter().zip(&tensors[first..20]).all(|(name, made)| **name == made.name),
+            "{missing:?}"
+        );
+        arrived(&rig.copier(), &got, tensors[..first].iter().chain(&tensors[20..]));
+        for name in &missing {
+            assert!(matches!(loading.take(name), Err(Error::Tensor { .. })), "{name}");
+            assert!(matches!(block_on(by_task.take_async(name)), Err(Error::Tensor { .. })), "{name}");
+        }
+        assert!(matches!(waits.join().unwrap(), Err(Error::Tensor { .. })));
+        drop((got, loading, by_task));
         rig.all_is_back();
     }
 }
@@ -224,7 +266,7 @@ fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
             write_to(path);
             let left = loading.left();
             let results: Vec<_> = match task {
-                false => loading.blocking().take(left).collect(),
+                false => loading.blocking().take(before + 1).collect(),
                 true => (0..=before).map_while(|_| block_on(loading.next_tensor())).collect(),
             };
             let (last, good) = results.split_last().unwrap();
