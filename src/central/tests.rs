@@ -173,30 +173,6 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
     }
 }
 
-/// A growth that was refused is followed by shorter ones, down to what is needed, and then by one after each pause.
-#[test]
-fn a_refused_growth_is_tried_again_at_half_the_length() {
-    let central = pool(&[256]);
-    (central.core.lock().config.capacity, central.core.lock().config.step) = (4 * MIB, 700 * PAGE);
-    let key = join(&central, &[pages(300)]);
-    let mut core = central.core.lock();
-    core.growing = 0;
-    let refusal = |error, pages, left| Refusal { error, missing: pages * PAGE, looks: 1, left };
-    // What was refused, in pages, how many looks are left until it is tried again, and what is planned then.
-    for (refused, left, planned) in [(700, 1, 350), (350, 1, 300), (300, 1, 0), (300, 0, 300)] {
-        core.refusal = Some(refusal(Error::Timeout(Duration::ZERO.into()), refused, left));
-        assert_eq!(core.grow_for_queue(), planned > 0);
-        assert_eq!(std::mem::take(&mut core.growing), planned * PAGE);
-    }
-    core.refusal = Some(refusal(Error::Closed, 700, 1));
-    core.looks_passed(1);
-    assert!(!core.grow_for_queue(), "a refusal that does not pass");
-    assert!(core.hopeless(&[pages(300)]).is_some_and(|error| error == Error::Closed));
-    assert!(core.hopeless(&[pages(256)]).is_none(), "the present region serves it");
-    drop(core);
-    central.leave(key);
-}
-
 /// A growth that was refused is tried again for each request that is shorter.
 #[test]
 fn a_request_gets_no_error_of_a_growth_for_a_longer_one() {
