@@ -104,6 +104,32 @@ fn a_waker_that_panics_keeps_no_other_task_asleep() {
     rig.all_is_back();
 }
 
+/// A waker that goes through a load gets what is there, is told once that it must not wait, and comes to an end.
+#[test]
+fn an_iteration_ends_on_a_thread_that_must_not_wait() {
+    struct Loops(Load, std::sync::mpsc::Sender<Vec<Result<DeviceTensor, Error>>>);
+    impl std::task::Wake for Loops {
+        fn wake(self: std::sync::Arc<Self>) {
+            self.1.send(self.0.blocking().collect()).unwrap();
+        }
+    }
+    let (rig, folder) = (Rig::plain(), Folder::new());
+    let copier = rig.builder().rate(1 << 20).build().unwrap();
+    let (_, checkpoint) = checkpoint(&folder);
+    let load = checkpoint.loader(&copier).start().unwrap();
+    let (sender, told) = std::sync::mpsc::channel();
+    let waker = Waker::from(std::sync::Arc::new(Loops(load.clone(), sender)));
+    let mut first = Box::pin(load.take_async("t01"));
+    assert!(first.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    let got = told.recv_timeout(HANG).unwrap();
+    let (last, good) = got.split_last().unwrap();
+    assert!(matches!(last, Err(Error::Unsupported(_))) && good.iter().all(Result::is_ok), "{got:?}");
+    assert!(load.left() == COUNT - good.len() && good.len() < COUNT);
+    drop((first, waker, got));
+    drop(load);
+    rig.all_is_back();
+}
+
 /// Some take what comes next, others wait for tensors by name, and some give up: each tensor comes out once, with its own
 /// bytes, and the last wait ends.
 #[test]
