@@ -5,7 +5,6 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::growth::Refusal;
 use super::waiting::MOST_WINDOWS;
 use super::*;
 use crate::arena::set_of;
