@@ -27,10 +27,10 @@
 //!
 //! `libascendcl.so` as the system's loader finds it (CANN's `set_env.sh` sets its search path), else in `lib64` of
 //! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put it. The environment variable
-//! `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The log says which one was loaded. The calls up to
-//! the end of 2023 (CANN 8.0) are required; later ones are used where the library has them ([`about`] lists them). The crate calls
-//! `aclInit`, and the program may have called it before. The crate never calls `aclFinalize`, which ends the library
-//! for the whole process.
+//! `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The log says which one was loaded. The calls up
+//! to the end of 2023 (CANN 8.0) are required; later ones are used where the library has them ([`about`] lists them).
+//! The crate calls `aclInit`, and the program may have called it before. The crate never calls `aclFinalize`, which
+//! ends the library for the whole process.
 //!
 //! The library's code runs in this process. So a program that does not trust its environment (one with more rights than
 //! its user) unsets these three variables before it opens a device.

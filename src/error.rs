@@ -101,8 +101,8 @@ pub enum Error {
         /// Bytes that the target has.
         have: usize,
     },
-    /// A thing of one device, context, thread or stream was used with another. Copies between devices are not made, with
-    /// or without peer access.
+    /// A thing of one device, context, thread or stream was used with another. Copies between devices are not made,
+    /// with or without peer access.
     #[error(
         "{what} of {} cannot be used with {}: {remedy}",
         if of == with { format!("another opening of {}", shown(of)).into() } else { shown(of) }, shown(with)
@@ -257,8 +257,8 @@ pub enum Error {
         /// The system's text.
         text: String,
     },
-    /// A file is not as it describes itself, or it was written to since it was opened. Get it again from where it can be
-    /// trusted.
+    /// A file is not as it describes itself, or it was written to since it was opened. Get it again from where it can
+    /// be trusted.
     #[error(
         "{} is refused: {}{}", shown(what),
         .tensor.as_ref().map_or_else(String::new, |name| format!("tensor \"{}\" ", shown(name))), shown(why)

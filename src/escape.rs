@@ -53,7 +53,7 @@ fn is_plain(character: char) -> bool {
     match character {
         ' '..='~' => true,
         '\0'..='\u{9f}' => false,
-        // Unicode's Default_Ignorable_Code_Point, as far as they count as letters or marks: they are shown as nothing.
+        // Those of Unicode's Default_Ignorable_Code_Point that count as letters or marks: they are shown as nothing.
         '\u{34f}' | '\u{115f}' | '\u{1160}' | '\u{17b4}' | '\u{17b5}' | '\u{3164}' | '\u{ffa0}' => false,
         '\u{180b}'..='\u{180f}' | '\u{fe00}'..='\u{fe0f}' | '\u{e0000}'..='\u{e0fff}' => false,
         // The standard library knows which characters can be printed: none of the categories Cc, Cf (directions, zero

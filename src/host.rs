@@ -48,15 +48,15 @@
 //!
 //! # Failing
 //!
-//! [`HostNode::fail`] arms a [`Fault`]; with [`HostNode::start_trace`] a test learns which calls a scenario makes, and can
-//! repeat it with each of them failing once. [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued operations from
-//! running until resumed.
+//! [`HostNode::fail`] arms a [`Fault`]; with [`HostNode::start_trace`] a test learns which calls a scenario makes, and
+//! can repeat it with each of them failing once. [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued
+//! operations from running until resumed.
 //!
 //! [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has failed
-//! with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more. Every later
-//! call fails with that class, but what the device has is given back all the same, so that [`HostNode::live`] comes to
-//! zero. A queued copy or host function whose device memory was freed before its turn kills the device, as accelerators
-//! die of an illegal address.
+//! with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more. Every
+//! later call fails with that class, but what the device has is given back all the same, so that [`HostNode::live`]
+//! comes to zero. A queued copy or host function whose device memory was freed before its turn kills the device, as
+//! accelerators die of an illegal address.
 
 pub use crate::copy::launch::launch;
 pub use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};

@@ -148,7 +148,7 @@ pub(crate) fn prefer_node(base: NonNull<u8>, len: usize, node: u32) -> bool {
     done == 0
 }
 
-/// Makes this thread run on the processors of a NUMA node only, as far as it may run there at all. `false`: nothing
+/// Makes this thread run on those processors of a NUMA node only that it may run on. `false`: nothing
 /// was changed.
 pub(crate) fn run_on_node(node: u32) -> bool {
     let Ok(list) = fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist")) else {

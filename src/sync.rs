@@ -220,7 +220,7 @@ std::thread_local! {
     static OWN: std::cell::Cell<Option<Own>> = const { std::cell::Cell::new(None) };
 }
 
-/// Notes that this thread is one of the crate's own, for good.
+/// Notes that this thread is one of the crate's own until it ends.
 pub(crate) fn enter(own: Own) {
     OWN.set(Some(own));
 }

@@ -223,7 +223,7 @@ pinpool_status pinpool_is_idle(struct pinpool_pool *pool,
                                const void *address,
                                uint32_t *idle);
 
-// Unpins memory that no block uses, as far as whole regions are free. `bytes`, unless null, is how much.
+// Unpins whole regions that no block uses. `bytes`, unless null, is how much.
 //
 // # Safety
 // `pool` is a pool. `bytes` is null or can be written.

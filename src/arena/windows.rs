@@ -189,7 +189,7 @@ impl Arena {
     /// more.
     ///
     /// # Safety
-    /// The descriptor is of this arena, and out for good.
+    /// The descriptor is of this arena, and never comes back.
     pub(crate) unsafe fn quarantine(&mut self, descriptor: NonNull<Descriptor>) -> Option<WindowId> {
         // SAFETY: this function's contract.
         let number = unsafe { descriptor.as_ref() }.run();

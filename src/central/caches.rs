@@ -12,9 +12,9 @@
 //! # Reclaiming
 //!
 //! A request that finds no free memory needs what is cached back in its runs, and that costs the threads that cached it
-//! something: an owner that is shut out of its cache meanwhile takes the slow path once, and an owner whose list is then
-//! empty misses once more. So [`CentralPool::reclaim`] begins with what other threads will hardly miss, and stops as
-//! soon as the request is served:
+//! something: an owner that is shut out of its cache meanwhile takes the slow path once, and an owner whose list is
+//! then empty misses once more. So [`CentralPool::reclaim`] begins with what other threads will hardly miss, and stops
+//! as soon as the request is served:
 //!
 //! 1. the transfer caches, and the cache of the thread that asks;
 //! 2. the caches of idle threads, which use the pool less than once in a millisecond;
@@ -24,8 +24,8 @@
 //!
 //! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as the pool may grow, it
 //! grows instead and leaves its threads' caches alone: threads that took segments from each other for good would each
-//! wait ten times as long as for a hit in a pool that has grown once. Where the pool can grow no more, every request may
-//! reclaim everything. So may one that does not wait for the growth, except a copier's, which is tried again.
+//! wait ten times as long as for a hit in a pool that has grown once. Where the pool can grow no more, every request
+//! may reclaim everything. So may one that does not wait for the growth, except a copier's, which is tried again.
 
 use std::ptr::NonNull;
 use std::sync::Arc;

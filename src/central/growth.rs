@@ -2,10 +2,10 @@
 //! pinned while the capacity has room, one region at a time. Where the capacity is used up and the request fits into no
 //! region, idle regions are unpinned to make room for one that fits.
 //!
-//! A plan is made under the lock and counts at once: a new region's bytes as *growing*, and regions that are to go not at
-//! all. So what is pinned never exceeds the capacity, no matter how many threads plan: the region thread of the device
-//! carries plans out, and was told to unpin these regions before anything that it is told to pin from now on. On a
-//! device without threads the caller does it, after the unlock. Each extent serves waiters as soon as it is pinned.
+//! A plan is made under the lock and counts at once: a new region's bytes as *growing*, and regions that are to go not
+//! at all. So what is pinned never exceeds the capacity, no matter how many threads plan: the region thread of the
+//! device carries plans out, and was told to unpin these regions before anything that it is told to pin from now on. On
+//! a device without threads the caller does it, after the unlock. Each extent serves waiters as soon as it is pinned.
 //!
 //! # The rule
 //!

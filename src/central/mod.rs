@@ -12,8 +12,8 @@
 //! 5. the rest is the pool's decision: to grow (`growth`), to reclaim the caches of busy threads too, to wait
 //!    (`waiting`, `queue`), or to do without.
 //!
-//! Returns go the same way down. A segment to which a waiting request may have a right goes to the lock instead, so that
-//! it meets the queue (`waiting`).
+//! Returns go the same way down. A segment to which a waiting request may have a right goes to the lock instead, so
+//! that it meets the queue (`waiting`).
 //!
 //! # How long a central pool lives
 //!
@@ -21,7 +21,7 @@
 //! hit together. All buffers together hold one strong count, *the outstanding reference*, which the core keeps. When
 //! the pool closes, the mode word makes every return slow from then on. So the segments that are still out can be
 //! counted exactly, and the return of the last one takes the outstanding reference out of the core and drops it. A
-//! buffer that never comes back (leaked, or quarantined) keeps the central pool and its memory for good, as it must.
+//! buffer that never comes back (leaked, or quarantined) keeps the central pool and its memory until the process ends.
 //!
 //! # Invariants
 //!
@@ -31,8 +31,8 @@
 //! - Nothing that lies in a window is cached, and no segment of a class that a request waits for, once waiters have
 //!   rights (`waiting`).
 //! - No waiter could be served by what is free outside of windows.
-//! - Whoever changes the core under the lock may free memory, or room for memory, that a waiter could have. So the guard
-//!   of the lock serves the queue before it lets the lock go, and nothing else locks the core.
+//! - Whoever changes the core under the lock may free memory, or room for memory, that a waiter could have. So the
+//!   guard of the lock serves the queue before it lets the lock go, and nothing else locks the core.
 //! - No driver call and no foreign code under the lock. Tasks are woken after the unlock, by the guard's deferral
 //!   ([`crate::foreign`]). Regions that were planned are pinned after the unlock too, by the guard itself: foreign code
 //!   further out on this thread may wait for that memory.
@@ -280,8 +280,8 @@ impl CentralPool {
         hit.or_else(|| self.hit_other(class, len))
     }
 
-    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their own.
-    /// (Also where the list is empty, so that a hit looks at its outcome once.)
+    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their
+    /// own. (Also where the list is empty, so that a hit looks at its outcome once.)
     #[cold]
     #[inline(never)]
     fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
@@ -400,7 +400,7 @@ impl CentralPool {
         drop(last);
     }
 
-    /// Counts a segment as quarantined. It stays taken for good, and waiters that need its memory get an error.
+    /// Counts a segment as quarantined. It stays taken, and waiters that need its memory get an error.
     ///
     /// # Safety
     /// This is the descriptor's central pool, and the descriptor is in a state that only the caller leaves.
@@ -410,7 +410,7 @@ impl CentralPool {
         let (bytes, run) = unsafe { (core.arena.granted(descriptor), descriptor.as_ref().run()) };
         core.quarantined += bytes;
         core.quarantined_segments.push((run, descriptor.addr().get(), Instant::now()));
-        // SAFETY: as above, and it is out for good.
+        // SAFETY: as above, and it never comes back.
         let window = unsafe { core.arena.quarantine(descriptor) };
         if let Some(window) = window {
             core.end_window(window);

@@ -153,7 +153,7 @@ impl Segment {
         unsafe { CentralPool::put(self.central, self.descriptor, self.len(), self.list()) }
     }
 
-    /// Takes the segment out of use for good. Its state is QUARANTINED already.
+    /// Takes the segment out of use permanently. Its state is QUARANTINED already.
     pub(crate) fn quarantine(self) {
         // SAFETY: the invariant; no thread takes a segment out of QUARANTINED.
         unsafe { self.central().quarantine(self.descriptor) }

@@ -19,8 +19,8 @@ use crate::stream::hold::Resource;
 /// The device memory stays allocated until then.
 ///
 /// - **Bytes.** Both lists are copies: taken when the function's turn has come, and those of `writes` are written back
-///   as a whole when it has returned. Where another stream writes the same memory meanwhile, either's bytes may be found
-///   there afterwards. Where ranges of `writes` overlap, the later one wins.
+///   as a whole when it has returned. Where another stream writes the same memory meanwhile, either's bytes may be
+///   found there afterwards. Where ranges of `writes` overlap, the later one wins.
 /// - **Panics** are caught, and reported by an event of the target `pinpool::foreign`. The device memory stays as it
 ///   was, the handle says that the function is over, and the stream goes on.
 /// - **A device that dies** drops functions that have not begun. One that runs goes on, and what it writes is lost.

@@ -300,8 +300,9 @@ impl Stream {
         result.map(|()| InFlight::new(ticket, (), None))
     }
 
-    /// Copies all that was written to `src` into `landing`, which must be at least as long, in this stream's order. Both
-    /// buffers come back in flight, each by its own handle, and the target's length is then the number of bytes copied.
+    /// Copies all that was written to `src` into `landing`, which must be at least as long, in this stream's order.
+    /// Both buffers come back in flight, each by its own handle, and the target's length is then the number of bytes
+    /// copied.
     ///
     /// **On an accelerator the call waits** until what was submitted to the stream before is complete, and then the
     /// calling thread copies (CUDA driver API, "API synchronization behavior": "fully synchronous with respect to the
@@ -380,9 +381,9 @@ impl Stream {
     }
 
     /// Records the event of all holds that were made [patiently](Self::hold_patiently) so far, for a program that
-    /// destroys its stream. After a success, and when nothing is submitted to the stream any more, the crate names it to
-    /// the driver no more; what was queued on it must still be complete before it is destroyed. The call does not wait
-    /// for the device. No other thread submits to the stream meanwhile.
+    /// destroys its stream. After a success, and when nothing is submitted to the stream any more, the crate names it
+    /// to the driver no more; what was queued on it must still be complete before it is destroyed. The call does not
+    /// wait for the device. No other thread submits to the stream meanwhile.
     ///
     /// # Errors
     /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; what the driver says; the error with

@@ -67,7 +67,7 @@ macro_rules! callable {
             /// Makes the call, unless the process ends.
             ///
             /// # Safety
-            /// That of the entry point.
+            /// The entry point's contract.
             #[allow(clippy::too_many_arguments, reason = "as many as the entry point has")]
             pub(super) unsafe fn call(&self, $($arg: $ty),*) -> R {
                 let Some(_pass) = crate::exit::pass() else { return R::refused() };

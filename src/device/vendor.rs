@@ -86,7 +86,7 @@ pub(super) fn named(variable: &str) -> Option<OsString> {
     std::env::var_os(variable).filter(|path| !path.is_empty())
 }
 
-/// Loads the first of these files that can be loaded, for good, and looks its entry points up.
+/// Loads the first of these files that can be loaded, looks its entry points up, and never unloads it.
 ///
 /// # Errors
 /// In words: with `remedy` where none can be loaded, with `stranger` where the library lacks a call.

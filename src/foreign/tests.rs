@@ -85,8 +85,8 @@ fn what_comes_up_under_locks_runs_after_the_last() {
     assert_eq!(calls.all().last(), Some(&"now"));
 }
 
-/// A lock is given up for a moment, and by a wait on a condition: then foreign code runs, unless the thread has a second
-/// lock.
+/// A lock is given up for a moment, and by a wait on a condition: then foreign code runs, unless the thread has a
+/// second lock.
 #[test]
 fn a_lock_that_is_given_up_lets_foreign_code_run() {
     let calls = Calls::default();

@@ -58,7 +58,7 @@ pub(crate) mod state {
     pub(crate) const COMPLETED: u16 = 4;
     /// In flight, and claimed for later work on the same stream.
     pub(crate) const CLAIMED: u16 = 5;
-    /// Out of use for good: the device cannot be shown to be done with it.
+    /// Never used again: the device cannot be shown to be done with it.
     pub(crate) const QUARANTINED: u16 = 6;
 
     pub(crate) fn name(state: u16) -> &'static str {
@@ -301,6 +301,14 @@ impl Chain {
 #[cfg(all(test, not(loom), debug_assertions))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_state_has_its_name() {
+        let states = [state::HOST, state::FLIGHT, state::DETACHED, state::COMPLETED, state::CLAIMED];
+        let names = ["free or checked out", "in flight", "in flight, handle dropped", "completed", "claimed"];
+        assert_eq!(states.map(state::name), names);
+        assert_eq!([state::QUARANTINED, 1, 7].map(state::name), ["quarantined", "unknown", "unknown"]);
+    }
 
     fn descriptor(class: Option<Class>, generation: u64) -> Descriptor {
         Descriptor::new(NonNull::dangling(), class, 0, generation)

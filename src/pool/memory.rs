@@ -40,7 +40,7 @@ impl Pool {
     /// Its address stays as it is, and so do its contents until a segment of it is checked out.
     ///
     /// Adopted memory counts against the capacity: leave room for it with [`initial`](crate::PoolBuilder::initial).
-    /// Children of a fork see it, as far as the system lets them. The region goes like any other, when it is
+    /// Children of a fork see it unless the system keeps it from them. The region goes like any other, when it is
     /// [trimmed](Self::trim), makes way for another region, or with the pool: then the device's region thread unpins it
     /// and drops the value.
     ///

@@ -334,7 +334,7 @@ pub(crate) struct Regions {
     /// The device that makes regions while it is not lost.
     context: Arc<Context>,
     /// The devices that take its place when it is lost. The pool keeps them open while it grows; these references are
-    /// weak, so that memory that never comes back does not keep them open for good.
+    /// weak, so that memory that never comes back does not keep them open.
     others: Vec<Weak<Context>>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,

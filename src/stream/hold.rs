@@ -154,7 +154,7 @@ impl Flown {
     }
 }
 
-/// Quarantines a segment that a device may use for good, and adds its bytes. Returns its state until then; `None`: it
+/// Quarantines a segment that a device may use for ever, and adds its bytes. Returns its state until then; `None`: it
 /// was quarantined before. (A waiter that its central pool wakes for it is woken when the caller's lock is released.)
 pub(super) fn give_up(segment: &Segment, bytes: &mut Vec<usize>) -> Option<u16> {
     let descriptor = segment.descriptor();

@@ -1,9 +1,9 @@
 //! The report on buffers that have been out for long: which, since when, and what they wait for.
 //!
 //! It puts together what two places know: the central pool has the checkouts that were entered in the ledger
-//! ([`super::ledger`]), with their time, tag and call site, and the segments that are quarantined; the streams have what
-//! is in flight, under which sequence number, whether the event of that number is recorded, and since when a look has
-//! known of it. The statistics alone count a buffer that the program has and whose checkout was not entered.
+//! ([`super::ledger`]), with their time, tag and call site, and the segments that are quarantined; the streams have
+//! what is in flight, under which sequence number, whether the event of that number is recorded, and since when a look
+//! has known of it. The statistics alone count a buffer that the program has and whose checkout was not entered.
 //!
 //! The places are read one after the other. So a buffer that is returned or completes between two readings may still be
 //! listed, or be listed without its stream.

@@ -394,7 +394,7 @@ pub unsafe extern "C" fn pinpool_is_idle(
     })
 }
 
-/// Unpins memory that no block uses, as far as whole regions are free. `bytes`, unless null, is how much.
+/// Unpins whole regions that no block uses. `bytes`, unless null, is how much.
 ///
 /// # Safety
 /// `pool` is a pool. `bytes` is null or can be written.

@@ -7,19 +7,11 @@
 //! a result that cannot be written, and 2 for a command line that cannot be obeyed. A line on stderr says why it is not
 //! 0. A closed pipe causes no panic: the output is dropped, and the exit status stays the same.
 
-#[cfg(target_os = "linux")]
 mod cli;
 
-#[cfg(not(target_os = "linux"))]
-fn main() -> std::process::ExitCode {
-    eprintln!("error: pinpool needs Linux");
-    std::process::ExitCode::from(2)
-}
+use clap::Parser;
 
-#[cfg(target_os = "linux")]
 fn main() -> std::process::ExitCode {
-    use clap::Parser;
-
     match cli::args::Args::try_parse() {
         Ok(args) => cli::run(&args),
         Err(error) => cli::refuse(&error),

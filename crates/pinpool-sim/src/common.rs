@@ -348,9 +348,9 @@ macro_rules! entries {
     )*};
 }
 
-/// How a vendor's calls find their world, and how tests make one. `World` has `new`, `have_devices`, `report` and `own`,
-/// which answers commands that no other vendor has; `$base` is where made-up device addresses begin, `$current` the
-/// calling thread's current context, or 0, and `$leave` leaves that.
+/// How a vendor's calls find their world, and how tests make one. `World` has `new`, `have_devices`, `report` and
+/// `own`, which answers commands that no other vendor has; `$base` is where made-up device addresses begin, `$current`
+/// the calling thread's current context, or 0, and `$leave` leaves that.
 macro_rules! worlds {
     ($machines:ident, $base:expr, $current:expr, $leave:expr) => {
         static WORLDS: $crate::common::Worlds<World> = $crate::common::Worlds::new();

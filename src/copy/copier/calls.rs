@@ -82,8 +82,8 @@ impl Copier {
         if said { Ok(()) } else { self.download_lent(&mut [(src, dst)], Some(name)) }
     }
 
-    /// Copies a few bytes by a blocking call of the driver: a chunk takes half as long again. `false`: they have to go as
-    /// a chunk.
+    /// Copies a few bytes by a blocking call of the driver: a chunk takes half as long again. `false`: they have to go
+    /// as a chunk.
     fn at_once(
         &self,
         direction: Direction,

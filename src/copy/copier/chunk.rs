@@ -12,9 +12,9 @@
 //! The bytes of a chunk in place stay where the program has them: each of its *parts* is contiguous there, and a copy
 //! through the ring brings it to the same offset of a slot.
 //!
-//! On an H200 many short copies in a batch reach a fifth of the link's speed with 4 KiB each, and all of it with 64 KiB.
-//! One copy to the device ring and a kernel that spreads the bytes there reaches 0.9 with pieces of 1 KiB and more; but
-//! the bytes arrive some 20 us later, which is more than a few copies take.
+//! On an H200 many short copies in a batch reach a fifth of the link's speed with 4 KiB each, and all of it with 64
+//! KiB. One copy to the device ring and a kernel that spreads the bytes there reaches 0.9 with pieces of 1 KiB and
+//! more; but the bytes arrive some 20 us later, which is more than a few copies take.
 
 use super::ring::Slot;
 use super::types::{Direction, Settings};
@@ -58,8 +58,8 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// Cuts off the next chunk: the `bytes` up to `end`, which belong to these stretches. Its place is the number of the
-    /// call's bytes before it.
+    /// Cuts off the next chunk: the `bytes` up to `end`, which belong to these stretches. Its place is the number of
+    /// the call's bytes before it.
     pub(super) fn cut_off(&mut self, end: Cut, bytes: usize, stretches: Vec<Stretch>) -> Chunk {
         let (index, at, landed_to) = (self.chunks, self.cut, self.cut + bytes as u64);
         self.at = end;

@@ -68,8 +68,8 @@ impl CopierBuilder {
     }
 
     /// Bytes of device memory for the ring, through which small scattered pieces go. It is allocated when it is first
-    /// needed, and freed when it was unused for two seconds. Default: 64 MiB. With 0, and on devices without the kernels
-    /// for it, pieces are copied in batches.
+    /// needed, and freed when it was unused for two seconds. Default: 64 MiB. With 0, and on devices without the
+    /// kernels for it, pieces are copied in batches.
     pub fn ring(mut self, bytes: usize) -> Self {
         self.ring = bytes;
         self

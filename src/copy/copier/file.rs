@@ -80,9 +80,9 @@ impl FileSource {
     /// read, and no file ends with one but by chance.
     ///
     /// # Errors
-    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT`; where it is a
-    /// folder; and where it has no length and is no regular file: pipes, sockets and devices, block devices too, are for
-    /// [`Copier::upload_read`](super::Copier::upload_read). (A regular file may be empty.)
+    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT`; where it is
+    /// a folder; and where it has no length and is no regular file: pipes, sockets and devices, block devices too, are
+    /// for [`Copier::upload_read`](super::Copier::upload_read). (A regular file may be empty.)
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = Self::whole(&name, file.metadata())?;
@@ -282,8 +282,8 @@ impl FileSink {
         Ok(Self::new(file, name))
     }
 
-    /// A file that is open for writing; `name` is for errors. A download to one that was opened for appending, where the
-    /// system puts all bytes at the end (pwrite(2), "BUGS"), ends with [`Error::Write`] before a byte is written.
+    /// A file that is open for writing; `name` is for errors. A download to one that was opened for appending, where
+    /// the system puts all bytes at the end (pwrite(2), "BUGS"), ends with [`Error::Write`] before a byte is written.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
         Self { file: file.into(), name: name.into(), start: 0 }
     }
@@ -299,8 +299,8 @@ impl FileSink {
     /// sync the folder too, which has its name.
     ///
     /// # Errors
-    /// [`Error::Write`] at the offset where the sink starts, with what the system says. Then anything that was written may
-    /// be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
+    /// [`Error::Write`] at the offset where the sink starts, with what the system says. Then anything that was written
+    /// may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|error| write_error(&self.name, self.start, &error))
     }

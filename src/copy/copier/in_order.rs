@@ -24,8 +24,8 @@ const SEGMENTS: usize = 2;
 
 impl Copier {
     /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns the number of bytes when all
-    /// are on the device. It returns when nothing of it is in flight, after an error, too. The reader may wait for other
-    /// transfers of this copier.
+    /// are on the device. It returns when nothing of it is in flight, after an error, too. The reader may wait for
+    /// other transfers of this copier.
     ///
     /// # Errors
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).

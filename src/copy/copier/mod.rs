@@ -39,8 +39,8 @@
 //! The copy engines of a GPU move long contiguous ranges at the link's speed, and short scattered ones at a fraction of
 //! it. So a transfer is cut into chunks: threads fill segments of the pool with them, several at once, and each segment
 //! is moved by one long copy. Where its bytes belong to many places, the copy goes to a ring of device memory, and a
-//! kernel of the crate's spreads them from there. From the device, a kernel collects them, and the CPU takes them out of
-//! the segment. Pinned blocks of pages are copied from where they are.
+//! kernel of the crate's spreads them from there. From the device, a kernel collects them, and the CPU takes them out
+//! of the segment. Pinned blocks of pages are copied from where they are.
 //!
 //! # Ordering
 //!
@@ -56,9 +56,9 @@
 //!
 //! # Streams of bytes
 //!
-//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An async task needs no copier:
-//! it checks a buffer out ([`Pool::checkout_async`]), fills it, uploads it by a stream ([`Stream::upload`]), and fills the
-//! next one while that copy is under way.
+//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An async task needs no
+//! copier: it checks a buffer out ([`Pool::checkout_async`]), fills it, uploads it by a stream ([`Stream::upload`]),
+//! and fills the next one while that copy is under way.
 //!
 //! # A pool that others hold
 //!

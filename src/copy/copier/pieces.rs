@@ -1,11 +1,11 @@
-//! Pieces: any number of (host bytes, device ranges), of any lengths and alignments, as the plan of one job; in borrowed
-//! memory, or in pinned blocks whose bytes the device copies from or to where they are.
+//! Pieces: any number of (host bytes, device ranges), of any lengths and alignments, as the plan of one job; in
+//! borrowed memory, or in pinned blocks whose bytes the device copies from or to where they are.
 //!
-//! A call is looked at once before anything is copied ([`Survey`]). Chunks are cut as workers take them, in the order of
-//! the call. A call may have a hundred thousand pages, so ranges at even distances are one [`Piece`].
+//! A call is looked at once before anything is copied ([`Survey`]). Chunks are cut as workers take them, in the order
+//! of the call. A call may have a hundred thousand pages, so ranges at even distances are one [`Piece`].
 //!
-//! No CPU moves the bytes of blocks. The copies of a chunk have a share of each block that they use, and the job has one
-//! of all. A block goes back when its last share is dropped.
+//! No CPU moves the bytes of blocks. The copies of a chunk have a share of each block that they use, and the job has
+//! one of all. A block goes back when its last share is dropped.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -92,8 +92,8 @@ impl Piece {
     }
 }
 
-/// Cuts off a chunk of at most `full` bytes, and lays it out: for a segment, or in place. A piece is cut on a page where
-/// it can be; in place, a range only where it is longer than a chunk.
+/// Cuts off a chunk of at most `full` bytes, and lays it out: for a segment, or in place. A piece is cut on a page
+/// where it can be; in place, a range only where it is longer than a chunk.
 pub(super) fn cut(
     cursor: &mut Cursor,
     full: usize,
@@ -212,8 +212,8 @@ unsafe impl<F> Sync for Borrowed<F> {}
 
 impl<F: Fn(usize) -> Option<Piece>> Borrowed<F> {
     /// # Safety
-    /// Any thread may call `get`. While a job uses this, the pieces can be read, and are not written (for an upload); or
-    /// can be written, and are not used otherwise (for a download).
+    /// Any thread may call `get`. While a job uses this, the pieces can be read, and are not written (for an upload);
+    /// or can be written, and are not used otherwise (for a download).
     pub(super) unsafe fn new(get: F) -> Self {
         Self(get)
     }
@@ -334,8 +334,8 @@ mod tests {
 
     use super::*;
 
-    /// What pieces are made of: their group, device address, length, gap between ranges, and number of ranges; and where
-    /// a piece of one range begins behind the one before, if it is to.
+    /// What pieces are made of: their group, device address, length, gap between ranges, and number of ranges; and
+    /// where a piece of one range begins behind the one before, if it is to.
     type Made = ((u64, u64, usize, usize, usize), Option<u64>);
 
     fn made() -> impl Strategy<Value = Made> {
@@ -346,8 +346,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each byte of each piece is in one part, and goes to its place, between a segment or a slot and the device and
-        /// between the pieces and the device. The table fits behind all of them.
+        /// Each byte of each piece is in one part, and goes to its place, between a segment or a slot and the device
+        /// and between the pieces and the device. The table fits behind all of them.
         #[test]
         fn chunks_have_all_bytes_of_all_pieces(
             made in prop::collection::vec(made(), 1..60),
@@ -386,8 +386,8 @@ mod tests {
                 prop_assert_eq!(chunk.parts.iter().map(|part| part.len).sum::<usize>(), chunk.bytes);
                 prop_assert!(chunk.parts.is_sorted_by_key(|part| part.offset));
                 prop_assert!(chunk.table_at() + chunk.table_len() <= full + BESIDE);
-                // In a segment a stretch has several parts, each at its distance from the stretch's place; in place, a part
-                // has several stretches.
+                // In a segment a stretch has several parts, each at its distance from the stretch's place; in place, a
+                // part has several stretches.
                 let (parts, stretches) = (&chunk.parts, &chunk.stretches);
                 let spans: Vec<_> = match in_place {
                     true => stretches.iter().map(|s| (s.offset, s.len)).collect(),

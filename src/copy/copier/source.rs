@@ -66,7 +66,8 @@ pub trait Source: Send + Sync + 'static {
     /// of one segment it holds up all, and must not wait for a transfer of that copier.
     ///
     /// # Errors
-    /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read); so it ends after too few bytes, too.
+    /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read); so it ends after too few bytes,
+    /// too.
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()>;
 
     /// Whether [`fill`](Self::fill) may block. Ours alone to say.
@@ -92,8 +93,8 @@ pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'stati
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
 ///
 /// Implemented for [`FileSink`](super::FileSink), and for `Vec<u8>`, which becomes as long as the last range's end if
-/// it is shorter: what no range covers is zero, and memory that it already has is used. Ranges that overlap are refused,
-/// and after an error a vector has its old length.
+/// it is shorter: what no range covers is zero, and memory that it already has is used. Ranges that overlap are
+/// refused, and after an error a vector has its old length.
 pub trait Sink: Send + Sync + 'static {
     /// What errors and progress call it.
     fn name(&self) -> Cow<'_, str> {

@@ -1,8 +1,9 @@
 //! Copying between memory and segments: by the library's `memcpy`, or by stores that go past the caches. Fetching
 //! ahead.
 //!
-//! *Into segments*, which the device reads next: through the caches, from which the device is served. On an H200 machine
-//! eight threads reach 0.76 of the link's speed past them, and 0.92 through them, while the segments in use fit there.
+//! *Into segments*, which the device reads next: through the caches, from which the device is served. On an H200
+//! machine eight threads reach 0.76 of the link's speed past them, and 0.92 through them, while the segments in use fit
+//! there.
 //!
 //! *Out of segments*: past the caches. An ordinary store reads each line first, and with few threads the memory is the
 //! limit then. Processors without AVX2 copy through the caches.

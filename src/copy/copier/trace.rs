@@ -1,8 +1,8 @@
 //! The span of a transfer: from when it was started until nothing of it is under way any more.
 //!
 //! The span is made on the thread that starts the transfer, so that it lies within that thread's spans. The thread that
-//! ends the transfer closes it, before any waiter hears of the end. It is never entered: workers interleave the chunks of
-//! many transfers. Subscribers are foreign code, so they are called under no lock.
+//! ends the transfer closes it, before any waiter hears of the end. It is never entered: workers interleave the chunks
+//! of many transfers. Subscribers are foreign code, so they are called under no lock.
 
 use std::time::Duration;
 

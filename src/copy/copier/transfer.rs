@@ -129,14 +129,14 @@ impl<T> Transfer<T> {
         self.job.poll(cx.waker(), offset)
     }
 
-    /// Makes later work of `stream` start only after the transfer's copies, for which the call waits. Behind a part of a
-    /// transfer a stream is ordered by [`wait_landed`](Self::wait_landed).
+    /// Makes later work of `stream` start only after the transfer's copies, for which the call waits. Behind a part of
+    /// a transfer a stream is ordered by [`wait_landed`](Self::wait_landed).
     ///
     /// # Errors
     /// The error of the transfer; [`Error::Mismatch`] for a stream of another device; as for [`wait`](Self::wait).
     // The host waits, and not the device: an event would have to be recorded behind the last kernel, which is launched
-    // when its chunk has arrived. A stream that waits for a value in memory (cuStreamWaitValue) may never end: the driver
-    // waits for streams in calls of its own choice, also in those of the thread that is to bring the bytes.
+    // when its chunk has arrived. A stream that waits for a value in memory (cuStreamWaitValue) may never end: the
+    // driver waits for streams in calls of its own choice, also in those of the thread that is to bring the bytes.
     pub fn order(&self, stream: &Stream) -> Result<()> {
         let device = self.copier.device();
         if stream.device().context().id() != device.context().id() {

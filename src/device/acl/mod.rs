@@ -38,7 +38,7 @@
 //!
 //! After an error that ends the device, or the library, no further call of any kind is made for it. Nothing is freed,
 //! unregistered or destroyed, since the documentation does not say that the hardware touches memory no more. All of it
-//! stays for good.
+//! stays until the process ends.
 
 mod adopt;
 mod api;
@@ -288,7 +288,7 @@ impl Acl {
         self.noting(AclCurrent::enter(self.api, &self.name, self.context, Some(pass)))
     }
 
-    /// Notes that something of the device's stays for good.
+    /// Notes that something of the device's stays until the process ends.
     fn leaked(&self) {
         self.ending.leaked();
     }

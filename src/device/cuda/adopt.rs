@@ -9,7 +9,7 @@
 //!
 //! # Streams
 //!
-//! A handle does not name a stream for good: the driver gives the handle of a destroyed stream to a new one. The
+//! A handle does not name one stream for ever: the driver gives the handle of a destroyed stream to a new one. The
 //! driver's stream id (`cuStreamGetId`, CUDA 12.0) does, so the crate knows a stream by its id. Without an id, two
 //! equal handles are taken for two streams.
 //!

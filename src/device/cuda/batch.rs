@@ -6,8 +6,8 @@
 //!
 //! The call has two forms. That of CUDA 12.8, which later drivers have as well, also says where it failed. The place is
 //! not used: after an error it is unknown which copies of the batch were submitted, so each is submitted again by
-//! itself. A copy that runs twice writes the same bytes twice, since its source is not written meanwhile; and each error
-//! then belongs to one copy.
+//! itself. A copy that runs twice writes the same bytes twice, since its source is not written meanwhile; and each
+//! error then belongs to one copy.
 //!
 //! Short uploads come first in a call. Where the stream has nothing to do, the driver writes an upload of less than 32
 //! KiB itself, inside of the call, when the copies before it are complete: two copies of 2 MiB and one of 2 KiB are a

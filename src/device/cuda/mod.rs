@@ -82,7 +82,7 @@ const CONCURRENT_MANAGED_ACCESS: c_int = 89;
 const HOST_NUMA_ID: c_int = 134;
 
 thread_local! {
-    /// Whether this is one of the crate's threads, which has the context current and is in relaxed mode for good.
+    /// Whether this is one of the crate's threads, which has the context current and never leaves relaxed mode.
     static CUDA_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 

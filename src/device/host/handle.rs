@@ -128,7 +128,7 @@ impl HostNode {
         self.with(|state| state.trace.clone().unwrap_or_default())
     }
 
-    /// Kills the device for good. When this returns, its copies do not touch host memory any more. The call waits for
+    /// Kills the device. When this returns, its copies do not touch host memory any more. The call waits for
     /// the parts of copies that are under way, 1 MiB at most per stream.
     pub fn kill(&self, device: u32) {
         if device < self.devices() {

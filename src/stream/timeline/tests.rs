@@ -165,7 +165,7 @@ fn a_panic_of_the_reaper_costs_one_stream() {
     armed.store(true, Ordering::SeqCst);
     until("the stream is not given up", || rig.stream.timeline().usable().is_err());
     assert!(matches!(rig.stream.timeline().usable(), Err(Error::Internal(_))));
-    // The device may use it for good.
+    // The device may always use it.
     let kept = rig.out();
     assert!(kept >= LEN, "{:?}", rig.pool.stats());
     rig.node.resume(0);
@@ -299,8 +299,8 @@ fn an_event_that_is_being_recorded_is_due() {
     assert_eq!(state(), None);
 }
 
-/// A copy counts as complete though its segment was claimed meanwhile, and a reader that looks twice sees that something
-/// has changed.
+/// A copy counts as complete though its segment was claimed meanwhile, and a reader that looks twice sees that
+/// something has changed.
 #[test]
 fn a_claim_leaves_the_copy_to_be_completed() {
     let rig = Rig::by_hand();
@@ -434,7 +434,7 @@ fn a_stream_that_can_never_be_asked_is_lost() {
     assert!(rig.stream.timeline().is_idle());
 }
 
-/// It keeps what the device may use for good, and thereby the device open; and nothing else.
+/// It keeps what the device may always use, and thereby the device open; and nothing else.
 #[test]
 fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
     let rig = Rig::by_hand();

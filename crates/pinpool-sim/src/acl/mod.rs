@@ -68,9 +68,10 @@
 //! | ARG-2 | passes flags, sizes, policies or timeouts that do not exist | 100000, and 107000 for timeouts |
 //!
 //! No violations, but errors: no device at all (207004?), one that does not exist (107001), no more streams (207008)
-//! or memory (207001), a single block of host memory above the extent's limit (207001), registering where driver or product cannot (207000), a library that is initialised already (100002), a time that ran out
-//! (507046). A bare thread that asks for its context or device gets 107002: there is no other way to ask. Nor can a
-//! thread be given no context: null is refused.
+//! or memory (207001), a single block of host memory above the extent's limit (207001), registering where driver or
+//! product cannot (207000), a library that is initialised already (100002), a time that ran out (507046). A bare thread
+//! that asks for its context or device gets 107002: there is no other way to ask. Nor can a thread be given no context:
+//! null is refused.
 //!
 //! From CANN 8.5 on, and with a driver that can tell, CPY-4 is no loss: the copy is done when the call returns. A
 //! program that also runs on older versions cannot rely on that.

@@ -93,8 +93,8 @@
 //! taken during the call, and there when the call returns, as the driver manual has it ("API synchronization
 //! behavior"). After a sticky error every call that touches the context gives its code, and what was queued never runs.
 //!
-//! The same sequences are made on a real driver, where there is one, and their codes and effects compared. What differs,
-//! or is not tried there, is marked in `tests/cuda/standin/rules.rs`.
+//! The same sequences are made on a real driver, where there is one, and their codes and effects compared. What
+//! differs, or is not tried there, is marked in `tests/cuda/standin/rules.rs`.
 //!
 //! # What there is
 //!

@@ -129,8 +129,8 @@ impl Owned {
         self.copy(engine)
     }
 
-    /// The copy of the chunk's table to the slot. A chunk in place has its table in a small segment of its own, which is
-    /// checked out now: those that wait for a slot or a permit have none. `None`: the pool has none.
+    /// The copy of the chunk's table to the slot. A chunk in place has its table in a small segment of its own, which
+    /// is checked out now: those that wait for a slot or a permit have none. `None`: the pool has none.
     fn table(&mut self, engine: &Engine, slot: &Slot) -> Option<Transfer> {
         let (at, len) = (self.chunk.table_at(), self.chunk.table_len());
         if !self.staged {
