@@ -206,10 +206,17 @@ impl Setup {
         self.pool.try_checkout(1 << 20).is_ok()
     }
 
-    /// All that a copier could have as segments.
+    /// All that the pool has. A worker that is about to put a segment into its cache has it for a moment longer.
     pub fn emptied(&self) -> Vec<PinnedBuf> {
-        let of = |len: usize| std::iter::from_fn(move || self.pool.try_checkout(len).ok());
-        [8 << 20, 1 << 20, 64 << 10, 4 << 10, 64].into_iter().flat_map(of).collect()
+        self.pool.wait_pinned(Some(HANG)).unwrap();
+        let mut all = Vec::new();
+        until("nothing is left", || {
+            for len in [8 << 20, 1 << 20, 64 << 10, 4 << 10, 64] {
+                all.extend(std::iter::from_fn(|| self.pool.try_checkout(len).ok()));
+            }
+            self.pool.stats().free_bytes < 128
+        });
+        all
     }
 
     /// Lets what does not move by itself do a step.
