@@ -220,7 +220,8 @@ fn threads_end_with_their_streams_and_with_the_driver() {
     assert_eq!(class(rig.download()), ErrorClass::Argument);
     assert_eq!((rig.node.live(0).queued, rig.node.live(0).streams), (1, 0));
     rig.node.resume(0);
-    until(|| users(&rig.node) == 2 && rig.is_all(0));
+    until(|| users(&rig.node) == 2 && rig.node.live(0).queued == 0);
+    assert!(rig.is_all(0));
     rig.close();
 
     let Rig { node, driver, stream, event, host, .. } = Rig::new(HostConfig::new(), 8);
