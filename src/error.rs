@@ -1,8 +1,8 @@
 //! All errors of the crate, in one type.
 //!
-//! A message names the cause, whose it is, how much, and the remedy. [`Error::class`] says what a caller may still do.
-//! Text from a file, a driver or the system is kept in the fields as it was; in the message it goes through `shown`:
-//! escaped and cut to a bounded length ([`crate::escape`]). A test checks that of every variant.
+//! A message names the cause, whose it is, how much, and the remedy. Text from a file, a driver or
+//! the system is kept in the fields as it was; the message has it through `shown`, escaped and cut
+//! to a bounded length ([`crate::escape`]). A test checks that of every variant.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -19,21 +19,21 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorClass {
-    /// This call cannot succeed as it was made, and nothing else is affected. In a server the mistake is mostly its own
-    /// and not its client's; [`Error::TooLong`] may be the client's.
+    /// This call cannot succeed as it was made, and nothing else is affected. The mistake is mostly
+    /// the server's own and not its client's; [`Error::TooLong`] may be the client's.
     Argument,
-    /// The stream is being captured into a graph, and the call cannot be part of it. Only this call is affected. It may
-    /// succeed outside the capture.
+    /// The call cannot be part of the graph that the stream is being captured into. Only this call
+    /// is affected, and it may succeed outside the capture.
     Capture,
-    /// A condition that may pass: out of memory, not ready, timed out. The same call may succeed later.
+    /// A condition that may pass: the same call may succeed later.
     Transient,
-    /// The program has shut the pool down ([`Pool::shutdown`](crate::Pool::shutdown)). No call of that pool's succeeds
-    /// any more, and nothing is wrong with this one.
+    /// The program has shut the pool down ([`Pool::shutdown`](crate::Pool::shutdown)). Every
+    /// further call of that pool fails so.
     Closed,
-    /// The program has cancelled this transfer. Nothing is wrong, and the same transfer may be started again.
+    /// The program has cancelled this transfer, which may be started again.
     Cancelled,
-    /// The device (or the stream, after [`Error::Internal`]) cannot be used until the process ends. Everything in
-    /// flight there is quarantined, and later calls fail at once.
+    /// The device (or the stream, after [`Error::Internal`]) cannot be used until the process ends.
+    /// Everything in flight there is quarantined, and later calls fail at once.
     DeviceLost,
     /// The driver is shutting down, since the process ends. Memory is leaked and not touched.
     DriverShutdown,
@@ -55,8 +55,7 @@ pub struct DeviceError {
     pub class: ErrorClass,
 }
 
-/// Every error of the crate. The message names the cause and the remedy, and [`class`](Self::class) says what an error
-/// means for the caller.
+/// Every error of the crate. The message names the cause and the remedy.
 ///
 /// ```
 /// use pinpool::{Device, Error, ErrorClass, Pool, Unpinned};
@@ -72,17 +71,97 @@ pub struct DeviceError {
 /// # drop(all);
 /// # Ok::<(), pinpool::Error>(())
 /// ```
+///
+/// A server answers by [`class`](Self::class): 500 where the mistake is its own or the device is
+/// lost, 503 where another try may succeed.
+///
+/// | kind | cause | remedy | HTTP |
+/// | --- | --- | --- | --- |
+/// | `ZeroLength` | 0 bytes were asked for | ask for at least 1 | 500 |
+/// | `Argument` | an argument or a setting is refused | as the text says | 500 |
+/// | `TooLong` | longer than any segment can be | larger extents, or split it | 500, or 413 |
+/// | `TooSmall` | the target is shorter than the bytes | a larger target | 500 |
+/// | `Mismatch` | used with another device, context or thread | as the text says | 500 |
+/// | `Capturing` | the stream is being captured | submit outside the capture | 500 |
+/// | `UnknownDevice` | no device has this name | a name of the text | 500 |
+/// | `Unavailable` | a driver, device or thread is missing | `pinpool doctor` | 500 |
+/// | `Unsupported` | platform, device or thread cannot do it | as the text says | 500 |
+/// | `MemLock` | the memlock limit | raise it, or allow unpinned memory | 503 |
+/// | `OutOfMemory` | the system has no memory | free some, or a smaller capacity | 503 |
+/// | `Exhausted` | the pool has no room now | wait, or raise the capacity | 503 |
+/// | `QueueFull` | too many requests wait already | try later | 503 |
+/// | `Timeout` | the deadline has passed | wait longer, return buffers | 503 |
+/// | `Impossible` | no wait can make room | raise the capacity, ask for less | 500 |
+/// | `Closed` | the pool is shut down | ask another server | 503 |
+/// | `Cancelled` | the program cancelled the transfer | start it again | 499 |
+/// | `Forked` | the parent had opened a device | fork before that | 500 |
+/// | `Read` | the source cannot be read, or became shorter | mend the cause | 500, or 503 |
+/// | `Write` | the target cannot be written | make room, write it again | 500 |
+/// | `Malformed` | a file is damaged, or has changed | get it again | 500 |
+/// | `Piece` | one of many pieces is refused | as its `cause` | as its `cause` |
+/// | `Transfer` | a chunk has failed | as its `cause` | as its `cause` |
+/// | `Tensor` | a checkpoint's load has failed | as its `cause` | as its `cause` |
+/// | `Device` | a driver call has failed | as its class | as its class |
+/// | `Internal` | a mistake in this crate | report it, restart the process | 500 |
+///
+/// What many calls have in common stands in the sections below; the calls themselves name only what
+/// is particular to them.
+///
+/// # Every call
+/// [`Forked`](Self::Forked) in a child whose parent had opened a device; [`Device`](Self::Device)
+/// with what the driver says; and, once a stream or device is lost, the error with which it was
+/// lost.
+///
+/// # Opening a device
+/// [`UnknownDevice`](Self::UnknownDevice) for a name or number that no device has.
+/// [`Unavailable`](Self::Unavailable) without a usable driver or device.
+///
+/// # Devices of one family
+/// Calls of the modules `cuda`, `acl`, `host` and `cudarc` give [`Unsupported`](Self::Unsupported)
+/// for a device of another family, or a stream of one.
+///
+/// # Checkouts
+/// - [`ZeroLength`](Self::ZeroLength), [`TooLong`](Self::TooLong), [`Closed`](Self::Closed), and
+///   [`Argument`](Self::Argument) for an alignment.
+/// - [`Impossible`](Self::Impossible), or the error that made growing fail, if no wait can help.
+/// - [`QueueFull`](Self::QueueFull) and, at a deadline, [`Timeout`](Self::Timeout).
+/// - [`Exhausted`](Self::Exhausted) in place of a wait that could never end: on a thread of the
+///   crate, in a waker, and in the drop of a value that was given to the crate.
+///
+/// # Copies
+/// A stream refuses a copy before the driver is called, and gives the buffer back:
+/// [`Argument`](Self::Argument) for an empty range and for one that leaves the memory,
+/// [`TooSmall`](Self::TooSmall), [`Mismatch`](Self::Mismatch) for another device's memory,
+/// [`Capturing`](Self::Capturing), a lost device. After an error of the driver the buffer returns
+/// to its pool by itself, when the device is known to be done ([`SubmitError`]).
+///
+/// # Waits
+/// The error with which the stream was lost; a buffer is then quarantined.
+/// [`Capturing`](Self::Capturing) if completion cannot be known before a capture of the stream
+/// ends. [`Unsupported`](Self::Unsupported) where a wait could never end: on a thread of the crate,
+/// as in a waker, a source or a sink.
+///
+/// # Transfers
+/// - Before anything is copied, and with what was given: as for [copies](#copies), inside of
+///   [`Piece`](Self::Piece) where a call names many.
+/// - Later: [`Read`](Self::Read), [`Write`](Self::Write), and what the pool or the device said,
+///   inside of [`Transfer`](Self::Transfer) where a source, a sink or a slice is copied.
+/// - [`Timeout`](Self::Timeout) after the deadline of
+///   [`Copier::with_timeout`](crate::Copier::with_timeout), [`Cancelled`](Self::Cancelled) after a
+///   cancel that came in time.
+/// - [`Unsupported`](Self::Unsupported) as for [waits](#waits); a transfer that was begun goes on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A buffer, or device memory, of length zero was asked for.
     #[error("0 bytes were asked for; ask for at least 1")]
     ZeroLength,
-    /// An argument, a setting or a combination of them is refused. The text names it, and says which values do.
+    /// An argument or a setting is refused. The text names it, and says which values do.
     #[error("{}", shown(.0))]
     Argument(String),
-    /// The length is more than any segment of this pool can have. A segment takes 32 bytes more of the pool than it
-    /// gives. See [`PoolBuilder::capacity`](crate::PoolBuilder::capacity) and [`extent`](crate::PoolBuilder::extent).
+    /// No segment of this pool can be so long. A segment takes 32 bytes more of the pool than it
+    /// gives. See [`PoolBuilder::capacity`](crate::PoolBuilder::capacity) and
+    /// [`extent`](crate::PoolBuilder::extent).
     #[error(
         "{} are more than one segment can hold ({}; it needs 32 bytes more than it holds); raise the capacity, \
          configure larger extents, or split the request", amount(*len), amount(*largest)
@@ -101,8 +180,8 @@ pub enum Error {
         /// Bytes that the target has.
         have: usize,
     },
-    /// A thing of one device, context, thread or stream was used with another. Copies between devices are not made,
-    /// with or without peer access.
+    /// A thing of one device, context, thread or stream was used with another. Copies between
+    /// devices are not made, with or without peer access.
     #[error(
         "{what} of {} cannot be used with {}: {remedy}",
         if of == with { format!("another opening of {}", shown(of)).into() } else { shown(of) }, shown(with)
@@ -117,8 +196,8 @@ pub enum Error {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// The stream is being captured into a graph, and this call cannot be part of one. Nothing was submitted, and the
-    /// capture is as it was.
+    /// The stream is being captured into a graph, and this call cannot be part of one. Nothing was
+    /// submitted, and the capture is as it was.
     #[error(
         "{what} was refused: the stream is being captured into a graph, where it would spoil the capture, or happen \
          again with every launch; {remedy}"
@@ -137,8 +216,8 @@ pub enum Error {
         /// The names there are.
         known: String,
     },
-    /// The device cannot be used here: its driver or itself is missing, or a thread could not be started. `pinpool
-    /// doctor --device NAME` tells more.
+    /// The device cannot be used here: its driver or itself is missing, or a thread could not be
+    /// started. `pinpool doctor --device NAME` tells more.
     #[error("device {} is not available: {}", shown(device), shown(why))]
     Unavailable {
         /// The device.
@@ -146,7 +225,7 @@ pub enum Error {
         /// The cause and the remedy.
         why: String,
     },
-    /// This platform, this device or this thread cannot do it; the text says why, and what to do instead.
+    /// This platform, device or thread cannot do it; the text says why, and what to do instead.
     #[error("unsupported: {}", shown(.0))]
     Unsupported(String),
     /// The memlock limit of the process does not allow the pages to be locked. See also
@@ -170,12 +249,12 @@ pub enum Error {
         /// The system's text.
         text: String,
     },
-    /// The pool has no room for this request now, and the call does not wait. [`Pool::stuck`](crate::Pool::stuck) lists
-    /// what is out.
+    /// The pool has no room for this request now, and the call does not wait.
+    /// [`Pool::stuck`](crate::Pool::stuck) lists what is out.
     #[error("no room now in the {_0}; {}, or raise the capacity", remedy(_0))]
     Exhausted(Box<Shortage>),
-    /// As many requests wait for the pool's memory as [`PoolBuilder::max_waiting`](crate::PoolBuilder::max_waiting)
-    /// allows, so this one did not join them. A server answers that it is busy.
+    /// [`PoolBuilder::max_waiting`](crate::PoolBuilder::max_waiting) requests wait for the pool's
+    /// memory, so this one did not join them. A server answers that it is busy.
     #[error(
         "{limit} requests wait for the pool's memory, as many as PoolBuilder::max_waiting allows; try again later, or \
          raise that or the capacity"
@@ -187,7 +266,7 @@ pub enum Error {
     /// The deadline passed before the wait was over.
     #[error("timed out after {0}")]
     Timeout(Waited),
-    /// Waiting cannot help, whatever comes back: the capacity is too small for what was asked for together, or
+    /// Waiting cannot help: the capacity is too small for what was asked for together, or
     /// quarantined bytes are in the way.
     #[error(
         "no amount of waiting makes room for {} within a capacity of {}{}; raise the capacity, or ask for less at once",
@@ -201,7 +280,7 @@ pub enum Error {
         /// Bytes that the pool may hold.
         capacity: usize,
     },
-    /// The pool is shut down, by [`Pool::shutdown`](crate::Pool::shutdown) or since its last handle was dropped.
+    /// The pool was [shut down](crate::Pool::shutdown), or its last handle was dropped.
     #[error("the pool is shut down; build another one")]
     Closed,
     /// The transfer was cancelled before its end, and its target is incomplete.
@@ -217,18 +296,18 @@ pub enum Error {
         /// Bytes that were to be moved.
         total: u64,
     },
-    /// This process is the child of a fork, and its parent had begun to open a device before. Nothing of this crate can
-    /// be used here.
+    /// This process is the child of a fork, and its parent had begun to open a device before.
+    /// Nothing of this crate can be used here.
     #[error(
         "this process was forked from one that had opened a device, and can use none: fork before the first device is \
          opened, or start another program"
     )]
     Forked,
-    /// The source of a transfer could not be read, or ends before the length that it had at first
-    /// ([`UnexpectedEof`](ErrorKind::UnexpectedEof)). Of a transfer that had begun, the bytes before
-    /// [`Progress::landed_to`](crate::copier::Progress::landed_to) are on the device; which others are is not known.
-    /// Where too many files are open, the kind is [`QuotaExceeded`](ErrorKind::QuotaExceeded), and the class
-    /// [`ErrorClass::Transient`].
+    /// The source of a transfer could not be read, or has become shorter
+    /// ([`UnexpectedEof`](ErrorKind::UnexpectedEof)). Of a transfer that had begun, the bytes
+    /// before [`Progress::landed_to`](crate::copier::Progress::landed_to) are on the device. Where
+    /// too many files are open, the kind is [`QuotaExceeded`](ErrorKind::QuotaExceeded), and the
+    /// class [`ErrorClass::Transient`].
     #[error("{} cannot be read at offset {offset}: {}", shown(what), shown(text))]
     Read {
         /// The file, or the name of another source.
@@ -257,8 +336,8 @@ pub enum Error {
         /// The system's text.
         text: String,
     },
-    /// A file is not as it describes itself, or it was written to since it was opened. Get it again from where it can
-    /// be trusted.
+    /// A file is not as it describes itself, or it was written to since it was opened. Get it again
+    /// from where it can be trusted.
     #[error(
         "{} is refused: {}{}", shown(what),
         .tensor.as_ref().map_or_else(String::new, |name| format!("tensor \"{}\" ", shown(name))), shown(why)
@@ -266,7 +345,7 @@ pub enum Error {
     Malformed {
         /// The file.
         what: String,
-        /// The tensor that the fault is in, where it is in one: its name, escaped and cut to 200 characters.
+        /// The tensor that the fault is in, if any: its name, escaped and cut to 200 characters.
         tensor: Option<Box<str>>,
         /// The cause and the remedy.
         why: String,
@@ -291,8 +370,8 @@ pub enum Error {
         /// The error of the chunk.
         cause: Box<Error>,
     },
-    /// A tensor of a checkpoint is not on the device, since a transfer failed, and the load has ended. No tensor behind
-    /// it can be relied on.
+    /// A transfer failed, so this tensor of a checkpoint is not on the device, and the load has
+    /// ended. No tensor behind it can be relied on.
     #[error(
         "tensor \"{}\" is not on the device ({landed} of {total} tensors are, those before it): {cause}",
         shown(tensor)
@@ -329,8 +408,8 @@ pub struct Shortage {
     pub free: usize,
     /// The longest range of free memory that is not withheld, in bytes.
     pub largest: usize,
-    /// The free bytes that are withheld for requests that wait, and the bytes that the largest of these requests asks
-    /// for.
+    /// The free bytes that are withheld for requests that wait, and the bytes that the largest of
+    /// these requests asks for.
     pub withheld: usize,
     /// See [`withheld`](Self::withheld).
     pub withheld_for: usize,
@@ -455,15 +534,15 @@ impl Error {
         self
     }
 
-    /// [`Unavailable`](Self::Unavailable) because of an error that may begin with the device's name.
+    /// [`Unavailable`](Self::Unavailable) for an error that may begin with the device's name.
     #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn unavailable(device: &str, why: &Self) -> Self {
         let why = crate::escape::unnamed(&why.to_string(), device).to_owned();
         Self::Unavailable { device: device.to_owned(), why }
     }
 
-    /// The same error, in which a timeout tells the time since the whole call began: the last of several waits knows
-    /// its own alone.
+    /// Sets a timeout's time to the time since the whole call began: the last of several waits
+    /// knows its own alone.
     pub(crate) fn waited(mut self, since: Instant) -> Self {
         if let Self::Timeout(waited) = &mut self {
             waited.time = since.elapsed();
@@ -471,7 +550,7 @@ impl Error {
         self
     }
 
-    /// What the error means for what the caller may do next. The one place where errors are classified.
+    /// What the caller may do next. The one place where errors are classified.
     #[must_use]
     pub fn class(&self) -> ErrorClass {
         match self {
@@ -520,11 +599,12 @@ impl From<Error> for std::io::Error {
     }
 }
 
-/// The error of a call that was given a buffer or memory, with what it was given where the device cannot be using it.
-/// (Of [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the error, and after a timeout the handle.)
+/// The error of a call that was given a buffer or memory, and what it was given, if the device
+/// cannot be using it. (After a timeout of
+/// [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the handle.)
 ///
-/// With `buffer: None` the driver was called, and its answer leaves open whether the device still uses the buffer. The
-/// segment of a pool returns to it by itself once a later event on that stream is seen complete. Memory that was to be
+/// `buffer: None` means that the driver was called and may still use the buffer. A pool's segment
+/// returns by itself once a later event on that stream is seen complete. Memory that was to be
 /// registered is leaked, and the log says so.
 ///
 /// ```

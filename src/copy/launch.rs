@@ -11,24 +11,24 @@ use crate::foreign::Owned;
 use crate::stream::Stream;
 use crate::stream::hold::Resource;
 
-/// Runs a function of the program's on a stream of a host device, in the stream's order, with the bytes of device
-/// memory: it is to the host device what a kernel is to a GPU. The [module's page](crate::host) has an example.
+/// Runs a function of the program's on a stream of a host device, in stream order, with the bytes
+/// of device memory: what a kernel is to a GPU. The [module's page](crate::host) has an example.
 ///
-/// The function gets the bytes of `reads` and of `writes`, in the order of the lists. The call returns when the
-/// function is queued. It runs once, on a thread of the crate's. The handle tells when it has run, and may be dropped.
-/// The device memory stays allocated until then.
+/// The function gets the bytes of `reads` and of `writes`, in the order of the lists. The call
+/// returns when it is queued. It runs once, on a thread of the crate. The handle tells when it has
+/// run, and may be dropped. The device memory stays allocated until then.
 ///
-/// - **Bytes.** Both lists are copies: taken when the function's turn has come, and those of `writes` are written back
-///   as a whole when it has returned. Where another stream writes the same memory meanwhile, either's bytes may be
-///   found there afterwards. Where ranges of `writes` overlap, the later one wins.
-/// - **Panics** are caught, and reported by an event of the target `pinpool::foreign`. The device memory stays as it
-///   was, the handle says that the function is over, and the stream goes on.
-/// - **A device that dies** drops functions that have not begun. One that runs goes on, and what it writes is lost.
-/// - **Waiting.** The function may block, call the pool, and wait for other streams, but not for its own.
+/// - **Bytes.** Both lists are copies, taken when the function's turn has come; those of `writes`
+///   are written back as a whole when it has returned. Of memory that another stream writes
+///   meanwhile, either's bytes may stay. Where ranges of `writes` overlap, the later one wins.
+/// - **Panics** are caught, and reported by an event of the target `pinpool::foreign`. The device
+///   memory stays as it was, the handle says that the function is over, and the stream goes on.
+/// - **A device that dies** drops functions that have not begun, and what a running one writes.
+/// - **Waiting.** The function may block, call the pool, and wait for other streams than its own.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a stream of another kind of device; [`Error::Mismatch`] for memory of another device; a
-/// lost device. The function is dropped then; after an error of the device it may run all the same.
+/// As for [copies](Error#copies) and for [devices of one family](Error#devices-of-one-family). The
+/// function is dropped then; after an error of the device it may run all the same.
 pub fn launch<F>(
     stream: &Stream,
     reads: &[DeviceSlice],

@@ -1,8 +1,8 @@
 //! Copies: how buffers are handed to a stream and what comes back.
 //!
-//! Every asynchronous call takes what it touches: the host buffer by value (or as an `Arc`), the device memory as a
-//! counted handle. What can be refused is refused before the timeline or the driver hears of it, and the error carries
-//! the buffer back.
+//! An asynchronous call takes what it touches: the host buffer by value (or as an `Arc`), the
+//! device memory as a counted handle. A refusal comes before the timeline or the driver hears of
+//! the call, and carries the buffer back.
 
 #![allow(unsafe_code)]
 
@@ -31,8 +31,8 @@ const OUTSIDE: &str = "submit it outside the capture";
 /// The sequence number of a submission whose driver call has not returned.
 const NOT_YET: u64 = u64::MAX;
 
-/// Device memory as an argument of a copy: a [`DeviceSlice`], a reference to one, or the result of slicing one, whose
-/// error the call then reports. Sealed.
+/// Device memory as an argument of a copy: a [`DeviceSlice`], a reference to one, or the result of
+/// slicing one, whose error the call then reports. Sealed.
 pub trait DeviceRange {
     #[doc(hidden)]
     fn get(&self, _: Key) -> Result<&DeviceSlice>;
@@ -56,8 +56,8 @@ impl DeviceRange for Result<DeviceSlice> {
     }
 }
 
-/// Where the bytes of a pinned block belong on the device, one place behind the other: a [`DeviceSlice`], a
-/// [`StridedSlice`], or a `Vec` of either. Sealed.
+/// Where the bytes of a pinned block belong on the device, one place behind the other: a
+/// [`DeviceSlice`], a [`StridedSlice`], or a `Vec` of either. Sealed.
 ///
 /// ```
 /// # use pinpool::{Copier, Device, Pool, Unpinned};
@@ -69,8 +69,8 @@ impl DeviceRange for Result<DeviceSlice> {
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub trait Places: Send {
-    /// Shows ranges of one length at even distances: from the first one's first byte to the last one's last, the
-    /// length, and the distance.
+    /// Shows ranges of one length at even distances: from the first byte of the first to the last
+    /// of the last, the length, and the distance.
     #[doc(hidden)]
     fn each(&self, _: Key, see: &mut impl FnMut(&DeviceSlice, usize, usize));
 }
@@ -93,15 +93,15 @@ impl<P: Places> Places for Vec<P> {
     }
 }
 
-/// The target of a download: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can be
-/// written to. Sealed.
+/// The target of a download: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a
+/// [`Registered`] value that can be written to. Sealed.
 #[diagnostic::on_unimplemented(
     message = "a download cannot land in `{Self}`",
     label = "not a buffer that the device alone may write to",
     note = "downloads land in a `PinnedBuf`, a `StreamBuf` or a `Registered` value; `download_blocking` writes to borrowed memory"
 )]
 pub trait Landing: Sized + Send {
-    /// What comes back when the download is complete: the same type, or for a stream-ready buffer a host-ready one.
+    /// What comes back at the end: the same type, or a host-ready buffer for a stream-ready one.
     type Landed: Lend;
 
     /// Start and capacity, if this stream may write there.
@@ -143,8 +143,8 @@ impl Landing for StreamBuf {
     #[allow(private_interfaces)]
     fn land(self, _: Key) -> (Resource, PinnedBuf) {
         let (resource, segment) = self.into_resource();
-        // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched only when it has
-        // landed, and nothing of it counts as written until then.
+        // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched
+        // only when it has landed, and nothing of it counts as written until then.
         (resource, unsafe { PinnedBuf::new(segment, 0) })
     }
 }
@@ -166,7 +166,7 @@ where
     }
 }
 
-/// The bytes that were written to a buffer. (Asked once: a value of the caller's may answer otherwise the next time.)
+/// The bytes written to a buffer. (Asked once: a value of the caller's may change its answer.)
 fn written<B: Lend>(src: &B) -> Result<&[u8]> {
     let none = "no byte of the buffer was written yet, so there is nothing to copy; write to it first \
                 (extend_from_slice, Write, BufMut), or say what was written by other means (set_len)";
@@ -177,12 +177,10 @@ fn written<B: Lend>(src: &B) -> Result<&[u8]> {
 impl Stream {
     /// Copies all that was written to `src` into `dst`, which must be at least as long.
     ///
-    /// Returns when the copy was submitted: work submitted to this stream afterwards comes after it.
+    /// Returns when the copy was submitted: work submitted to this stream later comes after it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range,
-    /// [`Error::Capturing`], a lost device. With `buffer: None` what the driver said; the buffer then returns to its
-    /// pool when the device is known to be done.
+    /// [As every copy](Error#copies).
     pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
         self.upload_part(src, .., dst)
     }
@@ -210,15 +208,15 @@ impl Stream {
         })();
         let ((dst, transfer), src) = SubmitError::unless(checked, src)?;
         let (submission, mut flight) = self.begin_from(src, Some(dst.allocation()))?;
-        // SAFETY: the entry keeps the source and the device memory until a mark after this call is seen complete.
+        // SAFETY: the entry keeps source and device memory until a later mark is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
-        // On an error it is dropped: the segment stays in flight until a later mark is seen complete.
+        // An error drops it: the segment is in flight until a later mark is seen complete.
         result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
     }
 
-    /// The timeline's entry of a source, or of a buffer that is held, and its handle. Should the driver's call panic,
-    /// unwinding drops the handle, and then the submission, which leaves the segment in flight.
+    /// The timeline's entry of a source, or of a held buffer, and its handle. If the driver's call
+    /// panics, unwinding drops the handle, then the submission: the segment stays in flight.
     #[inline]
     fn begin_from<B: Lend>(
         &self,
@@ -230,7 +228,7 @@ impl Stream {
         Ok((submission, InFlight::new(self.ticket(NOT_YET), src, None)))
     }
 
-    /// The timeline's entry of a target that so many bytes will be written to, and its handle.
+    /// Registers a download of `len` bytes on the timeline, and returns the entry and its handle.
     #[inline]
     fn begin_into<L: Landing>(
         &self,
@@ -241,8 +239,8 @@ impl Stream {
         let (resource, landed) = landing.land(KEY);
         match self.timeline().begin(resource, memory) {
             Ok(submission) => Ok((submission, InFlight::new(self.ticket(NOT_YET), landed, Some(written)))),
-            // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
-            // timeline, which has quarantined it.
+            // Lost since we looked. Nothing was submitted: a fresh segment goes back, and a claimed
+            // one is with the timeline, which has quarantined it.
             Err((error, resource)) => {
                 if let Resource::Segment(segment) = resource {
                     std::mem::forget(landed);
@@ -253,8 +251,8 @@ impl Stream {
         }
     }
 
-    /// Copies `src` into `landing`, which must be at least as long. When the copy is complete, the buffer's length is
-    /// the slice's. (A [`Registered`] value keeps its length, and its bytes behind the copy stay as they were.)
+    /// Copies `src` into `landing`, which must be at least as long. At the end the buffer's length
+    /// is the slice's. (A [`Registered`] value keeps its length, and the bytes behind the copy.)
     ///
     /// # Errors
     /// As for [`upload`](Self::upload); [`Error::Mismatch`] for a [`StreamBuf`] of another stream.
@@ -275,14 +273,14 @@ impl Stream {
         let unsent = |error| SubmitError { error, buffer: None };
         let (submission, mut flight) =
             self.begin_into(landing, Some(src.allocation()), src.len()).map_err(unsent)?;
-        // SAFETY: the entry keeps the target and the device memory until a mark after this call is seen complete.
+        // SAFETY: the entry keeps target and device memory until a later mark is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
         result.map(|()| flight).map_err(unsent)
     }
 
-    /// Copies within the device, `src` to the front of `dst`. What ends up in `dst` is undefined where the
-    /// two overlap.
+    /// Copies within the device, `src` to the front of `dst`. What ends up in `dst` is undefined
+    /// where the two overlap.
     ///
     /// # Errors
     /// As for [`upload`](Self::upload).
@@ -300,18 +298,17 @@ impl Stream {
         result.map(|()| InFlight::new(ticket, (), None))
     }
 
-    /// Copies all that was written to `src` into `landing`, which must be at least as long, in this stream's order.
-    /// Both buffers come back in flight, each by its own handle, and the target's length is then the number of bytes
-    /// copied.
+    /// Copies all that was written to `src` into `landing`, which must be at least as long, in this
+    /// stream's order. Each buffer comes back by its own handle, the target with the number of
+    /// bytes copied as its length.
     ///
-    /// **On an accelerator the call waits** until what was submitted to the stream before is complete, and then the
-    /// calling thread copies (CUDA driver API, "API synchronization behavior": "fully synchronous with respect to the
-    /// host"). On a host device it returns when the copy is queued.
+    /// **On an accelerator the call waits** for what was submitted to the stream before, and then
+    /// the calling thread copies (CUDA driver API, "API synchronization behavior": "fully
+    /// synchronous with respect to the host"). On a host device it returns when the copy is queued.
     ///
     /// # Errors
-    /// With both buffers: [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], [`Error::Capturing`], a lost
-    /// device; [`Error::Mismatch`] for a [`StreamBuf`] of another stream. With `buffer: None` as
-    /// for [`upload`](Self::upload).
+    /// With both buffers, as for [`upload`](Self::upload); [`Error::Mismatch`] for a [`StreamBuf`]
+    /// of another stream.
     #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
     pub fn copy_host<B: Lend, L: Landing>(
         &self,
@@ -338,8 +335,8 @@ impl Stream {
         let unsent = |error| SubmitError { error, buffer: None };
         // After an error the source, entered before the stream was lost, is quarantined with it.
         let (submission, mut landed) = self.begin_into(landing, None, len).map_err(unsent)?;
-        // SAFETY: the two entries keep source and target, which are two buffers, until a mark after this call is seen
-        // complete.
+        // SAFETY: the two entries keep source and target, which are two buffers, until a mark after
+        // this call is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         // Under one tick or two: both are covered by a mark after the copy.
         sent.submitted(source.commit());
@@ -347,32 +344,32 @@ impl Stream {
         result.map(|()| (sent, landed)).map_err(unsent)
     }
 
-    /// Keeps `buf` until everything submitted to this stream so far is done, for servers whose own kernels
-    /// use it: submit these first, then hold. `stream.hold(())?.await` lets a task wait for the stream, as
-    /// [`synchronize`](Self::synchronize) lets a thread.
+    /// Keeps `buf` until everything submitted to this stream so far is done, for servers whose own
+    /// kernels use it: submit these first, then hold. `stream.hold(())?.await` lets a task wait for
+    /// the stream, as [`synchronize`](Self::synchronize) lets a thread.
     ///
     /// A refused hold gives the buffer back, while kernels submitted before may still use it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Mismatch`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a
-    /// lost device.
+    /// [As every copy](Error#copies). For captures there is [`hold_captured`](Self::hold_captured).
     pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
         self.hold_by(buf, false)
     }
 
-    /// [`hold`](Self::hold), with an event that many holds share: for programs that hold buffers more often than they
-    /// copy, on a stream of their own, where recording an event for each costs more than all the rest.
+    /// [`hold`](Self::hold), with an event that many holds share: for programs that hold buffers
+    /// more often than they copy, on a stream of their own, and would record an event for each.
     ///
-    /// It waits for everything that was submitted to the stream before the call, as `hold` does, and for what is
-    /// submitted until the event is recorded: by the next copy or hold that records one, by the sixteenth hold that
-    /// shares it, when the handle is asked, awaited or waited for, or up to a millisecond later by a thread of the
-    /// crate's. No stream waits for the hold; [`wait_for_copy`](Self::wait_for_copy) and [`wait_for`](Self::wait_for)
-    /// order other streams behind it, by an event that they record at once.
+    /// It waits for everything that was submitted before the call, as `hold` does, and until the
+    /// event is recorded: by the next copy or hold that records one, by the sixteenth hold that
+    /// shares it, when the handle is asked, awaited or waited for, or up to a millisecond later by
+    /// a thread of the crate. No stream waits for the hold; [`wait_for_copy`](Self::wait_for_copy)
+    /// and [`wait_for`](Self::wait_for) record an event at once.
     ///
     /// # The end of the stream
-    /// A thread of the crate's may name the stream to the driver for as long as the event is due, and a moment longer.
-    /// So the program destroys a stream of its own when [`record_holds`](Self::record_holds) has succeeded and the work
-    /// is complete. That the hold is over is not enough.
+    /// While the event is due, and a moment longer, a thread of the crate may name the stream to
+    /// the driver. So the program destroys a stream of its own when
+    /// [`record_holds`](Self::record_holds) has succeeded and the work is complete. The hold's end
+    /// is not enough.
     ///
     /// # Errors
     /// As for [`hold`](Self::hold).
@@ -380,14 +377,14 @@ impl Stream {
         self.hold_by(buf, true)
     }
 
-    /// Records the event of all holds that were made [patiently](Self::hold_patiently) so far, for a program that
-    /// destroys its stream. After a success, and when nothing is submitted to the stream any more, the crate names it
-    /// to the driver no more; what was queued on it must still be complete before it is destroyed. The call does not
-    /// wait for the device. No other thread submits to the stream meanwhile.
+    /// Records the event of all [patient holds](Self::hold_patiently) so far, for a program that
+    /// destroys its stream. After a success, and if nothing more is submitted to the stream, the
+    /// crate names it to the driver no more; what was queued on it must still be complete. The call
+    /// does not wait for the device. No other thread submits to the stream meanwhile.
     ///
     /// # Errors
-    /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; what the driver says; the error with
-    /// which the stream was lost. After the first and the third the stream may still be named: call again.
+    /// [`Error::Capturing`]; else [as every call](Error#every-call). After this one, or an error of
+    /// the driver, the stream may still be named: call again.
     pub fn record_holds(&self) -> Result<()> {
         crate::os::check_fork()?;
         self.timeline().close_for_good()
@@ -403,34 +400,35 @@ impl Stream {
         Ok(flight)
     }
 
-    /// Keeps `buf` for as long as the graph that this stream is being captured into: for servers whose captured kernels
-    /// and copies use the buffer.
+    /// Keeps `buf` for as long as the graph that this stream is being captured into: for servers
+    /// whose captured kernels and copies use the buffer.
     ///
-    /// The buffer is kept until the graph, everything made from it (executable graphs, those updated by
-    /// `cuGraphExecUpdate` among them, clones, graphs that have it as a child) and all launches of these are gone. Then
-    /// it returns to its pool by itself. Until then it counts as checked out, and if the driver ends first, it never
-    /// returns. An `Arc` of a buffer stays readable by its other owners meanwhile.
+    /// The buffer is kept until the graph, everything made from it (executable graphs, also updated
+    /// ones, clones, graphs that have it as a child) and all their launches are gone. Then it
+    /// returns to its pool. Until then it counts as checked out, and if the driver ends first, it
+    /// never returns. An `Arc` of a buffer stays readable by its other owners.
     ///
-    /// The order of this call and of the captured work that uses the buffer makes no difference within one capture.
-    /// After a refusal nothing is kept: the graph must not be launched when the buffer is gone.
+    /// Within one capture this call may come before or after the work that uses the buffer. After a
+    /// refusal nothing is kept: do not launch the graph once the buffer is gone.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Mismatch`]; [`Error::Argument`] on a stream that is in no capture (use
-    /// [`hold`](Self::hold)); [`Error::Capturing`] if the capture is spoiled; [`Error::Unsupported`] on drivers before
-    /// CUDA 11.3; what the driver says; a lost device.
-    // No event says when a graph is launched for the last time. So the buffer is tied to the graph: the driver counts
-    // what a graph keeps, hands it on to what is made from the graph, and calls when all of that is gone. The device's
-    // worker then drops the buffer, since the driver's callback must do nothing of the kind.
+    /// With the buffer: [`Error::Argument`] on a stream that is in no capture (use
+    /// [`hold`](Self::hold)); [`Error::Capturing`] if the capture is spoiled;
+    /// [`Error::Unsupported`] before CUDA 11.3; [`Error::Mismatch`]; else [as every
+    /// call](Error#every-call).
+    // No event says when a graph is launched for the last time. So the buffer is tied to the graph:
+    // the driver counts what a graph keeps, hands it on to what is made from it, and calls when all
+    // of that is gone. The device's worker then drops the buffer: the callback must not.
     pub fn hold_captured<B: Lend + 'static>(&self, buf: B) -> Result<(), SubmitError<B>> {
         let timeline = self.timeline();
         let usable = self.may_use(&buf).and_then(|()| timeline.usable());
         let ((), buf) = SubmitError::unless(usable, buf)?;
         let context = timeline.context();
-        // After a refusal the driver may still have the function; then what it finds here is nothing.
+        // After a refusal the driver may still have the function, which then finds nothing here.
         let kept = Arc::new(Mutex::new(Some(buf)));
         let (theirs, home, worker) = (kept.clone(), context.clone(), context.worker().clone());
-        // Called from the driver's callback, where neither a driver call nor waiting is allowed: it only sends. Nor is
-        // the last of a context let go there, whose owner may destroy it then; the last of a worker may be.
+        // The driver's callback may neither call the driver nor wait: it only sends. Nor may it let
+        // go of the last of a context, whose owner may destroy it; the last of a worker may be.
         let gone = Box::new(move || worker.send(move || drop((theirs, home))));
         let not_captured = "hold_captured needs a stream that is being captured into a graph, and this one is not; use \
                             hold where nothing is captured";
@@ -451,11 +449,11 @@ impl Stream {
         Err(SubmitError { error, buffer })
     }
 
-    /// Copies borrowed memory, pinned or not, to the device in stream order, and returns when the device has let go of
-    /// it, on an error too.
+    /// Copies borrowed memory, pinned or not, to the device in stream order, and returns when the
+    /// device has let go of it, on an error too.
     ///
     /// # Errors
-    /// [`Error::Argument`], [`Error::TooSmall`], a bad range, [`Error::Capturing`]; what the driver says.
+    /// [As every copy](Error#copies).
     pub fn upload_blocking(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.own(dst)?;
         bounds(.., src.len())?;
@@ -465,8 +463,8 @@ impl Stream {
         unsafe { self.driver_copy_blocking(transfer) }
     }
 
-    /// Copies device memory into borrowed memory in stream order, and returns when the copy is complete. `dst` must be
-    /// at least as long as `src`. After an error its contents are undefined.
+    /// Copies device memory into borrowed memory in stream order, and waits. `dst` must be at least
+    /// as long as `src`. After an error its contents are undefined.
     ///
     /// # Errors
     /// As for [`upload_blocking`](Self::upload_blocking).
@@ -478,11 +476,11 @@ impl Stream {
         unsafe { self.driver_copy_blocking(transfer) }
     }
 
-    /// What is submitted to this stream from now on starts only after `copy` is done, on whatever stream of the device
-    /// it was submitted. The caller does not wait for the copy, whose own handle alone tells what became of it.
+    /// What is submitted to this stream from now on starts only after `copy` is done, on whatever
+    /// stream of the device. The caller does not wait, and the copy's handle tells its outcome.
     ///
     /// # Errors
-    /// As for [`wait_for`](Self::wait_for), and with what is known of the copy: that it failed or was lost.
+    /// As for [`wait_for`](Self::wait_for), and that the copy failed or was lost, if that is known.
     pub fn wait_for_copy<B: Lend>(&self, copy: &InFlight<B>) -> Result<()> {
         copy.precede(self)
     }

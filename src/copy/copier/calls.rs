@@ -23,21 +23,20 @@ use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
 
-/// Bytes that are copied at once for a call that waits, at most. For longer ones the chunk's own time matters less, and
-/// a driver's copy from or to memory that is not pinned is slower.
+/// The longest copy that a waiting call makes at once. Beyond it a chunk's overhead matters less,
+/// and a driver's copy of memory that is not pinned is slower.
 const AT_ONCE: usize = 256 << 10;
 
 type Name = Option<Cow<'static, str>>;
 
 impl Copier {
-    // --- borrowed ----------------------------------------------------------------------------------------------------
+    // --- borrowed --------------------------------------------------------------------------------
 
-    /// Copies many slices of borrowed memory, each to the front of its device memory, and returns when all are on the
-    /// device. For many short slices this is far faster than a call for each.
+    /// Copies many slices of borrowed memory, each to the front of its device memory, and returns
+    /// when all are on the device. For many short slices this is far faster than a call for each.
     ///
     /// # Errors
-    /// Before anything is copied: [`Error::Piece`] with the slice's number and [`Error::TooSmall`] or
-    /// [`Error::Mismatch`]; a lost device. Later as for [`Transfer::wait`].
+    /// [`Error::Piece`] with the slice's number; else [as every transfer](Error#transfers).
     pub fn upload_slices(&self, slices: &[(&[u8], DeviceSlice)]) -> Result<()> {
         self.upload_lent(slices, None)
     }
@@ -51,14 +50,14 @@ impl Copier {
         unsafe { self.lend(Direction::Up, get, name) }
     }
 
-    /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to 256 KiB go by one
-    /// call of the driver, and need no memory of the pool, unless the copier's depth or rate is in the way. The CPU
-    /// reads the bytes: a file that is mapped, and might become shorter meanwhile, is a
-    /// [`FileSource`](super::FileSource) of an [`upload`](Self::upload); or [register](crate::Device::register) the
-    /// mapping and call [`upload_pages`](Self::upload_pages).
+    /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to
+    /// 256 KiB go by one driver call and need no memory of the pool, unless the copier's depth or
+    /// rate is in the way. The CPU reads the bytes. A mapped file that might become shorter is a
+    /// [`FileSource`](super::FileSource) of an [`upload`](Self::upload), or is
+    /// [registered](crate::Device::register) for [`upload_pages`](Self::upload_pages).
     ///
     /// # Errors
-    /// [`Error::Argument`], [`Error::TooSmall`], [`Error::Mismatch`], a bad range; else as for [`Transfer::wait`].
+    /// [As every transfer](Error#transfers).
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.own(dst)?;
         Error::unless_fits(src.len(), dst.len())?;
@@ -68,8 +67,8 @@ impl Copier {
         if said { Ok(()) } else { self.upload_lent(&[(src, dst)], Some(name)) }
     }
 
-    /// Copies device memory to the front of borrowed memory, and returns when it is there. After an error the memory's
-    /// contents are undefined.
+    /// Copies device memory to the front of borrowed memory, and returns when it is there. After an
+    /// error the memory's contents are undefined.
     ///
     /// # Errors
     /// As for [`upload_slice`](Self::upload_slice).
@@ -82,8 +81,8 @@ impl Copier {
         if said { Ok(()) } else { self.download_lent(&mut [(src, dst)], Some(name)) }
     }
 
-    /// Copies a few bytes by a blocking call of the driver: a chunk takes half as long again. `false`: they have to go
-    /// as a chunk.
+    /// Copies a few bytes by a blocking driver call; a chunk takes half as long again. `false`:
+    /// they have to go as a chunk.
     fn at_once(
         &self,
         direction: Direction,
@@ -112,10 +111,10 @@ impl Copier {
         said.map(|()| true)
     }
 
-    /// Copies many ranges of device memory, each to the front of a borrowed slice, and returns when all of it is there.
+    /// Copies ranges of device memory, each to the front of a borrowed slice, and waits for all.
     ///
     /// # Errors
-    /// As for [`upload_slices`](Self::upload_slices). After an error the slices' contents are undefined.
+    /// As for [`upload_slices`](Self::upload_slices); the slices' contents are then undefined.
     pub fn download_slices(&self, slices: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
         self.download_lent(slices, None)
     }
@@ -126,8 +125,8 @@ impl Copier {
             if n >= count {
                 return None;
             }
-            // SAFETY: within the list, which is borrowed exclusively. The target's address is read without a borrow of
-            // the target, whose bytes another thread may be writing.
+            // SAFETY: within the list, which is borrowed exclusively. The target's address is read
+            // without a borrow of the target, whose bytes another thread may be writing.
             let (memory, target) = unsafe {
                 let entry = first.add(n);
                 (&(*entry).0, &raw mut *(*entry).1)
@@ -138,12 +137,12 @@ impl Copier {
         unsafe { self.lend(Direction::Down, get, name) }
     }
 
-    /// Copies pieces that the caller lends, and waits until that is over. `get`: where a piece is on the host, how long
-    /// it is there, and its device memory.
+    /// Copies pieces that the caller lends, and waits until that is over. `get`: a piece's host
+    /// address, how long it is there, and its device memory.
     ///
     /// # Safety
-    /// Any thread may call `get`, and its drop does nothing. The pieces can be read, and are not written (for an
-    /// upload); or can be written, and are not used otherwise (for a download).
+    /// Any thread may call `get`, and its drop does nothing. The pieces can be read, and are not
+    /// written (for an upload); or can be written, and are not used otherwise (for a download).
     unsafe fn lend<'a>(
         &self,
         direction: Direction,
@@ -164,8 +163,8 @@ impl Copier {
         let piece = |n| get(n).map(|(host, len, memory)| Piece::new(host, len.min(memory.len()), memory));
         // SAFETY: the caller's promise.
         let plan: Arc<dyn Plan + '_> = Arc::new(unsafe { Borrowed::new(piece) });
-        // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and `Lending` waits for
-        // that, also on unwinding. A worker may keep the job a moment longer: the plan's drop is that of `get`.
+        // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and
+        // `Lending` waits for that, also on unwinding. Later a worker may only drop it: `get`.
         let plan = unsafe { std::mem::transmute::<Arc<dyn Plan + '_>, Arc<dyn Plan>>(plan) };
         self.workers.start()?;
         let job = self.job(direction, survey, name, plan);
@@ -216,17 +215,17 @@ impl Copier {
         Ok(slice.clone())
     }
 
-    // --- sources and sinks -------------------------------------------------------------------------------------------
+    // --- sources and sinks -----------------------------------------------------------------------
 
-    /// Copies a source to the device: all of it to the front of a [`DeviceRange`](crate::DeviceRange), or ranges of it,
-    /// each to its place. Goes on by itself: see [`Transfer`].
+    /// Copies a source to the device: all of it to the front of a
+    /// [`DeviceRange`](crate::DeviceRange), or ranges of it, each to its place. Goes on by itself.
     ///
-    /// A file of a thousand tensors is one transfer, read in the file's order; [`Transfer::wait_landed`] tells when the
-    /// first of them can be used. [`FileSource`](super::FileSource) says what becomes of a file that changes meanwhile.
+    /// A file of a thousand tensors is one transfer, read in the file's order;
+    /// [`Transfer::wait_landed`] tells when the first of them can be used.
     ///
     /// # Errors
-    /// With the source: [`Error::Argument`] for a source without bytes, no range, or a range that leaves the source;
-    /// [`Error::TooSmall`], [`Error::Mismatch`], a bad range, a lost device.
+    /// With the source: [`Error::Argument`] for a source without bytes, no range, or a range that
+    /// leaves the source; else [as every transfer](Error#transfers).
     #[allow(clippy::result_large_err, reason = "the error carries the source back")]
     pub fn upload<S: Source>(
         &self,
@@ -245,12 +244,12 @@ impl Copier {
         Ok(self.run(Direction::Up, survey, name, Reads::new(source, ranges, self.engine().counters.clone())))
     }
 
-    /// Copies device memory to a sink: a [`DeviceRange`](crate::DeviceRange) to its start, or ranges, each to its
-    /// offset. Goes on by itself: see [`Transfer`].
+    /// Copies device memory to a sink: a [`DeviceRange`](crate::DeviceRange) to its start, or
+    /// ranges, each to its offset. Goes on by itself.
     ///
     /// # Errors
-    /// With the sink: [`Error::Argument`] for no range; [`Error::Mismatch`], a bad range, a lost device;
-    /// [`Error::OutOfMemory`] for a vector.
+    /// With the sink: [`Error::Argument`] for no range; [`Error::OutOfMemory`] for a vector; else
+    /// [as every transfer](Error#transfers).
     pub fn download<S: Sink>(&self, places: impl CopyRanges, sink: S) -> Result<Transfer<S>, SubmitError<S>> {
         let looked = self.device().context().alive().and_then(|()| {
             let name = source::name("the target", || sink.name().into_owned());
@@ -267,16 +266,16 @@ impl Copier {
         self.workers.start().map(|()| (survey, ranges))
     }
 
-    // --- pages -------------------------------------------------------------------------------------------------------
+    // --- pages -----------------------------------------------------------------------------------
 
-    /// Copies pinned blocks to device memory, each to many places: the first bytes of a block to its first place, and
-    /// so on, one behind the other. No CPU moves the bytes: short pages go through the device ring. (A block of a cache
-    /// of keys and values has a page for each layer.)
+    /// Copies pinned blocks to device memory, each to many places, one behind the other. No CPU
+    /// moves the bytes: short pages go through the device ring. (A block of a cache of keys and
+    /// values has a page for each layer.)
     ///
     /// # Errors
-    /// Before anything is copied, with all blocks: [`Error::Piece`] with the block's number and [`Error::Argument`] (a
-    /// block without places or bytes), [`Error::TooSmall`] (fewer bytes than its places have) or [`Error::Mismatch`];
-    /// [`Error::Forked`], a lost device.
+    /// With all blocks: [`Error::Piece`] with the block's number; its cause is [`Error::Argument`]
+    /// for a block without places or bytes, [`Error::TooSmall`] for one with fewer bytes than its
+    /// places. Else [as every transfer](Error#transfers).
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn upload_pages<B: Lend + 'static, P: Places + 'static>(
         &self,
@@ -289,19 +288,19 @@ impl Copier {
         });
         let looked = self.survey_pages(each);
         let ((survey, pieces, lens), blocks) = SubmitError::unless(looked, blocks)?;
-        // Places of many pages take long to drop: that comes when the copies have begun.
+        // Dropping the places of many pages takes long, so it comes when the copies have begun.
         let (lent, _places): (Vec<_>, Vec<P>) =
             blocks.into_iter().map(|(block, places)| ((block.lend(KEY), block), places)).unzip();
         let plan = Paged::new(Direction::Up, pieces, lent.into_iter().zip(lens));
         Ok(self.run(Direction::Up, survey, None, plan))
     }
 
-    /// Copies many places of device memory to pinned blocks, the places of a block one behind the other. When all have
-    /// arrived the handle gives the blocks back, each as long as its places together.
+    /// Copies places of device memory to pinned blocks, those of a block one behind the other. The
+    /// handle gives the blocks back, each as long as its places together.
     ///
     /// # Errors
-    /// Before anything is copied, with all blocks: as for [`upload_pages`](Self::upload_pages), and
-    /// [`Error::Mismatch`] in an [`Error::Piece`] for a [`StreamBuf`](crate::StreamBuf).
+    /// As for [`upload_pages`](Self::upload_pages), and [`Error::Mismatch`] in an [`Error::Piece`]
+    /// for a [`StreamBuf`](crate::StreamBuf).
     #[allow(clippy::type_complexity, reason = "the blocks come back")]
     pub fn download_pages<L: Landing + 'static, P: Places + 'static>(
         &self,
@@ -317,8 +316,8 @@ impl Copier {
         Ok(self.run(Direction::Down, survey, None, plan))
     }
 
-    /// Looks at blocks, each with its first byte and how many it has (or has room for), and its places: their pieces,
-    /// and the bytes of each block.
+    /// The pieces of blocks, and the bytes of each block. A block is given with its first byte and
+    /// how many it has (or has room for), and its places.
     fn survey_pages<'a, P: Places + 'a>(
         &self,
         blocks: impl Iterator<Item = (Result<(*mut u8, usize)>, &'a P)>,
@@ -348,7 +347,7 @@ impl Copier {
     }
 }
 
-/// While this exists, memory that the caller lends is used. Its drop waits until it is used no more.
+/// While this exists, memory of the caller is used. Its drop waits until it is used no more.
 struct Lending<'a> {
     workers: &'a Workers,
     job: &'a Arc<Job>,

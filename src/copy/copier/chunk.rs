@@ -5,16 +5,17 @@
 //!   the segment            [a][b]-[c]---|table]      a and b are one stretch, c is another one
 //! ```
 //!
-//! Pieces that follow each other on the device, in one allocation, follow each other in the segment: they are one
-//! *stretch*, which one copy moves. Every other stretch starts at an offset that equals its device address modulo 16,
-//! so that a kernel can move its bytes 16 at a time. Behind the bytes is the table of rows that the kernel reads.
+//! Pieces that follow each other on the device, in one allocation, follow each other in the
+//! segment: they are one *stretch*, which one copy moves. Every other stretch starts at an offset
+//! that equals its device address modulo 16, since a kernel moves 16 bytes at a time. The table of
+//! rows is last.
 //!
-//! The bytes of a chunk in place stay where the program has them: each of its *parts* is contiguous there, and a copy
-//! through the ring brings it to the same offset of a slot.
+//! The bytes of a chunk in place stay where the program has them: each of its *parts* is contiguous
+//! there, and is copied through the ring to the same offset of a slot.
 //!
-//! On an H200 many short copies in a batch reach a fifth of the link's speed with 4 KiB each, and all of it with 64
-//! KiB. One copy to the device ring and a kernel that spreads the bytes there reaches 0.9 with pieces of 1 KiB and
-//! more; but the bytes arrive some 20 us later, which is more than a few copies take.
+//! On an H200, short copies in a batch reach a fifth of the link's speed with 4 KiB each, and all
+//! of it with 64 KiB. One copy to the device ring and a kernel that spreads the bytes reach 0.9
+//! from 1 KiB on, but some 20 us later, which is more than a few copies take.
 
 use super::ring::Slot;
 use super::types::{Direction, Settings};
@@ -24,18 +25,18 @@ use crate::error::{Error, Result};
 
 /// Bytes of a row of the table.
 pub(super) const ROW: usize = size_of::<SpreadRow>();
-/// A stretch has a row for so many bytes: the rows of a kernel are shared among its warps, and one warp alone takes
-/// long for a long row.
+/// The longest stretch of a row: the warps of a kernel share its rows, and one warp alone takes
+/// long for a long one.
 pub(super) const LONGEST_ROW: usize = 16 << 10;
 
-/// Bytes of a chunk at least, unless fewer are left. The link waits for the first chunks, and nothing is to be done
-/// beside the last ones: these are short.
+/// The shortest chunk, unless fewer bytes are left. The link waits for the first chunks, and
+/// nothing runs beside the last ones: these are short.
 pub(super) const LEAST: usize = 256 << 10;
 
-/// Stretches that are so long on average are copied at full speed by themselves.
+/// Stretches of this average length are copied at full speed by themselves.
 const LONG: usize = 48 << 10;
-/// So many copies in one batch take no longer than a kernel. More of them at the end of a call would last longer than
-/// the rest of it: submitting takes some microseconds a copy.
+/// So many copies in one batch take no longer than a kernel. More of them would prolong the end of
+/// a call: submitting takes some microseconds a copy.
 const FEW: usize = 8;
 
 /// A place in a call's pieces.
@@ -58,8 +59,8 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// Cuts off the next chunk: the `bytes` up to `end`, which belong to these stretches. Its place is the number of
-    /// the call's bytes before it.
+    /// Cuts off the next chunk: the `bytes` up to `end`, in these stretches. Its place is the
+    /// number of the call's bytes before it.
     pub(super) fn cut_off(&mut self, end: Cut, bytes: usize, stretches: Vec<Stretch>) -> Chunk {
         let (index, at, landed_to) = (self.chunks, self.cut, self.cut + bytes as u64);
         self.at = end;
@@ -80,10 +81,10 @@ pub(super) struct Chunk {
     pub(super) bytes: usize,
     /// Where its first byte lies in what the call reads or writes, for errors.
     pub(super) at: u64,
-    /// [`Progress::landed_to`](super::Progress::landed_to) when it and all chunks before it have arrived.
+    /// [`Progress::landed_to`](super::Progress::landed_to) once it and all before it arrived.
     pub(super) landed_to: u64,
-    /// Where its bytes are on the host, in the order of the call: of pieces that are filled or drained one by one, or
-    /// of a chunk in place, where no stretch is in two of them.
+    /// Where its bytes are on the host, in the call's order: pieces that are filled or drained one
+    /// by one, or parts of a chunk in place, where no stretch is in two of them.
     pub(super) parts: Vec<Part>,
     /// Where its bytes belong on the device.
     pub(super) stretches: Vec<Stretch>,
@@ -93,8 +94,8 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// Whether it goes by so many copies (of its segment, or of each part in place) to or from a slot of the ring, with
-    /// so much room, and by a kernel there: else by a copy for each stretch, in batches.
+    /// Whether it goes by `copies` (of its segment, or of each part in place) through a slot of the
+    /// ring with `room`, and by a kernel: else by a copy for each stretch, in batches.
     pub(super) fn is_for_ring(&self, copies: usize, room: usize) -> bool {
         let stretches = self.stretches.len();
         let is_scattered = stretches > FEW && self.data / stretches < LONG;
@@ -125,13 +126,13 @@ impl Chunk {
         }
     }
 
-    /// Makes a segment's length what is to be copied from it: the bytes, which are written there, and for a chunk that
-    /// goes `by_ring` the table, which is written now.
+    /// Sets a segment's length to what is copied from it: the bytes, which are there, and for a
+    /// chunk that goes `by_ring` the table, which is written now.
     pub(super) fn close(&self, direction: Direction, segment: &mut PinnedBuf, by_ring: bool) {
         let (host, at) = (segment.as_mut_ptr(), self.table_at());
         if by_ring {
-            // SAFETY: there is room for the table, at a multiple of its rows' size from the segment's start, which is a
-            // multiple of 64. The bytes between data and table are zeroed.
+            // SAFETY: there is room for the table, at a multiple of its rows' size from the
+            // segment's start, a multiple of 64. The bytes between data and table are zeroed.
             unsafe {
                 host.add(self.data).write_bytes(0, at - self.data);
                 self.write_table(host.add(at));
@@ -146,9 +147,9 @@ impl Chunk {
         unsafe { segment.set_len(len) };
     }
 
-    /// Copies between where the bytes are on the host and a slot, or where they belong on the device. `segment`: the
-    /// first of the bytes there, and how many there are; else they are in the parts. The copies stay within these, and
-    /// within the slot or the stretches.
+    /// Copies between the host and a slot, or the places on the device. `segment`: the first of the
+    /// host's bytes, and how many there are; else they are in the parts. The copies stay within
+    /// these, and within the slot or the stretches.
     pub(super) fn transfers(
         &self,
         direction: Direction,
@@ -220,7 +221,7 @@ pub(super) struct Ramp {
 }
 
 impl Ramp {
-    /// Of chunks that no thread fills, `in_place`, long ones cost the link least.
+    /// Chunks `in_place`, which no thread fills, are long: that costs the link least.
     pub(super) fn new(settings: &Settings, in_place: bool) -> Self {
         let (most, least) = (settings.chunk, LEAST.min(settings.chunk));
         match in_place {
@@ -262,7 +263,7 @@ impl Stretch {
 mod tests {
     use super::*;
 
-    /// Chunks that eight threads fill are short at both ends, so that all have some; others nearly never.
+    /// Chunks that eight threads fill are short at both ends, so that all have some.
     #[test]
     fn chunks_that_no_thread_fills_are_long_at_once() {
         const MOST: usize = 4 << 20;

@@ -12,15 +12,15 @@ use crate::error::{Error, Result};
 use crate::pool::{Pool, Request};
 use crate::segment::PAGE;
 
-/// Bytes of a chunk where nothing else is said. A launch takes as long for 1 MiB as for 4, and each copy costs the
-/// link some 2 us between it and the next one.
+/// The default length of a chunk. A launch takes as long for 1 MiB as for 4, and each copy costs
+/// the link some 2 us between it and the next one.
 const CHUNK: usize = 4 << 20;
 const LEAST_CHUNK: usize = PAGE;
 /// A row of the kernels' tables has 32 bits for an offset.
 const MOST_CHUNK: usize = 1 << 30;
-/// Threads where nothing else is said, if there are as many processors.
+/// Threads by default, if there are as many processors.
 const THREADS: usize = 8;
-/// Bulk copies in flight in each direction where nothing else is said.
+/// Bulk copies in flight in each direction by default.
 const DEPTH: usize = 8;
 /// Bytes of pinned memory and of device memory that a copier uses at most.
 const SHARE: usize = 256 << 20;
@@ -46,43 +46,43 @@ impl CopierBuilder {
         Self { pool, device, threads: None, chunk: None, share: None, ring: RING, depth: DEPTH, rate: None }
     }
 
-    /// Threads that fill and drain segments. They start with the first transfer. Default: as many as there are
-    /// processors, at most 8. Beside them there is one more, which calls no source, sink or file that may block.
+    /// Threads that fill and drain segments. They start with the first transfer. Default: one for
+    /// each processor, at most 8. One more never calls a source, sink or file that may block.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
     }
 
-    /// Bytes of a chunk, 4 KiB to 1 GiB. Default: 4 MiB, less where the pool or the [share](Self::share) is small. A
-    /// segment has 12 KiB more.
+    /// Bytes of a chunk, 4 KiB to 1 GiB. Default: 4 MiB, less where the pool or the
+    /// [share](Self::share) is small. A segment has 12 KiB more.
     pub fn chunk(mut self, bytes: usize) -> Self {
         self.chunk = Some(bytes);
         self
     }
 
-    /// Bytes of the pool that the copier uses at most. Default: half of the pool's capacity, at most 256 MiB. One
-    /// segment is used in any case.
+    /// Bytes of the pool that the copier uses at most. Default: half of the pool's capacity, at
+    /// most 256 MiB. One segment is used in any case.
     pub fn share(mut self, bytes: usize) -> Self {
         self.share = Some(bytes);
         self
     }
 
-    /// Bytes of device memory for the ring, through which small scattered pieces go. It is allocated when it is first
-    /// needed, and freed when it was unused for two seconds. Default: 64 MiB. With 0, and on devices without the
-    /// kernels for it, pieces are copied in batches.
+    /// Bytes of device memory for the ring, through which small scattered pieces go. It is
+    /// allocated when it is first needed, and freed when it was unused for two seconds. Default: 64
+    /// MiB. With 0, and on devices without the kernels for it, pieces are copied in batches.
     pub fn ring(mut self, bytes: usize) -> Self {
         self.ring = bytes;
         self
     }
 
-    /// Bulk chunks in each direction that are in flight at most. A foreground copy, or a copy of the program's own, may
-    /// have to wait until as many are copied. Default: 8, which keeps the link busy. For shorter waits, 2.
+    /// The most bulk chunks in flight in each direction. A copy of the foreground or of the program
+    /// may wait for as many. Default: 8, which keeps the link busy; 2 for shorter waits.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = chunks;
         self
     }
 
-    /// Bytes a second that bulk transfers move at most, both directions together. Default: no limit.
+    /// The most bytes a second of bulk transfers, both directions together. Default: no limit.
     pub fn rate(mut self, bytes_per_second: u64) -> Self {
         self.rate = Some(bytes_per_second);
         self
@@ -91,8 +91,8 @@ impl CopierBuilder {
     /// Builds the copier: makes its streams and loads its kernels, and starts no thread yet.
     ///
     /// # Errors
-    /// [`Error::Argument`] for settings that make no sense; [`Error::Mismatch`] for a device that the pool does not
-    /// serve; the driver's error.
+    /// [`Error::Argument`] for settings that make no sense; [`Error::Mismatch`] for a device that
+    /// the pool does not serve.
     pub fn build(self) -> Result<Copier> {
         let settings = self.settings()?;
         let engine = Engine::new(self.pool, self.device, settings)?;

@@ -1,10 +1,10 @@
 //! What the workers of a copier share, and how they submit copies.
 //!
-//! Bulk copies leave room for others: at most [`depth`](Settings) of them are in flight in each direction, and one
-//! while a foreground copy is in flight. A rate bounds the bytes a second of both directions together.
+//! At most [`depth`](Settings) bulk copies are in flight in each direction, and one beside a
+//! foreground copy, so that others have room. A rate bounds the bytes a second of both directions.
 //!
-//! Two locks say what is to be done: the scheduler's, and under it a job's. All others are held for a look or a change,
-//! and none under another. Who asks the driver for completions tries a lock of its own, and waits for nobody.
+//! Two locks say what is to be done: the scheduler's, and under it a job's. All others are short,
+//! and none is taken under another. Who asks the driver for completions tries a lock for that.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,8 +30,8 @@ use crate::stream::Stream;
 use crate::stream::hold::{Resource, Retain};
 use crate::stream::timeline::Ticket;
 
-/// Chunks that follow each other on a stream, up and down. The device loses a few microseconds between two streams, and
-/// more on the way down; but a stream that is never empty holds up copies on other streams.
+/// Chunks that follow each other on a stream, up and down. The device loses some microseconds
+/// between two streams, most on the way down; but a stream that is never empty holds up others.
 const RUNS: [usize; 2] = [2, 8];
 /// By so much a copy may come late without lowering the rate.
 const SLACK: Duration = Duration::from_millis(10);
@@ -45,8 +45,8 @@ struct Lane {
     urgent: Stream,
     turn: AtomicUsize,
     flying: Mutex<Flying>,
-    /// Who asks which copies are complete, and takes them out, has this lock. Any worker may, since the one that
-    /// submitted a copy may be busy filling its next segment.
+    /// Held by the thread that asks which copies are complete, and takes them out. Any worker may:
+    /// the one that submitted a copy may be busy filling its next segment.
     asks: Mutex<()>,
 }
 
@@ -66,7 +66,6 @@ pub(super) struct Sent {
     pub(super) priority: Priority,
 }
 
-/// See the module's page.
 pub(super) struct Engine {
     pub(super) device: Device,
     pub(super) settings: Settings,
@@ -110,7 +109,7 @@ impl Engine {
     /// The spreaders, if the device has the kernels.
     fn spreaders(device: &Device) -> Result<Option<[Spreader; 2]>> {
         let (context, loading) = (device.context(), device.context().clone());
-        // On the region thread: the driver may wait for other work of the process while it loads code.
+        // On the region thread: loading code may make the driver wait for the process's work.
         match context.worker().call(move || loading.driver().load_spread()) {
             Ok(()) => {}
             Err(error) if error.is_device_lost() => return Err(error),
@@ -132,14 +131,14 @@ impl Engine {
         self.spreaders.as_ref().map(|both| &both[direction as usize])
     }
 
-    /// Whether a chunk in this direction goes without the ring: launches take long, or there are none.
+    /// Whether chunks go without the ring: launches take long, or there are no kernels.
     pub(super) fn is_slow(&self, direction: Direction) -> bool {
         self.spreader(direction).is_none_or(Spreader::is_slow)
     }
 
-    // --- permits ---------------------------------------------------------------------------------------------------
+    // --- permits ---------------------------------------------------------------------------------
 
-    /// Whether a chunk's copy may be submitted in this direction. After `true` [`sent`](Self::sent) is called.
+    /// Takes a permit to submit a chunk's copy. After `true`, call [`sent`](Self::sent).
     pub(super) fn may_send(&self, direction: Direction, priority: Priority, bytes: usize) -> bool {
         if priority == Priority::Foreground {
             self.urgent.fetch_add(1, Ordering::Relaxed);
@@ -250,11 +249,11 @@ impl Engine {
         spreaders.fold(landed, |changed, spreader| spreader.advance(&self.ring) | changed)
     }
 
-    // --- submitting --------------------------------------------------------------------------------------------------
+    // --- submitting ------------------------------------------------------------------------------
 
-    /// Submits copies of a chunk. `buf`: its segment, or one of its own for its table; `written`: its length when they
-    /// are complete. `lent`: what keeps the bytes of a chunk in place. What is in flight comes with what the driver
-    /// says, also after an error of the driver; else an error says that nothing was submitted.
+    /// Submits copies of a chunk. `buf`: its segment, or one for its table, and `written`, its
+    /// length afterwards. `lent`: what keeps the bytes of a chunk in place. The flight comes also
+    /// after an error of the driver; an error here says that nothing was submitted.
     ///
     /// # Safety
     /// The transfers stay within `buf` and what is lent, and within `memories`.
@@ -284,12 +283,12 @@ impl Engine {
         let submission = timeline.begin(resource, Some(memories)).map_err(|(error, _)| error)?;
         let mut buf = buf.map(|buf| InFlight::new(ticket.clone(), buf, written));
         let (context, mut failed) = (self.device.context(), None);
-        // Copies of one call have no order, so those that write the same bytes are in different calls.
+        // Copies of one call have no order: those that write the same bytes go in different calls.
         transfers.sort_unstable_by_key(|transfer| target(transfer).start);
         for call in transfers.chunk_by(|one, next| target(one).end <= target(next).start) {
             let mut fails = |_, error| _ = failed.get_or_insert(error);
-            // SAFETY: the entry keeps the host's and the device's memory until an event after this call is seen
-            // complete.
+            // SAFETY: the entry keeps the host's and the device's memory until an event after this
+            // call is seen complete.
             unsafe { context.driver().copy_many(timeline.stream(), call, &mut fails) };
         }
         let seq = submission.commit();
@@ -332,12 +331,12 @@ impl Retain for Lent {
 pub(super) struct Flight {
     pub(super) ticket: Ticket,
     buf: Option<InFlight<PinnedBuf>>,
-    /// Set when what was lent is back: the thread that saw the copies complete gives it back a moment later.
+    /// Set when what was lent is back, a moment after the copies were seen complete.
     back: Option<Arc<OnceLock<()>>>,
 }
 
 impl Flight {
-    /// Whether it is seen to be complete, or will never be. Asks no driver: the engine does so for all copies.
+    /// Whether it is seen complete, or never will be. The engine asks the driver for all copies.
     pub(super) fn is_over(&self) -> bool {
         let is_back = || self.back.as_ref().is_none_or(|back| back.get().is_some());
         self.ticket.timeline.is_complete(self.ticket.seq).map_or(true, |complete| complete && is_back())

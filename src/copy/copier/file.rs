@@ -1,8 +1,8 @@
 //! Files as sources and sinks.
 //!
-//! [`Reading`] says which bytes are read past the page cache: straight into a segment, which starts on a page for that,
-//! so that a load of a model does not push everything else out of memory. Ordinary reads bring what that way does not.
-//! No file is read through a map: should it become shorter, the process would be killed.
+//! [`Reading`] says which bytes are read past the page cache, straight into a segment, so that
+//! loading a model does not push everything else out of memory. Ordinary reads bring the rest. No
+//! file is read through a map: the process would die if it became shorter.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -22,16 +22,16 @@ use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen_direct
 use crate::sealed::Key;
 use crate::segment::PAGE;
 
-/// Of a chunk that is cached in part, stretches of so many bytes are read from the cache if they are cached as a whole.
+/// Of a partly cached chunk, stretches so long are read from the cache if all of it is there.
 const STRETCH: usize = 256 << 10;
 
 /// How a file is read: [`FileSource::reading`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
-    /// Bytes in the page cache are read from there; the rest is read past the cache, once, and leaves the cache as it
-    /// is. Linux tells what is cached to processes that own the file or may write to it; else this is
-    /// [`Buffered`](Self::Buffered).
+    /// Bytes in the page cache are read from there; the rest is read once, past the cache, which
+    /// stays as it is. Linux tells what is cached to processes that own the file or may write to
+    /// it; else this is [`Buffered`](Self::Buffered).
     #[default]
     Auto,
     /// By ordinary reads, through the page cache, which has the bytes afterwards.
@@ -40,14 +40,15 @@ pub enum Reading {
     Direct,
 }
 
-/// A file, or a part of one, as the source of an upload. The offsets of a [`CopyRange`](super::CopyRange) and of errors
-/// are the file's own. A program's source that wraps one fills from its [range](Self::range), whose first byte is at 0.
+/// A file, or a part of one, as the source of an upload. A [`CopyRange`](super::CopyRange) and
+/// errors have the file's own offsets. A source that wraps one counts from its
+/// [range](Self::range).
 ///
 /// # Files that change meanwhile
-/// The length is taken when the source is made; what is appended later is not read. A file that is replaced by renaming
-/// another over its name is read as it was, since it is open. One that is shorter when its end is read is an error,
-/// [`Error::Read`]. Anything else goes unnoticed: of a file that is written to in place during the transfer the device
-/// gets old bytes here and new ones there, and the transfer ends well. Where another process may write to it, compare
+/// The length is taken when the source is made; what is appended later is not read. A file that is
+/// replaced by a rename over its name is read as it was. One that has become shorter is an
+/// [`Error::Read`]. Anything else goes unnoticed: of a file that is written to in place meanwhile,
+/// the device gets old bytes here and new ones there. Where another process may write, compare
 /// checksums, or [`Metadata::modified`] before and after, as the crate `pinpool-safetensors` does.
 #[derive(Debug)]
 pub struct FileSource {
@@ -75,14 +76,14 @@ impl FileSource {
         Self::new(file, name)
     }
 
-    /// A file that is open for reading, all of it; `name` is for errors. Whether it is read past the page cache is
-    /// [`reading`](Self::reading)'s to say: it is opened without `O_DIRECT`, since that way only whole blocks can be
-    /// read, and no file ends with one but by chance.
+    /// All of a file that is open for reading; `name` is for errors. It is opened without
+    /// `O_DIRECT`, which reads whole blocks only: [`reading`](Self::reading) says what is read past
+    /// the page cache.
     ///
     /// # Errors
-    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT`; where it is
-    /// a folder; and where it has no length and is no regular file: pipes, sockets and devices, block devices too, are
-    /// for [`Copier::upload_read`](super::Copier::upload_read). (A regular file may be empty.)
+    /// [`Error::Read`] at offset 0 for a folder, for `O_DIRECT`, and where the length cannot be
+    /// had. Pipes, sockets and devices have none: they are for
+    /// [`Copier::upload_read`](super::Copier::upload_read). (A regular file may be empty.)
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = Self::whole(&name, file.metadata())?;
@@ -106,11 +107,11 @@ impl FileSource {
         Err(read_error(name, 0, &io::Error::new(kind, text)))
     }
 
-    /// A part of it, by the file's offsets: what is uploaded when the whole source is. A
-    /// [`CopyRange`](super::CopyRange) must lie within it. Called again it names another part, anywhere in the file.
+    /// Uploads only this range of the file. A [`CopyRange`](super::CopyRange) must lie within it.
+    /// Called again it names another range, anywhere in the file.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a range that leaves the file, as long as it was when it was opened.
+    /// [`Error::Argument`] for a range that leaves the file as it was opened.
     pub fn range(mut self, range: Range<u64>) -> Result<Self> {
         if range.start > range.end || range.end > self.whole {
             return Err(leaves(range.start, range.end, self.whole));
@@ -138,8 +139,8 @@ impl FileSource {
         self.range.is_empty()
     }
 
-    /// Reads `len` bytes from `at` on into an empty buffer, which has room for two pages more. The buffer begins with
-    /// the page that `at` lies in, so that any page of the file can be read straight to its place.
+    /// Reads `len` bytes from `at` on into an empty buffer with room for two pages more. The buffer
+    /// begins with the page of `at`, so that any page can be read straight to its place.
     pub(super) fn read(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {
         let lead = (at % PAGE as u64) as usize;
         let (start, end) = (at - lead as u64, lead + len);
@@ -174,7 +175,7 @@ impl FileSource {
         Ok(())
     }
 
-    /// Up to where in the buffer bytes are read in one way, from `have` on: whether the page cache has them, if that
+    /// How far bytes are read in one way, from `have` on: whether the page cache has them, if that
     /// counts and is told. `start` is the file's offset of the buffer's first byte.
     fn stretch(&self, start: u64, have: usize, end: usize) -> (Option<bool>, usize) {
         let ask = |from: usize, to: usize| cached(&self.file, start + from as u64, to - from);
@@ -207,7 +208,7 @@ impl Source for FileSource {
         (&*self.name).into()
     }
 
-    /// By ordinary reads; `offset` counts from the range's first byte, and nothing behind the range is read. (A copier
+    /// By ordinary reads, never behind the range; `offset` counts from its first byte. (A copier
     /// that is given the file itself reads it as [`reading`](Self::reading) says.)
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
         let first = self.range.start.saturating_add(offset);
@@ -240,8 +241,8 @@ pub(super) fn bounds(source: &impl Source) -> Result<Range<u64>> {
     }
 }
 
-/// Reads on, until the buffer has `until` bytes, the file ends or an error comes. The buffer's first byte is the file's
-/// at `start`. Each read begins and ends on a multiple of `unit`.
+/// Reads until the buffer has `until` bytes, the file ends or an error comes. The buffer's first
+/// byte is the file's at `start`. Each read begins and ends on a multiple of `unit`.
 fn read_on(file: &File, start: u64, until: usize, unit: usize, buf: &mut PinnedBuf) -> io::Result<()> {
     while buf.len() < until && buf.len() % unit == 0 {
         let have = buf.len();
@@ -257,12 +258,12 @@ fn read_on(file: &File, start: u64, until: usize, unit: usize, buf: &mut PinnedB
     Ok(())
 }
 
-/// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are for
-/// [`Copier::download_write`](super::Copier::download_write).
+/// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are
+/// for [`Copier::download_write`](super::Copier::download_write).
 ///
-/// At the end of a download the system has taken all bytes: any process that reads the file finds them. They are in the
-/// page cache and not on the disk yet: should the machine stop, they are lost. File systems that look for room only
-/// later (NFS, some quotas) report to [`sync`](Self::sync) that there is none.
+/// At the end of a download any process that reads the file finds all bytes. They are in the page
+/// cache and not yet on the disk. File systems that look for room only later (NFS, some quotas)
+/// report to [`sync`](Self::sync) that there is none.
 #[derive(Debug)]
 pub struct FileSink {
     file: Arc<File>,
@@ -282,25 +283,25 @@ impl FileSink {
         Ok(Self::new(file, name))
     }
 
-    /// A file that is open for writing; `name` is for errors. A download to one that was opened for appending, where
-    /// the system puts all bytes at the end (pwrite(2), "BUGS"), ends with [`Error::Write`] before a byte is written.
+    /// A file that is open for writing; `name` is for errors. One opened for appending, where the
+    /// system puts all bytes at the end (pwrite(2), "BUGS"), gives [`Error::Write`] at once.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
         Self { file: file.into(), name: name.into(), start: 0 }
     }
 
-    /// Where in the file the first byte goes: behind a header, say. Default: its start. Errors tell the file's offsets.
+    /// Where in the file the first byte goes. Default: its start. Errors tell the file's offsets.
     #[must_use]
     pub fn at(mut self, offset: u64) -> Self {
         self.start = offset;
         self
     }
 
-    /// Waits until everything that was written to the file is on the disk (fsync(2)). To find a new file after a crash,
-    /// sync the folder too, which has its name.
+    /// Waits until all that was written to the file is on the disk (fsync(2)). A new file survives
+    /// a crash only if its folder is synced, too.
     ///
     /// # Errors
-    /// [`Error::Write`] at the offset where the sink starts, with what the system says. Then anything that was written
-    /// may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
+    /// [`Error::Write`] at the sink's start. Then any byte may be missing, and trying again does
+    /// not tell (fsync(2), "NOTES"): write all of it again.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|error| write_error(&self.name, self.start, &error))
     }
@@ -330,8 +331,8 @@ impl Sink for FileSink {
         let end = |at: u64| at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
         let text = match self.start.checked_add(offset).filter(|at| end(*at).is_some()) {
             None => "no file has such an offset",
-            // Asked each time, which costs nothing beside the writing: any process that shares the open file can
-            // change it.
+            // Asked each time, which costs nothing beside the writing: any process that shares the
+            // open file can change it.
             Some(_) if appends(&self.file) => {
                 "it was opened for appending, where offsets do not count; open it for writing"
             }

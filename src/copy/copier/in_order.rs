@@ -1,8 +1,8 @@
 //! Bytes in order: from a reader to the device, and from the device to a writer.
 //!
-//! The caller's thread fills or empties one segment while the copy of another one, a transfer of pinned blocks, is
-//! under way. Both are beside the copier's share. A call that has a segment goes on with it where the pool has no
-//! second one to spare, and waits in the pool's queue only while it has none.
+//! The caller's thread fills or empties one segment while another one is copied, as a transfer of
+//! pinned blocks. Both are beside the copier's share. A call with a segment goes on with it where
+//! the pool has no second one to spare, and waits in the pool's queue only while it has none.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -23,9 +23,9 @@ use crate::error::{Error, Result};
 const SEGMENTS: usize = 2;
 
 impl Copier {
-    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns the number of bytes when all
-    /// are on the device. It returns when nothing of it is in flight, after an error, too. The reader may wait for
-    /// other transfers of this copier.
+    /// Reads on the caller's thread until the reader ends or `dst` is full, and returns the number
+    /// of bytes when all are on the device. Nothing is in flight when it returns, after an error,
+    /// too. The reader may wait for other transfers of this copier.
     ///
     /// # Errors
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
@@ -33,11 +33,11 @@ impl Copier {
         self.in_order(Direction::Up, dst, |call| call.read_from(reader))
     }
 
-    /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all. The writer
-    /// may wait for other transfers of this copier.
+    /// Writes device memory to a writer, on the caller's thread, in order, and returns the number
+    /// of bytes. The writer may wait for other transfers of this copier.
     ///
     /// # Errors
-    /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).
+    /// [`Error::Write`] with what the writer said; else [as every transfer](Error#transfers).
     pub fn download_write(&self, src: impl DeviceRange, writer: &mut impl Write) -> Result<u64> {
         self.in_order(Direction::Down, src, |call| call.write_to(writer))
     }
@@ -62,7 +62,6 @@ impl Copier {
     }
 }
 
-/// See the module's page.
 struct InOrder<'a> {
     copier: &'a Copier,
     direction: Direction,
@@ -113,7 +112,7 @@ impl InOrder<'_> {
     /// Fills a segment. Whether the reader has ended.
     fn fill(&self, buf: &mut PinnedBuf, reader: &mut impl Read) -> Result<bool> {
         let (len, mut have, mut ended) = (self.room(buf), 0, false);
-        // Readers take initialised memory only: once for each chunk, however little they read at a time.
+        // Readers take initialised memory only: once a chunk, however little they read at a time.
         buf.try_resize(len, 0)?;
         while have < len && !ended {
             match reader.read(&mut buf[have..]) {

@@ -1,12 +1,12 @@
 //! One transfer: which of its chunks are taken, how far it has come, and how it ended.
 //!
-//! A chunk is *taken* by a worker, which then owns it until the chunk has *ended*: its bytes have arrived, or are known
-//! not to. The job is *over* when no chunk is left to be taken and none is under way. After the first error, or when
-//! the job is cancelled, no further chunk is taken. So the thread that sees that a job is over knows that no worker
-//! touches what the job reads or writes.
+//! A chunk is *taken* by a worker, which owns it until the chunk has *ended*: its bytes have
+//! arrived, or are known not to. The job is *over* when no chunk is left and none is under way.
+//! After the first error or a cancel no further chunk is taken. So a thread that sees that a job is
+//! over knows that no worker touches its memory.
 //!
-//! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits until the job is over, or owned by the
-//! job. A job has one lock. No other lock of the crate is taken under it.
+//! What a job reads or writes ([`Plan`]) is borrowed from a caller that waits until the job is
+//! over, or owned by the job. A job has one lock. No other lock of the crate is taken under it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -26,28 +26,28 @@ use crate::sync::thread::{self, Thread};
 use crate::sync::{Mutex, MutexGuard};
 use crate::timer::Planned;
 
-/// What a job moves, and how. `fill` and `drain` are called without a lock, by several threads at once, for a chunk by
-/// one thread only, and not when the job is over. Their errors are what the job ends with.
+/// What a job moves, and how. Several threads call `fill` and `drain` at once, each for a chunk of
+/// its own, without a lock, and not when the job is over. The job ends with their error.
 pub(super) trait Plan: Send + Sync {
     /// Whether `fill` or `drain` may take long, since they run code of the program's or read files.
     fn may_block(&self) -> bool {
         false
     }
 
-    /// Whether the bytes of all chunks are copied from or to where they are on the host: see [`Chunk::runs`]. Else the
-    /// worker that takes a chunk brings a segment for it.
+    /// Whether the bytes of all chunks are copied from or to where they are on the host: see
+    /// [`Chunk::runs`]. Else the worker that takes a chunk brings a segment for it.
     fn is_in_place(&self) -> bool {
         false
     }
 
-    /// What keeps the bytes of a chunk in place, and nothing else: all of it is quarantined with a stream that is lost.
-    /// `None`: it is there no more.
+    /// What keeps the bytes of a chunk in place, and nothing else: all of it is quarantined with a
+    /// lost stream. `None`: it is gone.
     fn lend(&self, _chunk: &Chunk) -> Option<Vec<Arc<dyn Retain>>> {
         None
     }
 
-    /// Cuts off the next chunk, of at most so many bytes, and moves the cursor behind it. Called while bytes are left,
-    /// under the job's lock: runs no foreign code.
+    /// Cuts off the next chunk, of at most so many bytes, and moves the cursor behind it. Called
+    /// while bytes are left, under the job's lock: runs no foreign code.
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk;
 
     /// Fills the segment of a chunk that is on its way to the device, as the chunk was laid out.
@@ -90,8 +90,8 @@ pub struct Progress {
     pub done: u64,
     /// Bytes in all.
     pub total: u64,
-    /// All bytes before this offset of what is read or written have arrived. Of slices and blocks the
-    /// offset counts the bytes of all of them, in the order of the call.
+    /// All bytes before this offset of what is read or written have arrived. Of slices and blocks
+    /// the offset counts the bytes of all of them, in the order of the call.
     pub landed_to: u64,
     /// The time since the transfer was started, until now or until it was over.
     pub elapsed: Duration,
@@ -125,7 +125,7 @@ pub(super) struct Start {
     pub(super) priority: Priority,
     /// Bytes of it.
     pub(super) total: u64,
-    /// What is read or written, for errors and events. `None`: pieces of memory, whose errors have no place.
+    /// What errors and events call it. `None`: pieces of memory, whose errors have no place.
     pub(super) name: Option<Cow<'static, str>>,
     pub(super) trace: Option<Trace>,
     /// The device memory. Each copy of the job keeps all of it.
@@ -136,7 +136,6 @@ pub(super) struct Start {
     pub(super) ramp: Ramp,
 }
 
-/// See the module's page.
 pub(super) struct Job {
     pub(super) of: Start,
     pub(super) kind: Kind,
@@ -151,7 +150,7 @@ struct JobState {
     /// Chunks that were taken and have not ended.
     active: usize,
     done: u64,
-    /// The first chunk that has not arrived; and those behind it that have, each with what has landed up to its end.
+    /// The first chunk that has not arrived; later ones that have, with their `landed_to`.
     missing: usize,
     early: BTreeMap<usize, u64>,
     landed_to: u64,
@@ -166,15 +165,15 @@ struct JobState {
     /// Threads that wait for a change, each under a number of its own.
     threads: Vec<(u64, Thread)>,
     next_thread: u64,
-    /// Tasks that wait until the bytes before an offset have arrived. Of those at [`END`] there is one: the task that
-    /// awaits the handle.
+    /// Tasks that wait until the bytes before an offset have arrived. At most one waits for
+    /// [`END`]: the task that awaits the handle.
     tasks: Vec<(u64, Task)>,
 }
 
 enum Stop {
     /// By the error of the first chunk that failed, with its place.
     Failed(usize, Error),
-    /// Unless all has arrived nevertheless: its deadline has passed, with the error; or it was cancelled.
+    /// Its deadline has passed or it was cancelled, unless all has arrived nevertheless.
     Late(Error),
     Cancelled,
 }
@@ -345,7 +344,7 @@ impl Job {
         self.stop(|state| _ = state.stop.get_or_insert(Stop::Late(error)));
     }
 
-    /// Something has changed: tells all that wait, and ends the job if nothing is under way and nothing will be.
+    /// Tells all that wait of a change, and ends the job if nothing is or will be under way.
     fn settle<'a>(&'a self, mut state: MutexGuard<'a, JobState>) {
         if state.active == 0 && !state.may_take() && !state.ending {
             state.ending = true;
@@ -408,8 +407,8 @@ impl Job {
         Progress { done: state.done, total, landed_to, elapsed, over }
     }
 
-    /// Parks this thread until the bytes before `offset` have arrived or the job is over, or until the deadline.
-    /// `false`: it is neither.
+    /// Parks this thread until the bytes before `offset` have arrived, the job is over or the
+    /// deadline has passed. `false`: the deadline.
     pub(super) fn wait(&self, deadline: Option<Instant>, offset: u64) -> bool {
         let mut state = self.state.lock();
         state.next_thread += 1;
@@ -428,7 +427,7 @@ impl Job {
         }
     }
 
-    /// Whether the bytes before `offset` have arrived or the job is over. If not, the task is woken then.
+    /// Whether the bytes before `offset` arrived or the job is over; else wakes the task then.
     pub(super) fn poll(&self, waker: &Waker, offset: u64) -> bool {
         // Before the lock: cloning a waker is foreign code, and so is dropping one.
         let mut task = Some(Task::of(waker));

@@ -36,46 +36,47 @@
 //!
 //! # How it works
 //!
-//! The copy engines of a GPU move long contiguous ranges at the link's speed, and short scattered ones at a fraction of
-//! it. So a transfer is cut into chunks: threads fill segments of the pool with them, several at once, and each segment
-//! is moved by one long copy. Where its bytes belong to many places, the copy goes to a ring of device memory, and a
-//! kernel of the crate's spreads them from there. From the device, a kernel collects them, and the CPU takes them out
-//! of the segment. Pinned blocks of pages are copied from where they are.
+//! A GPU moves long contiguous ranges at the link's speed, and short scattered ones at a fraction
+//! of it. So a transfer is cut into chunks: threads fill segments of the pool, several at once, and
+//! one long copy moves each. Bytes that belong to many places are copied to a ring of device
+//! memory, from which a kernel spreads them; on the way back a kernel collects them, and the CPU
+//! takes them out of the segment. Pinned blocks of pages are copied in place.
 //!
 //! # Ordering
 //!
-//! **Transfers are unordered**, also those of one copier that use the same device memory: they run at once, and their
-//! chunks complete in any order. Three things order a transfer:
+//! **Transfers are unordered**, also those of one copier that use the same device memory: they run
+//! at once, and their chunks complete in any order. Three things order a transfer:
 //!
-//! - Its end. A transfer that is started, and work that is submitted to any stream, after the end of another one was
-//!   seen finds that one's bytes. [`Transfer::wait`] and `await` see the end, and so does a blocking call that returns.
+//! - Its end, which [`Transfer::wait`], `await` and a blocking call see. A transfer that is
+//!   started, and work that is submitted to any stream, afterwards finds its bytes.
 //! - The arrival of [a part](Transfer::wait_landed) of it, for that part.
 //! - [`Copier::wait_for`]: copies that are submitted later wait for what a stream was given before.
 //!
-//! A program that overwrites what another transfer writes or reads waits for that transfer's handle first.
+//! A program that overwrites what another transfer uses waits for that transfer's handle first.
 //!
 //! # Streams of bytes
 //!
-//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An async task needs no
-//! copier: it checks a buffer out ([`Pool::checkout_async`]), fills it, uploads it by a stream ([`Stream::upload`]),
-//! and fills the next one while that copy is under way.
+//! A thread that reads from a pipe or a decoder calls [`upload_read`](Copier::upload_read). An
+//! async task needs no copier: it fills a buffer of [`Pool::checkout_async`], uploads it
+//! ([`Stream::upload`]), and fills the next one meanwhile.
 //!
 //! # A pool that others hold
 //!
-//! A copier that has segments goes on with those while the pool has no more of their length. One that has none takes
-//! the longest free range that there is, with chunks as short as that, down to 4 KiB. Where there is none, it waits in
-//! the pool's queue like any other request, and goes on with the first 20 KiB that come back in one piece, in whole
-//! pages of 4 KiB. Beside a cache that never gives up any of the pool, a transfer waits for ever, unless it has a
+//! A copier with segments goes on with those while the pool has no more of their length. One
+//! without takes the longest free range, down to 4 KiB for a chunk. Where there is none, it waits
+//! in the pool's queue like any other request, for 20 KiB in one piece, in whole pages of 4 KiB.
+//! Beside a cache that never gives up any of the pool, a transfer waits for ever, unless it has a
 //! deadline ([`Copier::with_timeout`]): give such a cache and the loads a pool each.
 
-// The files, in the order to read them. The calls: `calls`, `in_order`, and what a program gives: `source`, `file`. A
-// transfer: `job`, its handle `transfer`. What moves it: `workers`, `worker` and its `stages`, `scheduler`, `engine`,
-// `segments`; on the device `ring` and `spreader`. What a chunk is: `chunk`; the plans: `pieces`, `ranges`.
+// The files, in the order to read them. The calls: `calls`, `in_order`; what a program gives:
+// `source`, `file`. A transfer: `job`, its handle `transfer`. What moves it: `workers`, `worker`,
+// its `stages`, `scheduler`, `engine`, `segments`; on the device `ring`, `spreader`. Chunks:
+// `chunk`; plans: `pieces`, `ranges`.
 //
 // Invariants:
 // - A worker owns a chunk from taking it to the chunk's end. It parks only while it owns none.
-// - Memory that a caller lends is read or written by CPUs alone, but for short slices, which a driver copies. After the
-//   call has returned nothing reads or writes it.
+// - Memory that a caller lends is read or written by CPUs alone, but for short slices, which a
+//   driver copies. After the call nothing reads or writes it.
 // - A slot of the ring is free only when the copy and the kernel that used it were seen complete.
 
 #![allow(unsafe_code)]
@@ -122,11 +123,11 @@ use crate::error::{Error, Result};
 use crate::pool::Pool;
 use crate::stream::Stream;
 
-/// Whether the calling thread may wait for a transfer. Code that starts several and waits for them afterwards asks
-/// before it starts the first.
+/// Whether this thread may wait for a transfer. Code that starts several and waits for them
+/// afterwards asks before it starts the first.
 ///
 /// # Errors
-/// [`Error::Unsupported`] on a thread of the crate, in a waker, a source or a sink.
+/// [`Error::Unsupported`] where it [must not](Error#waits).
 pub fn may_wait() -> Result<()> {
     let what = "a wait for a transfer on one of the crate's own threads: in a waker, a source or a sink; wake a task or \
                 thread of yours, and wait there";
@@ -136,15 +137,15 @@ pub fn may_wait() -> Result<()> {
     }
 }
 
-/// Moves data between the host and one device. A clone is another handle to the same copier. All calls may come from
-/// many threads at once. The [module's page](self) has a table of the calls, and what is ordered with what.
+/// Moves data between the host and one device. A clone is another handle to the same copier, and
+/// all calls may come from many threads. The [module's page](self) has the calls and their order.
 ///
 /// # What it uses
-/// Segments of the pool, at most [`CopierBuilder::share`] bytes, and device memory, at most [`CopierBuilder::ring`].
-/// An idle copier uses no processor time and holds no segment, and after two seconds no device memory. Beside the
-/// share, an [`upload_read`](Self::upload_read) and a [`download_write`](Self::download_write) that run use one or two
-/// segments each. Dropping the last handle waits for nothing: transfers that were started go on, and then the threads
-/// end.
+/// Segments of the pool, at most [`CopierBuilder::share`] bytes, and device memory, at most
+/// [`CopierBuilder::ring`]. An idle copier uses no processor time, no segment, and after two
+/// seconds no device memory. Beside the share, a running [`upload_read`](Self::upload_read) or
+/// [`download_write`](Self::download_write) uses one or two segments. Dropping the last handle
+/// waits for nothing: transfers go on, and then the threads end.
 #[derive(Clone)]
 pub struct Copier {
     workers: Arc<Workers>,
@@ -162,20 +163,21 @@ impl Copier {
         &self.workers.engine
     }
 
-    /// A handle to the same copier whose transfers have this priority. The first handle's have [`Priority::Bulk`].
+    /// A handle whose transfers have this priority. The first handle's have [`Priority::Bulk`].
     #[must_use]
     pub fn with_priority(&self, priority: Priority) -> Self {
         Self { priority, ..self.clone() }
     }
 
-    /// A handle to the same copier whose transfers end `timeout` after their call at the latest, whatever they wait
-    /// for: memory of the pool, the rate, a source. The first handle's have no deadline, and slices of up to 256 KiB
-    /// that go by a single call of the driver never have one.
+    /// A handle whose transfers end `timeout` after their call at the latest, whatever they wait
+    /// for: memory of the pool, the rate, a source. The first handle's have no deadline, and slices
+    /// of up to 256 KiB that go by a single driver call never have one.
     ///
-    /// At the deadline no further chunk is begun, and the transfer ends with [`Error::Timeout`](crate::Error::Timeout),
-    /// whose text says how far it had come and what it waited for. Chunks that are under way come first: a source or
-    /// sink that does not return, or a device that hangs, keeps the transfer until it does;
-    /// [`Transfer::wait_timeout`] gives up the wait alone. A transfer whose last chunks arrive late ends well.
+    /// At the deadline no further chunk is begun. The transfer ends with
+    /// [`Error::Timeout`](crate::Error::Timeout), whose text says how far it had come and what it
+    /// waited for. Chunks under way come first: a source or sink that does not return, or a device
+    /// that hangs, keeps the transfer; [`Transfer::wait_timeout`] gives up the wait alone. A
+    /// transfer whose last chunks arrive late ends well.
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self.clone() }
@@ -212,14 +214,14 @@ impl Copier {
         stats
     }
 
-    /// For tests that move a device by hand: moves transfers on without waiting. Whether anything has changed.
+    /// For tests that move a device by hand: does what can be done. Whether anything changed.
     #[doc(hidden)]
     pub fn reap(&self) -> bool {
         !crate::os::forked() && self.workers.advance()
     }
 
-    /// Makes all copies that are submitted from now on wait for what was submitted to `stream` so far: for kernels that
-    /// still use the memory, or that write what is downloaded. The caller does not wait; transfers of others do.
+    /// Makes all copies that are submitted from now on wait for what `stream` was given so far, for
+    /// kernels that still use the memory or write what is downloaded. The caller does not wait.
     ///
     /// # Errors
     /// As for [`Stream::wait_for`].

@@ -1,12 +1,12 @@
-//! Sources, files and sinks as the plan of one job: ranges of what is read or written, each with its place on the
-//! device.
+//! Sources, files and sinks as the plan of one job: ranges of what is read or written, each with
+//! its place on the device.
 //!
-//! Ranges are sorted by their offsets, and those that lie one behind the other on both sides are joined.
+//! Ranges are sorted by offset; neighbours that are contiguous on both sides are joined.
 //!
-//! A chunk of a source or sink is packed like pieces of memory: each part is read to, or written from, its place in the
-//! segment. A chunk of a file is one contiguous range of the file, which is read at once: it starts and ends on pages
-//! of the file where it can, since that is how files are read past the page cache. Ranges that are close together in
-//! the file share a chunk; what lies between them is read and left out of the copies.
+//! A chunk of a source or sink is packed like pieces of memory: each part is read to, or written
+//! from, its place in the segment. A chunk of a file is one contiguous range that is read at once,
+//! on whole pages where it can be, for reads past the page cache. Ranges that are close together in
+//! the file share a chunk; what lies between them is read and not copied.
 
 use std::borrow::Cow;
 use std::io;
@@ -33,7 +33,7 @@ use crate::locks::Mutex;
 use crate::sealed::{KEY, Key};
 use crate::segment::PAGE;
 
-/// Bytes of a file between two ranges that are read though no range has them: one longer read is faster than two.
+/// Gaps up to this length are read: one longer read is faster than two.
 const GAP: u64 = 32 << 10;
 
 /// A range of bytes of a source or sink, and its place on the device.
@@ -70,8 +70,8 @@ impl CopyRange {
     }
 }
 
-/// Which bytes of a source or sink go where: a `Vec<CopyRange>`, or a [`DeviceRange`] for all of a source, from its
-/// first byte on, or for as many bytes of a sink as the range has. Sealed.
+/// Which bytes of a source or sink go where: a `Vec<CopyRange>`, or a [`DeviceRange`] for all of a
+/// source, or for the first bytes of a sink. Sealed.
 pub trait CopyRanges {
     /// The ranges. `source`: what the source has.
     #[doc(hidden)]
@@ -100,7 +100,6 @@ impl<R: DeviceRange> CopyRanges for R {
     }
 }
 
-/// See the module's page.
 pub(super) struct Ranges {
     /// What errors and events call the source, file or sink.
     pub(super) name: Cow<'static, str>,
@@ -174,7 +173,7 @@ impl Ranges {
                 Some(Piece { at: *at, ..Piece::new(std::ptr::null_mut(), device.len(), device) })
             }),
         };
-        // Up to the first byte of what is missing. Where ranges overlap, a later one may begin before this place.
+        // Up to the first missing byte. Where ranges overlap, a later one may begin before it.
         let next = self.pieces.get(cursor.at.piece + 1).map_or(u64::MAX, |piece| piece.at);
         let landed_to = self.offset(cursor.at.piece, cursor.at.from).min(next);
         Chunk { at, landed_to, ..chunk }
@@ -183,7 +182,7 @@ impl Ranges {
     /// A stretch of the file from `at` on with all ranges in it, which is read at once.
     fn cut_file(&self, cursor: &mut Cursor, at: u64, most: usize) -> Chunk {
         let len = (most / PAGE * PAGE).max(PAGE) as u64;
-        // The file's bytes lie in the segment from where they are within a page on. The next chunk starts on a page.
+        // The file's bytes keep their place within a page. The next chunk starts on a page.
         let page = at - at % PAGE as u64;
         let most = page.saturating_add(len);
         let (mut cut, mut end, mut bytes, mut stretches) = (cursor.at, at, 0, Vec::new());
@@ -214,7 +213,7 @@ fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         .unwrap_or_else(|| Err(io::Error::other("it panicked; the panic's message is on standard error")))
 }
 
-/// What the program gave. The handle takes it when the job is over; a worker that uses it has a share meanwhile.
+/// What the program gave. The handle takes it at the end; a worker has a share meanwhile.
 struct Given<T: Send + 'static>(Mutex<Option<Arc<Owned<T>>>>);
 
 impl<T: Send + 'static> Given<T> {
@@ -301,7 +300,7 @@ pub(super) struct Writes<S: Sink> {
 
 impl<S: Sink> Writes<S> {
     /// # Errors
-    /// With the sink, which is as it was: no memory for what is to be written to it, or ranges that overlap in memory.
+    /// With the sink as it was: no memory to write to, or ranges that overlap in memory.
     pub(super) fn new(mut sink: S, ranges: Ranges) -> Result<Self, SubmitError<S>> {
         let target = sink.memory(ranges.end, ranges.overlap(), KEY);
         let (first, sink) = SubmitError::unless(target, sink)?;
@@ -326,8 +325,8 @@ impl<S: Sink> Plan for Writes<S> {
                 return guarded(|| sink.put(offset, bytes))
                     .map_err(|error| write_error(&ranges.name, sink.lies_at(offset, KEY), &error));
             };
-            // SAFETY: the sink has memory up to the end of its ranges, which nobody else uses before the job is over.
-            // No two ranges overlap, and each byte is in one chunk.
+            // SAFETY: the sink has memory up to the end of its ranges, which nobody else uses
+            // before the job is over. No two ranges overlap, and each byte is in one chunk.
             let to = unsafe {
                 // Relaxed: it was written before the job was shared.
                 let first = first.load(Ordering::Relaxed).add(offset as usize);

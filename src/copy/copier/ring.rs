@@ -1,8 +1,8 @@
-//! The device ring: device memory that chunks pass through when their bytes are spread or collected there.
+//! The device ring: device memory through which chunks pass to be spread or collected.
 //!
-//! The ring is a list of slots of a segment's size. It is allocated when a chunk first needs a slot, and freed when no
-//! chunk has needed one for a while. If the device has too little memory, a shorter one is tried, and then chunks go
-//! without for a while.
+//! The ring is a list of slots of a segment's size, allocated when a chunk first needs one and
+//! freed when none has for a while. If the device has too little memory, a shorter one is tried,
+//! and then chunks go without for a while.
 
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,6 @@ pub(super) enum Take {
     None,
 }
 
-/// See the module's page.
 pub(super) struct Ring {
     /// Bytes of a slot, and slots at most.
     slot: usize,
@@ -63,7 +62,7 @@ impl Ring {
         Self { slot, most: bytes / slot, state: Mutex::default() }
     }
 
-    /// A slot, if one is free. Workers free the ring: each looks by [`rest`](Self::rest) before it parks.
+    /// A free slot, if any. Workers free the ring: each calls [`rest`](Self::rest) before it parks.
     pub(super) fn take(&self, device: &Device) -> Take {
         if self.most < FEWEST {
             return Take::None;
@@ -75,7 +74,7 @@ impl Ring {
         if state.slots > 0 {
             return Take::Full;
         }
-        // A chunk that comes while the memory is allocated does without: the call may wait for a region to be pinned.
+        // A chunk does without meanwhile: allocating may wait for a region to be pinned.
         if state.allocating || state.retry.is_some_and(|retry| Instant::now() < retry) {
             return Take::None;
         }
@@ -113,8 +112,8 @@ impl Ring {
         (0..count * self.slot).step_by(self.slot).map(slot).collect()
     }
 
-    /// Takes a slot back that no copy and no kernel uses any more; or, `is_lost`, forgets one that a copy or a kernel
-    /// may always use. Where none is left, the next chunk allocates another ring.
+    /// Takes back a slot that nothing uses any more; or, `is_lost`, forgets one that a copy or a
+    /// kernel may use for ever. Where none is left, the next chunk allocates another ring.
     pub(super) fn give(&self, slot: Slot, is_lost: bool) {
         let mut state = self.state.lock();
         if is_lost {
@@ -126,7 +125,7 @@ impl Ring {
         state.free.push(slot);
     }
 
-    /// Frees the ring if all slots are free, and have been for [`IDLE`]. Gives the time until another look is due.
+    /// Frees the ring if it was unused for [`IDLE`]. Returns the time to the next look.
     pub(super) fn rest(&self) -> Option<Duration> {
         let mut state = self.state.lock();
         let idle = state.used.map_or(Duration::ZERO, |used| used.elapsed());

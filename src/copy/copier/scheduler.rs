@@ -1,12 +1,12 @@
 //! Which job the workers turn to, and how they sleep.
 //!
-//! Jobs wait by priority, direction and [`Kind`], and there in the order in which they were started. Workers alternate
-//! between the directions, since the link carries both at once. Where there is no job, a worker that owns no chunk
+//! Jobs wait by priority, direction and [`Kind`], in the order of their starts. Workers alternate
+//! between the directions, since the link carries both at once. A worker without chunk and job
 //! parks. Starting a job wakes as many workers as it is worth.
 //!
-//! All of it is under one lock, under which those of jobs are taken. A worker joins the list of sleepers under the lock
-//! under which it has seen that there is nothing to do; so a job that starts later finds the worker in the list, and
-//! wakes it. `loom_models` has the models.
+//! One lock covers all of it; jobs' locks are taken under it. A worker joins the sleepers under the
+//! same lock under which it saw nothing to do, so a job that starts later finds it there and wakes
+//! it. `loom_models` has the models.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,7 +17,6 @@ use super::types::{Direction, Kind, Priority};
 use crate::sync::Mutex;
 use crate::sync::thread::{self, Thread};
 
-/// See the module's page.
 #[derive(Default)]
 pub(super) struct Scheduler {
     state: Mutex<SchedulerState>,
@@ -48,13 +47,13 @@ impl Scheduler {
         sleepers.iter().for_each(Thread::unpark);
     }
 
-    /// The first job of which a chunk can be taken, of this kind or a lesser one. Of one priority, one in this
-    /// direction first.
+    /// The first job, of this kind or a lesser one, of which a chunk can be taken: by priority, and
+    /// then in this direction first.
     pub(super) fn first(&self, direction: Direction, most: Kind) -> Option<Arc<Job>> {
         self.state.lock().first(direction, most)
     }
 
-    /// Wakes a worker that sleeps, to look for what is left to be taken and after the ring. One that is awake looks by
+    /// Wakes a sleeping worker, to look for work and after the ring. One that is awake looks by
     /// itself before it sleeps.
     pub(super) fn poke(&self) {
         let mut state = self.state.lock();
@@ -65,8 +64,8 @@ impl Scheduler {
         sleeper.iter().for_each(Thread::unpark);
     }
 
-    /// Parks this thread until there may be work for it, or until the deadline. `false`: there is none, and none is to
-    /// come.
+    /// Parks this thread until there may be work for it, or until the deadline. `false`: there is
+    /// none, and none is to come.
     pub(super) fn park(&self, deadline: Option<Instant>, most: Kind) -> bool {
         let mut state = self.state.lock();
         if state.first(Direction::Up, most).is_some() {

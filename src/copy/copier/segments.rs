@@ -1,13 +1,13 @@
 //! The segments of a copier: how many are in use, which are free, and how it waits for the pool.
 //!
-//! A segment whose chunk has ended is free for the next chunk, of whichever worker. When there is no work left, the
-//! free ones return to the pool. An eighth of the share is kept for the foreground, at least a segment if there are
-//! four: bulk chunks may keep theirs for as long as the rate wants. The segments of a reader or a writer (`in_order`)
-//! do not count, since it may wait for another transfer meanwhile.
+//! When a chunk has ended, its segment is free for the next chunk of any worker. Without work the
+//! free ones return to the pool. An eighth of the share is kept for the foreground, at least a
+//! segment if there are four: bulk chunks may keep theirs for as long as the rate wants. The
+//! segments of a reader or a writer (`in_order`) do not count: it may wait for another transfer.
 //!
-//! The copier waits in the pool's queue only if it has no segment in use, and in one place, whichever worker asks.
-//! Otherwise it asks again from time to time, and takes a short one, too: what has the others may be blocked. A short
-//! segment returns to the pool behind its chunk: the next one is to be longer, if it can.
+//! The copier waits in the pool's queue only if it has no segment in use, and in one place for all
+//! workers. Otherwise it asks from time to time, and takes a short one, too, since the others may
+//! be blocked. A short segment returns to the pool behind its chunk: the next may be longer.
 
 use std::future::Future as _;
 use std::pin::Pin;
@@ -26,8 +26,8 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Bytes of a segment at least: the chunk has a page.
 const LEAST: usize = PAGE + BESIDE;
 
-/// How many of so many segments transfers of a priority use. Those that may block leave one to the others of any
-/// priority, if there are two.
+/// How many of these segments transfers of a priority use. Those that may block leave one to the
+/// others, if there are two.
 fn usable(segments: usize, priority: Priority, kind: Kind) -> usize {
     let bulk = segments - (segments / 8).max(usize::from(segments > 3));
     match priority {
@@ -37,7 +37,6 @@ fn usable(segments: usize, priority: Priority, kind: Kind) -> usize {
     }
 }
 
-/// See the module's page.
 pub(super) struct Segments {
     pub(super) pool: Pool,
     /// Bytes of one.
@@ -82,7 +81,7 @@ impl Segments {
             state.used += 1;
             return Ok(Some(buf));
         }
-        // A chunk that needs a segment while none is in use gets a place in the queue, so it is not held up.
+        // A copier without a segment gets a place in the queue, so it is not held up.
         let is_busy = state.used > 0;
         if state.waiting.is_none() && is_busy && state.retry.is_some_and(|retry| Instant::now() < retry) {
             return Ok(None);
@@ -112,7 +111,7 @@ impl Segments {
         self.look(self.pool.checkout_async(Self::request(LEAST)).unbounded())
     }
 
-    /// Looks whether what was asked for has come. No task is woken then: workers ask while there is work.
+    /// Looks whether what was asked for has come. It wakes no task: workers ask while they work.
     fn look(&self, mut place: Checkout) -> Result<Option<PinnedBuf>> {
         match Pin::new(&mut place).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(got) => self.or_longer(got?).map(Some),
@@ -124,8 +123,8 @@ impl Segments {
         }
     }
 
-    /// A segment of full length; where the pool has none, the longest one that it has, if that is no shorter than
-    /// `least`.
+    /// A segment of full length; where the pool has none, its longest one, if that is no shorter
+    /// than `least`.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
         let ask = |len| self.pool.for_copier(Self::request(len), Waiter::Retry);
         let got = match ask(self.len) {
@@ -142,14 +141,14 @@ impl Segments {
         }
     }
 
-    /// What was waited for has come, and is as short as can be: a longer one, if there is any by now.
+    /// What was waited for is as short as can be: takes a longer one, if there is any by now.
     fn or_longer(&self, short: PinnedBuf) -> Result<PinnedBuf> {
         Ok(self.longest(short.capacity() + PAGE)?.unwrap_or(short))
     }
 
-    /// A second segment for a call whose reader or writer may wait for another transfer of the copier while the first
-    /// one is not seen complete: only one of full length, with a segment left in the share and in the pool for the
-    /// other.
+    /// A second segment for a call whose reader or writer may wait for another transfer of the
+    /// copier: only one of full length, and only if the share and the pool have one left for that
+    /// transfer.
     pub(super) fn second(&self) -> Result<Option<PinnedBuf>> {
         if self.state.lock().used >= usable(self.most, Priority::Bulk, Kind::Blocking) {
             return Ok(None);

@@ -1,7 +1,7 @@
 //! Where an upload's bytes come from, and where a download's go.
 //!
-//! Both are read and written at offsets, by several threads at once, since that is what makes them fast. What can only
-//! be read in order goes through [`Copier::upload_read`](super::Copier::upload_read) instead.
+//! Both are used at offsets, by several threads at once, which makes them fast. A stream of bytes
+//! goes through [`Copier::upload_read`](super::Copier::upload_read) instead.
 
 use std::borrow::Cow;
 use std::io;
@@ -19,9 +19,9 @@ use crate::sealed::Key;
 
 /// A source of an upload that can be read anywhere, by several threads at once.
 ///
-/// Implemented for owned bytes (`Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`) and for
-/// [`FileSource`](super::FileSource). Implement it for object stores, decompressors, generators, and not by reading a
-/// mapped file: should the file become shorter, the process dies.
+/// Implemented for owned bytes (`Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`,
+/// `&'static [u8]`) and for [`FileSource`](super::FileSource). Implement it for object stores,
+/// decompressors, generators, but not over a mapped file: the process dies if it becomes shorter.
 ///
 /// ```
 /// use pinpool::copier::{Fill, Source};
@@ -60,14 +60,13 @@ pub trait Source: Send + Sync + 'static {
         "the source".into()
     }
 
-    /// Puts bytes from `offset` on into `into`, until that is full. Called on the copier's threads; it may block, and
-    /// then holds up one of them, and a segment. Other transfers that cannot block go on beside it, so it may wait for
-    /// one of them. Other sources, sinks and files may have to wait until a call returns. On a copier of a share
-    /// of one segment it holds up all, and must not wait for a transfer of that copier.
+    /// Fills `into` with the bytes from `offset` on. It is called on the copier's threads and may
+    /// block, which holds up one of them and a segment. It may wait for transfers that cannot
+    /// block, which go on beside it; other sources, sinks and files may have to wait. With a share
+    /// of one segment it holds up all, and must not wait for a transfer.
     ///
     /// # Errors
-    /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read); so it ends after too few bytes,
-    /// too.
+    /// The transfer ends with it as [`Error::Read`](crate::Error::Read), also after too few bytes.
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()>;
 
     /// Whether [`fill`](Self::fill) may block. Ours alone to say.
@@ -90,11 +89,11 @@ pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'stati
         .map_or(Cow::Borrowed(or), Cow::Owned)
 }
 
-/// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
+/// A sink of a download that several threads write at once. Each chunk comes once, in any order.
 ///
-/// Implemented for [`FileSink`](super::FileSink), and for `Vec<u8>`, which becomes as long as the last range's end if
-/// it is shorter: what no range covers is zero, and memory that it already has is used. Ranges that overlap are
-/// refused, and after an error a vector has its old length.
+/// Implemented for [`FileSink`](super::FileSink), and for `Vec<u8>`, whose memory is used and which
+/// grows to the last range's end: what no range covers is zero. Ranges that overlap are refused,
+/// and after an error a vector has its old length.
 pub trait Sink: Send + Sync + 'static {
     /// What errors and progress call it.
     fn name(&self) -> Cow<'_, str> {
@@ -104,7 +103,7 @@ pub trait Sink: Send + Sync + 'static {
     /// Takes bytes that belong at `offset`. It may block, as [`Source::fill`] may.
     ///
     /// # Errors
-    /// Whatever the transfer is to end with, as [`Error::Write`](crate::Error::Write).
+    /// The transfer ends with it as [`Error::Write`](crate::Error::Write).
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 
     /// Whether [`put`](Self::put) may block. Ours alone to say.
@@ -113,14 +112,14 @@ pub trait Sink: Send + Sync + 'static {
         true
     }
 
-    /// What errors call this offset of the transfer: where the bytes lie in what is written. Ours alone to say.
+    /// Where the bytes lie in what is written, for errors. Ours alone to say.
     #[doc(hidden)]
     fn lies_at(&self, offset: u64, _: Key) -> u64 {
         offset
     }
 
-    /// The first byte of a sink in memory, with room up to `end`, which is written without [`put`](Self::put).
-    /// `overlap`: some byte would be written twice. Ours alone to say.
+    /// The first byte of a sink in memory, with room up to `end`, which is written without
+    /// [`put`](Self::put). `overlap`: some byte would be written twice. Ours alone to say.
     #[doc(hidden)]
     fn memory(&mut self, _end: u64, _overlap: bool, _: Key) -> Result<Option<*mut u8>> {
         Ok(None)
@@ -174,14 +173,14 @@ impl Sink for Vec<u8> {
             let [from, to] = [gap.start, gap.end].map(|at| (at as usize).saturating_sub(len));
             spare[from..to].fill(MaybeUninit::new(0));
         }
-        // SAFETY: there is room, and all bytes from the old length up to there were written: those of ranges by the
-        // transfer, all others just now.
+        // SAFETY: there is room, and all bytes from the old length up to there were written: those
+        // of ranges by the transfer, all others just now.
         unsafe { self.set_len(len.max(end as usize)) };
     }
 }
 
-/// The place in a pinned segment that a [`Source`] fills, from front to back. Also a [`std::io::Write`], which takes no
-/// more than fits.
+/// The part of a pinned segment that a [`Source`] fills, from front to back. As [`std::io::Write`]
+/// it takes no more than fits.
 #[derive(Debug)]
 pub struct Fill<'a> {
     place: &'a mut [MaybeUninit<u8>],
@@ -221,8 +220,8 @@ impl<'a> Fill<'a> {
     /// Says that `n` more bytes are there.
     ///
     /// # Safety
-    /// `n` is at most [`remaining`](Self::remaining), and that many bytes at the front of [`spare`](Self::spare) are
-    /// initialised.
+    /// `n` is at most [`remaining`](Self::remaining), and that many bytes at the front of
+    /// [`spare`](Self::spare) are initialised.
     pub unsafe fn advance(&mut self, n: usize) {
         debug_assert!(n <= self.remaining());
         self.filled += n;

@@ -1,12 +1,12 @@
 //! Kernels that move bytes between the ring's slots and their places on the device.
 //!
-//! There is one spreader for each direction. A chunk that is in a slot joins the list of those that wait. At most one
-//! kernel of a spreader is in flight, and each launch takes all chunks that wait when it starts: beside other work that
-//! fills the device, a launch waits for some of that work to end, and a launch for each chunk would wait as often.
-//! Workers call [`Spreader::advance`] in their loop.
+//! There is one spreader for each direction. A chunk in a slot joins the list of those that wait.
+//! At most one kernel of a spreader is in flight, and each launch takes all chunks that wait:
+//! beside other work that fills the device a launch waits for some of it to end, and a launch for
+//! each chunk would wait as often. Workers call [`Spreader::advance`] in their loop.
 //!
-//! Where launches take long all the same, the device is busy with long-running work. Then chunks go without the ring
-//! for a while ([`Spreader::is_slow`]).
+//! Where launches take long all the same, the device is busy for long, and chunks go without the
+//! ring for a while ([`Spreader::is_slow`]).
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -60,7 +60,6 @@ struct SpreadState {
     runs: u64,
 }
 
-/// See the module's page.
 pub(super) struct Spreader {
     way: SpreadWay,
     pub(super) stream: Stream,
@@ -131,7 +130,7 @@ impl Spreader {
         true
     }
 
-    /// Starts a kernel for these. An error after which nothing was submitted gives the entries back.
+    /// Starts a kernel for these. If nothing was submitted, the error brings the entries back.
     fn launch(&self, entries: Vec<Entry>) -> std::result::Result<Launch, (Vec<Entry>, Error)> {
         let timeline = self.stream.timeline();
         let memories: Vec<_> = entries.iter().map(|entry| entry.memories.clone()).collect();
@@ -143,9 +142,9 @@ impl Spreader {
         };
         let runs: Vec<SpreadRun> = entries.iter().map(|entry| entry.run).collect();
         let context = timeline.context();
-        // SAFETY: the entry on the timeline keeps the ring, and the memory that the rows name, until an event after
-        // this call is seen complete; the slots are not given back before. The tables were copied to the slots, and
-        // that was seen complete. The kernels were loaded before there was a spreader.
+        // SAFETY: the entry on the timeline keeps the ring, and the memory that the rows name,
+        // until an event after this call is seen complete; the slots are not given back before. The
+        // tables' copies were seen complete. The kernels were loaded before there was a spreader.
         let said = context.noting(unsafe { context.driver().spread(timeline.stream(), self.way, &runs) });
         let ticket = Ticket { timeline: timeline.clone(), seq: submission.commit() };
         let mut state = self.state.lock();
@@ -153,7 +152,7 @@ impl Spreader {
         state.runs += runs.len() as u64;
         drop(state);
         if let Err(error) = said {
-            // The kernel may run all the same: the slots stay in use until an event after it is complete.
+            // The kernel may run all the same: the slots are in use until a later event.
             for entry in &entries {
                 let _ = entry.done.set(Err(error.clone()));
             }

@@ -1,12 +1,12 @@
-//! Copying between memory and segments: by the library's `memcpy`, or by stores that go past the caches. Fetching
+//! Copying between memory and segments: by `memcpy`, or by stores that go past the caches. Fetching
 //! ahead.
 //!
-//! *Into segments*, which the device reads next: through the caches, from which the device is served. On an H200
-//! machine eight threads reach 0.76 of the link's speed past them, and 0.92 through them, while the segments in use fit
-//! there.
+//! *Into segments*, which the device reads next: through the caches, from which the device is
+//! served. On an H200 machine eight threads reach 0.76 of the link's speed past them, and 0.92
+//! through them, while the segments in use fit there.
 //!
-//! *Out of segments*: past the caches. An ordinary store reads each line first, and with few threads the memory is the
-//! limit then. Processors without AVX2 copy through the caches.
+//! *Out of segments*: past the caches. An ordinary store reads each line first, and with few
+//! threads the memory is the limit then. Processors without AVX2 copy through the caches.
 
 use std::mem::MaybeUninit;
 
@@ -63,8 +63,8 @@ unsafe fn lines(from: &[u8], to: &mut [MaybeUninit<u8>]) {
 
     let (src, dst) = (from.as_ptr(), to.as_mut_ptr().cast::<u8>());
     for at in (0..from.len()).step_by(LINE) {
-        // SAFETY: within the two, which do not overlap, since one is borrowed exclusively; the target's halves of a
-        // line start on multiples of 32.
+        // SAFETY: within the two, which do not overlap, since one is borrowed exclusively; the
+        // target's halves of a line start on multiples of 32.
         unsafe {
             let halves: [__m256i; 2] =
                 std::array::from_fn(|i| _mm256_loadu_si256(src.add(at + 32 * i).cast()));

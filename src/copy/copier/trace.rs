@@ -1,8 +1,8 @@
 //! The span of a transfer: from when it was started until nothing of it is under way any more.
 //!
-//! The span is made on the thread that starts the transfer, so that it lies within that thread's spans. The thread that
-//! ends the transfer closes it, before any waiter hears of the end. It is never entered: workers interleave the chunks
-//! of many transfers. Subscribers are foreign code, so they are called under no lock.
+//! The span is made on the thread that starts the transfer, so that it lies within that thread's
+//! spans. The thread that ends the transfer closes it, before any waiter hears of the end. It is
+//! never entered: workers interleave many transfers. Subscribers are called under no lock.
 
 use std::time::Duration;
 
@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 use crate::escape::{TEXT, clean};
 use crate::foreign::{self, Span};
 
-/// Bytes from which a transfer's span is an INFO one. Those of the short transfers that answer requests are for
-/// debugging: they would fill a server's log.
+/// Transfers from this length on have an INFO span. Shorter ones, which answer requests, have a
+/// DEBUG span: they would fill a server's log.
 const LARGE: u64 = 16 << 20;
 
 /// Makes the span at a level.

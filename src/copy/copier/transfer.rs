@@ -11,20 +11,20 @@ use super::{Copier, may_wait};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 
-/// A transfer of a [`Copier`]. Wait for it, await it (no runtime is assumed), look at it, cancel it, order streams
-/// behind it.
+/// A transfer of a [`Copier`]. Wait for it, await it (no runtime is assumed), look at it, cancel
+/// it, order streams behind it.
 ///
-/// It is [ordered](super#ordering) with no other transfer: wait for it before another one uses its memory.
+/// No other transfer is [ordered](super#ordering) with it: wait before another uses its memory.
 ///
-/// Dropped, it goes on by itself: what it owns returns, or is dropped, when it is over. A transfer that is not wanted
-/// any more is [cancelled](Self::cancel). Threads that share it in an `Arc` cancel it and wait for it
-/// ([`wait_landed`](Self::wait_landed), [`outcome`](Self::outcome)); a task awaits `&mut` of it, and cancels it when
-/// told to.
+/// Dropped, it goes on by itself, and what it owns returns or is dropped at its end.
+/// [`cancel`](Self::cancel) stops it. Threads that share it in an `Arc` cancel it and wait for it
+/// ([`wait_landed`](Self::wait_landed), [`outcome`](Self::outcome)); a task awaits `&mut` of it,
+/// and cancels it when told to.
 ///
 /// # After an error
-/// The error is that of the first byte, in the order of the call, whose chunk has failed. What lies before
-/// [`Progress::landed_to`] has arrived; which of the rest has is not known. A source or sink comes back with the error;
-/// buffers that a device may still use return to their pools by themselves.
+/// The error is that of the first byte, in the order of the call, whose chunk has failed. What lies
+/// before [`Progress::landed_to`] has arrived, and maybe some of the rest. A source or sink comes
+/// back with the error; buffers that a device may still use return to their pools.
 #[must_use = "dropping it is fine: the transfer goes on; say so with `drop`"]
 pub struct Transfer<T> {
     copier: Copier,
@@ -52,15 +52,11 @@ impl<T> Transfer<T> {
         self.progress().over
     }
 
-    /// Waits until it is over, and gives back what the call was given: the source or sink, or the buffers in the order
-    /// of the call.
+    /// Waits until it is over, and gives back what the call was given: the source or sink, or the
+    /// buffers in the order of the call.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Write`]; what the pool or the device said, inside of [`Error::Transfer`] where a
-    /// source, sink or slice is copied; [`Error::Timeout`] after the transfer's deadline ([`Copier::with_timeout`]);
-    /// [`Error::Cancelled`] after a [`cancel`](Self::cancel) that came in time; [`Error::Unsupported`] on a thread of
-    /// the crate (in a waker, a source or a sink), where the wait could never end: a transfer that was started goes on
-    /// then; [`Error::Forked`].
+    /// Those of [every transfer](Error#transfers), behind its start.
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
         match self.finish() {
             Ok(()) => self.take(),
@@ -71,7 +67,7 @@ impl<T> Transfer<T> {
     /// The same, for at most `timeout`. On a thread of the crate it only looks.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with the handle; all others as for [`wait`](Self::wait), inside of the inner result.
+    /// [`Error::Timeout`] with the handle; else as for [`wait`](Self::wait), in the inner result.
     #[allow(clippy::type_complexity, clippy::result_large_err, reason = "the handle back, or the outcome")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<Result<T, SubmitError<T>>, SubmitError<Self>> {
         let since = Instant::now();
@@ -94,12 +90,12 @@ impl<T> Transfer<T> {
         self.job.outcome()
     }
 
-    /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or until the transfer is over.
-    /// Whether they have arrived. On a thread of the crate it only looks.
+    /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or the
+    /// transfer is over. Whether they have arrived. On a thread of the crate it only looks.
     ///
-    /// What has arrived can be used while the rest is under way: by all that is submitted to any stream from then on,
-    /// and by all transfers that are started from then on. Where a source blocks, a chunk's arrival is told when the
-    /// thread that moves the chunk has returned from the source.
+    /// What has arrived can be used while the rest is under way, by all work and all transfers that
+    /// are started from then on. Where a source blocks, a chunk's arrival is told when the thread
+    /// that moves the chunk has returned from the source.
     #[must_use]
     pub fn wait_landed(&self, offset: u64) -> bool {
         if crate::os::forked() {
@@ -111,8 +107,8 @@ impl<T> Transfer<T> {
         self.progress().landed_to >= offset
     }
 
-    /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived. Any number of tasks and
-    /// threads may wait so for one transfer.
+    /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more has arrived. Any
+    /// number of tasks and threads may wait so for one transfer.
     pub fn poll_landed(&self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
         match self.poll_at(cx, offset.min(END - 1)) {
             true => Poll::Ready(self.progress().landed_to >= offset),
@@ -120,7 +116,7 @@ impl<T> Transfer<T> {
         }
     }
 
-    /// Whether all before this offset has arrived or the transfer is over. If not, the task is woken then.
+    /// Whether all before this offset arrived or the job is over. If not, the task is woken then.
     fn poll_at(&self, cx: &mut Context<'_>, offset: u64) -> bool {
         if crate::os::forked() || self.job.is_at(offset) {
             return true;
@@ -129,14 +125,15 @@ impl<T> Transfer<T> {
         self.job.poll(cx.waker(), offset)
     }
 
-    /// Makes later work of `stream` start only after the transfer's copies, for which the call waits. Behind a part of
-    /// a transfer a stream is ordered by [`wait_landed`](Self::wait_landed).
+    /// Makes later work of `stream` start after the transfer's copies, for which the call waits.
+    /// [`wait_landed`](Self::wait_landed) orders a stream behind a part of a transfer.
     ///
     /// # Errors
-    /// The error of the transfer; [`Error::Mismatch`] for a stream of another device; as for [`wait`](Self::wait).
-    // The host waits, and not the device: an event would have to be recorded behind the last kernel, which is launched
-    // when its chunk has arrived. A stream that waits for a value in memory (cuStreamWaitValue) may never end: the
-    // driver waits for streams in calls of its own choice, also in those of the thread that is to bring the bytes.
+    /// As for [`wait`](Self::wait), and [`Error::Mismatch`] for a stream of another device.
+    // The host waits: the event would have to be recorded behind the last kernel, which is launched
+    // when its chunk has arrived. A stream that waits for a value in memory (cuStreamWaitValue) may
+    // never end: the driver waits for streams in calls of its own choice, maybe on the thread that
+    // brings the bytes.
     pub fn order(&self, stream: &Stream) -> Result<()> {
         let device = self.copier.device();
         if stream.device().context().id() != device.context().id() {
@@ -146,9 +143,9 @@ impl<T> Transfer<T> {
         self.job.outcome().unwrap_or(Ok(()))
     }
 
-    /// Cancels the transfer: no further chunk is begun, and chunks that are under way are dropped where that is
-    /// possible. Waiting tells when it is over. What is on the device then is undefined, but for the bytes before
-    /// [`Progress::landed_to`].
+    /// Cancels the transfer: no further chunk is begun, and chunks under way are dropped where
+    /// possible. Waiting tells when it is over. What is on the device then is undefined, but for
+    /// the bytes before [`Progress::landed_to`].
     pub fn cancel(&self) {
         if !self.is_over() {
             self.job.cancel();

@@ -1,22 +1,22 @@
-//! The plain data that the copier's parts share: they import this file, and it imports none of them.
+//! The plain data that the copier's parts share: they import this file; it imports none of them.
 
 use crate::locks::Mutex;
 use crate::segment::PAGE;
 
-/// Bytes of a segment beside the chunk's: a file's chunk begins within a page and is read to the end of one; behind it
-/// is room for a table.
+/// Bytes of a segment beside the chunk's: a file's chunk begins within a page and ends with one;
+/// behind it is room for a table.
 pub(super) const BESIDE: usize = 3 * PAGE;
 
 /// Which transfers go first: [`Copier::with_priority`](super::Copier::with_priority).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
-    /// Loads of much data: in the order in which they were started, both directions at once, with at most
-    /// [`depth`](super::CopierBuilder::depth) chunks in flight in each direction, and one while a foreground copy is.
-    /// An eighth of the segments, at least one of four, is never theirs.
+    /// Loads of much data: in the order of their starts, both directions at once, with at most
+    /// [`depth`](super::CopierBuilder::depth) chunks in flight in each direction, and one beside a
+    /// foreground copy. An eighth of the segments, at least one of four, is never theirs.
     #[default]
     Bulk,
-    /// Requests whose latency counts: before all bulk transfers, on streams of their own, with segments kept for them.
-    /// The rate limit does not hold for them.
+    /// Requests whose latency counts: before all bulk transfers, on streams of their own, with
+    /// segments kept for them, and without the rate limit.
     Foreground,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Settings {
 }
 
 impl Settings {
-    /// Threads that are started: one more, which never blocks, in place of the caller's, which waits.
+    /// Threads that are started: one more, which never blocks, replaces the waiting caller's.
     pub(super) fn workers(&self) -> usize {
         self.threads + usize::from(self.threads > 0)
     }
@@ -58,7 +58,7 @@ impl Direction {
     }
 }
 
-/// What the chunks of a job need of a worker. A worker that takes chunks of one kind takes those of lesser kinds, too.
+/// What a job's chunks need of a worker. A worker takes chunks of its kind and of lesser ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     /// Nothing: their bytes stay where they are.
@@ -69,12 +69,12 @@ pub(super) enum Kind {
     Blocking,
 }
 
-/// Counts of a copier since it was built, and its settings: [`Copier::stats`](super::Copier::stats). They are of one
-/// moment only while nothing is copied.
+/// Counts of a copier since it was built, and its settings:
+/// [`Copier::stats`](super::Copier::stats). They are of one moment only while nothing is copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopierStats {
-    /// Threads that fill and drain segments. One more, which never blocks on a program's code, is not counted.
+    /// Threads that fill and drain segments, but for the one that never blocks.
     pub threads: usize,
     /// Bytes of a chunk.
     pub chunk: usize,
@@ -86,7 +86,7 @@ pub struct CopierStats {
     pub ring_bytes: u64,
     /// Bytes that went between a segment and their places by copies, and those of short slices.
     pub batch_bytes: u64,
-    /// Bytes of pinned blocks, and of readers and writers, that were copied from or to where they are without the ring.
+    /// Bytes of pinned blocks, readers and writers that were copied in place without the ring.
     pub in_place_bytes: u64,
     /// Bytes of files that were read from the page cache.
     pub cached_bytes: u64,

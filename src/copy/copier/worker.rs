@@ -1,20 +1,19 @@
 //! What a thread does that moves chunks.
 //!
-//! A worker owns each of its chunks from the moment in which it takes the chunk to the chunk's end. Chunks go through
-//! these stages:
+//! A worker owns a chunk from taking it to the chunk's end. Chunks go through these stages:
 //!
 //! ```text
 //!   up:    take, fill -> Ready -> (slot, permit) -> Copying -> [Spreading] -> end
 //!   down:  take -> Ready -> (slot) -> [Collecting -> Ready] -> (permit) -> Copying -> Landed -> end
 //! ```
 //!
-//! The stages in brackets are those of chunks that go through the device ring. Chunks of pinned blocks go the same way,
-//! without a segment and `Landed`.
+//! Chunks that go through the device ring have the stages in brackets. Chunks of pinned blocks have
+//! neither a segment nor `Landed`.
 //!
-//! Nothing waits in the loop: each round looks at each chunk, lets the spreaders go on, takes another chunk if there is
-//! room, and writes the bytes of one chunk that has landed. Only a worker that owns no chunk parks, so one that sleeps
-//! holds nothing that another one needs. Sources, sinks and files may block: a worker that is about to call one owns
-//! chunks of that job only. One thread never does, and is free for other jobs.
+//! Nothing waits in the loop: each round looks at each chunk, lets the spreaders go on, takes
+//! another chunk if there is room, and writes the bytes of one that has landed. A worker parks only
+//! without chunks, so a sleeping one holds nothing that another needs. Sources, sinks and files may
+//! block: a worker that is about to call one owns chunks of that job only. One thread never does.
 
 mod stages;
 
@@ -29,7 +28,7 @@ use super::types::{Direction, Kind, Priority};
 use crate::error::{Error, Result};
 use crate::foreign;
 
-/// Segments of a worker at most: of bulk jobs, and in all. Bulk chunks may wait for a permit.
+/// The most segments of a worker: of bulk jobs, and in all. Bulk chunks may wait for a permit.
 const MOST: usize = 3;
 const MOST_URGENT: usize = 5;
 /// Chunks of a worker at most, those included that have no segment any more.
@@ -40,7 +39,6 @@ const SPIN: Duration = Duration::from_micros(200);
 const PAUSE: Duration = Duration::from_micros(50);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
 
-/// See the module's page.
 pub(super) struct Worker {
     engine: Arc<Engine>,
     owned: Vec<Owned>,
@@ -55,8 +53,8 @@ impl Worker {
         Self { engine, owned: Vec::new(), most, next: Direction::Up }
     }
 
-    /// Looks at all chunks, takes another one, and drains one. To fill and to drain a chunk are the long steps, so the
-    /// chunks are looked at between the two. Whether anything has changed.
+    /// Looks at all chunks, takes another one, and drains one. Filling and draining take long, so
+    /// the chunks are looked at between the two. Whether anything has changed.
     pub(super) fn round(&mut self) -> bool {
         let mut changed = self.turn();
         if self.take_any() {
@@ -141,17 +139,17 @@ impl Worker {
         changed
     }
 
-    // --- taking ------------------------------------------------------------------------------------------------------
+    // --- taking ----------------------------------------------------------------------------------
 
-    /// Takes the next chunk, alternating between uploads and downloads so that both directions of the link stay busy. A
-    /// job that has to wait until the worker owns less keeps its turn: otherwise jobs of the other direction might
-    /// never let it have one.
+    /// Takes the next chunk, alternating between uploads and downloads so that both directions of
+    /// the link stay busy. A job that waits until the worker owns less keeps its turn: otherwise
+    /// jobs of the other direction might never let it have one.
     fn take_any(&mut self) -> bool {
         let engine = self.engine.clone();
         let first = engine.scheduler.first(self.next, self.most);
         let taken = first.and_then(|first| match self.take(&first) {
             true => Some(first),
-            // Chunks that need no segment would go on for ever where the job waits for the worker's own to end.
+            // Else chunks without a segment would go on for ever while the job waits for their end.
             false if self.has_to_wait(&first) => None,
             false => engine.scheduler.first(self.next, Kind::InPlace).filter(|other| self.take(other)),
         });
@@ -173,7 +171,7 @@ impl Worker {
                 Ok(None) => return false,
                 Ok(segment) => segment,
                 Err(error) => {
-                    // With a lost device a pool says that it has nothing more to give, which is not the cause.
+                    // With a lost device a pool says that it has nothing, which is not the cause.
                     job.fail(self.engine.device.lost().unwrap_or(error));
                     return true;
                 }
@@ -197,16 +195,15 @@ impl Worker {
         true
     }
 
-    /// Whether a job's chunk is not to be taken before others have ended. A call that blocks holds up the worker's
-    /// other chunks: they are of the same job, or there is none. An upload's chunk that is owned has been filled.
+    /// Whether a job's chunk has to wait until others have ended. A call that blocks holds up the
+    /// worker's other chunks, so these are of the same job. An owned upload's chunk was filled.
     fn has_to_wait(&self, job: &Arc<Job>) -> bool {
         let blocks = |job: &Job| job.kind == Kind::Blocking;
         let holds_up = |other: &Job| blocks(job) || blocks(other) && other.of.direction == Direction::Down;
         self.owned.iter().any(|Owned { job: other, .. }| holds_up(other) && !Arc::ptr_eq(other, job))
     }
 
-    /// Before a call of this job's work that may block: another worker is to look for what is left, since this one does
-    /// not for a while.
+    /// Wakes another worker before a call that may block: this one looks for no work for a while.
     fn leave_to_others(&self, job: &Job) {
         if job.kind == Kind::Blocking {
             self.engine.scheduler.poke();
@@ -241,7 +238,7 @@ pub(super) fn survived<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // By a panic, or with the last handle of a copier without threads: a thread that returns owns no chunk.
+        // A panic, or the last handle of a copier without threads: returning threads own none.
         self.abandon();
     }
 }

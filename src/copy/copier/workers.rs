@@ -1,6 +1,6 @@
 //! The threads of a copier: starting them, giving them jobs, waiting for jobs.
 //!
-//! A copier of a device by hand has no threads. There one worker moves chunks on whichever thread calls.
+//! A copier of a device by hand has no threads: one worker runs on whichever thread calls.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 use crate::foreign;
 use crate::locks::Mutex;
 
-/// Looks without any change after which a device by hand, which has nothing left to do, never will change. After ten of
-/// them a thread sleeps between two looks: the reaper, which may be in the middle of asking, needs the time.
+/// Looks without a change after which a device by hand, with nothing left to do, never changes.
+/// After ten a thread sleeps between two looks: the reaper needs the time to ask.
 const STILL: u32 = 100;
 
 /// What a copier's handles share. Its drop lets the threads end, when all jobs are over.
@@ -33,8 +33,8 @@ impl Workers {
         Self { engine, started: Mutex::new(0), inline }
     }
 
-    /// Starts the threads that are missing. One is enough. Where the last one, which never blocks, cannot be started,
-    /// jobs that block hold up the others.
+    /// Starts the missing threads. One is enough: without the last one, which never blocks, jobs
+    /// that block hold up the others.
     pub(super) fn start(&self) -> Result<()> {
         let mut started = self.started.lock();
         while *started < self.engine.settings.workers() {
@@ -73,7 +73,7 @@ impl Workers {
         self.advance();
     }
 
-    /// Waits until the bytes of a job before `offset` have arrived, or it is over. `false`: the deadline came first.
+    /// Waits until the bytes before `offset` arrived or the job is over. `false`: deadline.
     pub(super) fn wait(&self, job: &Job, deadline: Option<Instant>, offset: u64) -> bool {
         if self.engine.settings.threads == 0 {
             self.step_until(job, offset);
@@ -81,9 +81,9 @@ impl Workers {
         job.wait(deadline, offset)
     }
 
-    // --- without threads ---------------------------------------------------------------------------------------------
+    // --- without threads -------------------------------------------------------------------------
 
-    /// Does what can be done without waiting, on a copier without threads. Whether anything has changed.
+    /// Does what can be done at once, on a copier without threads. Whether anything changed.
     pub(super) fn advance(&self) -> bool {
         let rounds = |worker: &mut Worker| {
             std::iter::repeat_with(|| worker.round()).take_while(|moved| *moved).count()
@@ -91,8 +91,8 @@ impl Workers {
         self.as_worker(rounds).is_some_and(|moved| moved > 0)
     }
 
-    /// Runs the one worker of a copier without threads on this thread. `None`: there is none, or another thread is it
-    /// now.
+    /// Runs the one worker of a copier without threads. `None`: there is none, or another thread is
+    /// it now.
     fn as_worker<R>(&self, run: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         if self.engine.settings.threads > 0 {
             return None;
@@ -104,8 +104,8 @@ impl Workers {
         Some(said)
     }
 
-    /// Moves a device by hand until it is so, which moves only when it is told to. Where nothing is left to move,
-    /// nothing will change any more, and the job fails.
+    /// Moves a device by hand until the bytes before `offset` arrived. Where nothing is left to
+    /// move, nothing will change any more, and the job fails.
     fn step_until(&self, job: &Job, offset: u64) {
         let mut still = 0;
         while !job.is_at(offset) {

@@ -18,19 +18,19 @@ use crate::stream::timeline::Ticket;
 type Done = Arc<OnceLock<Result<()>>>;
 
 pub(super) enum Stage {
-    /// Waits for a slot or a permit. The bytes are where the copy begins: filled, in place, or collected.
+    /// Waits for a slot or a permit. The bytes are filled, in place, or collected.
     Ready,
     /// Down: the table is on its way, and the kernel collects the bytes behind it.
     Collecting(Flight, Done),
-    /// The bytes are on their way. What follows on the device is the engine's, which has the slot now; with `Done` a
+    /// The bytes are on their way, and the engine has the slot and what follows. With `Done` a
     /// kernel spreads them.
     Copying(Flight, Option<Done>),
     /// Up: the kernel spreads the bytes, or will.
     Spreading(Done),
     /// Down: the bytes are in the segment, and the worker writes them to where they go.
     Landed,
-    /// The driver has refused a copy. Others that were submitted with it may be in flight: the chunk ends when they are
-    /// complete.
+    /// The driver has refused a copy. The chunk ends when the others that were submitted with it
+    /// are complete.
     Refused(Ticket, Error),
 }
 
@@ -45,12 +45,11 @@ fn failed(error: Error) -> Step {
     Step::Ended(End::Failed(error))
 }
 
-/// See the module's page.
 pub(super) struct Owned {
     pub(super) job: Arc<Job>,
     pub(super) chunk: Chunk,
-    /// It has a segment of the copier's share: this one, but while that is in flight. Else `buf` is a small one of its
-    /// own, for the table of a chunk in place.
+    /// It has a segment of the copier's share: this one, but while that is in flight. Else `buf` is
+    /// a small one of its own, for the table of a chunk in place.
     pub(super) staged: bool,
     pub(super) buf: Option<PinnedBuf>,
     pub(super) slot: Option<Slot>,
@@ -67,8 +66,8 @@ impl Owned {
     /// Chooses the way, and fills the segment of an upload.
     pub(super) fn prepare(&mut self, engine: &Engine) -> Result<()> {
         let (job, chunk, direction) = (&self.job, &self.chunk, self.job.of.direction);
-        // While a call of the program writes bytes from the ring, it may wait for transfers that need the ring, and
-        // this worker would have a part of it.
+        // A call of the program that writes bytes from the ring may wait for transfers that need
+        // the ring, of which this worker would have a part.
         let may_hold_up = direction == Direction::Down && job.kind == Kind::Blocking;
         let may_use_ring = !may_hold_up && !engine.is_slow(direction);
         let copies = if self.staged { 1 } else { chunk.parts.len() };
@@ -129,8 +128,8 @@ impl Owned {
         self.copy(engine)
     }
 
-    /// The copy of the chunk's table to the slot. A chunk in place has its table in a small segment of its own, which
-    /// is checked out now: those that wait for a slot or a permit have none. `None`: the pool has none.
+    /// The copy of the chunk's table to the slot. A chunk in place checks out a small segment for
+    /// it now: none is held while waiting for a slot or a permit. `None`: the pool has none.
     fn table(&mut self, engine: &Engine, slot: &Slot) -> Option<Transfer> {
         let (at, len) = (self.chunk.table_at(), self.chunk.table_len());
         if !self.staged {
@@ -153,7 +152,7 @@ impl Owned {
             return self.copy(engine);
         };
         let (buf, ring) = (self.buf.take(), slot.memory.allocation());
-        // On the kernel's stream, so that the kernel comes after it. SAFETY: within the segment and the slot.
+        // On the kernel's stream, ahead of the kernel. SAFETY: within the segment and the slot.
         let sent = unsafe { engine.submit(&spreader.stream, (buf, None), None, &mut [copy], ring) };
         let (entry, done) = self.entry(&slot);
         self.slot = Some(slot);
@@ -175,7 +174,7 @@ impl Owned {
         self.slot.take().into_iter().for_each(|slot| engine.ring.give(slot, false));
     }
 
-    /// The bytes are in the slot. The table's copy comes before the kernel on the same stream, so it is complete.
+    /// The bytes are in the slot. The table's copy came before the kernel on the same stream.
     fn collected(&mut self) -> Step {
         let Stage::Collecting(flight, _) = std::mem::replace(&mut self.stage, Stage::Ready) else {
             return Step::Same;
@@ -241,7 +240,7 @@ impl Owned {
         let stream = engine.stream(direction, priority);
         let buf = (buf, (!is_up).then_some(self.chunk.data));
         let sent = self.lend().and_then(|lent| {
-            // SAFETY: within the segment, or what is lent, as it was laid out, and within the slot or the job's memory.
+            // SAFETY: within the segment or what is lent, and within the slot or the job's memory.
             unsafe { engine.submit(stream, buf, lent, &mut transfers, memories) }
         });
         match sent {
