@@ -1,8 +1,8 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! The header is JSON. Its text stays in the file's [`Table`], beside 32 bytes for each tensor ([`Entry`]),
-//! whose description is longer than that, and a list of all axes: so a header that is refused takes at most
-//! two and a half times its own bytes of memory, these included.
+//! The header is JSON. Its text stays in the file's [`Table`], beside 32 bytes for each tensor
+//! ([`Entry`]), less than its description, and a list of all axes: a header that is refused takes
+//! at most two and a half times its own bytes of memory, these included.
 //!
 //! 1. [`Table::describe`] checks whatever concerns one tensor.
 //! 2. [`Table::side_by_side`] checks that there are no gaps, no overlaps, and nothing past the end.
@@ -30,7 +30,7 @@ const FRONT: u64 = 8;
 pub(super) const LONGEST_HEADER: u64 = 100_000_000;
 /// The most axes that a tensor may have: NumPy's arrays have no more (`NPY_MAXDIMS`).
 const AXES: usize = 64;
-/// How many axes all tensors of a file may have. With a long header, it may be one for so many of its bytes.
+/// The most axes of a file's tensors. A long header may have one for so many of its bytes.
 const ALL_AXES: usize = 1 << 16;
 const AXIS: usize = 15;
 /// The length of the shortest entry of a tensor, which bounds how many a header can have.
@@ -114,8 +114,8 @@ impl Table {
         })?;
         table.text = text;
         table.unescape();
-        // Headers mostly have the file's order already. A tensor without bytes starts where another does, and
-        // comes before it.
+        // Headers mostly have the file's order already. A tensor without bytes starts where another
+        // does, and comes before it.
         let order = |entry: &Entry| (entry.from, entry.to, entry.name);
         if !table.entries.is_sorted_by_key(order) {
             table.entries.sort_unstable_by_key(order);
@@ -148,7 +148,7 @@ impl Table {
         if shape.len() > AXES || self.axes.len() + shape.len() > self.axes.capacity() {
             return Err(undescribed(&format!("its shape has more than {AXES} axes, or all have too many")));
         }
-        // An axis of no elements makes a tensor of no elements, also where the others would overflow.
+        // An axis of no elements makes a tensor without any, also where the others would overflow.
         let bits = match shape.contains(&0) {
             true => Some(0),
             false => shape.iter().try_fold(dtype.bitsize(), |bits, axis| bits.checked_mul(*axis)),
@@ -205,7 +205,7 @@ impl Table {
         Some(&self.text[self.metadata.clone()]).filter(|text| !text.is_empty() && *text != "null")
     }
 
-    /// Checks tensors, which are in the order of their offsets, against each other and against the `data`
+    /// Checks tensors, in the order of their offsets, against each other and against the `data`
     /// bytes of the file behind the header.
     fn side_by_side(&self, data: u64) -> Result<()> {
         let (mut end, mut last) = (0, "");
@@ -231,7 +231,7 @@ impl Table {
     }
 }
 
-/// A tensor in a file, as the file's header describes it. A clone is a handle to the same description.
+/// A tensor in a file, as its header describes it. A clone is a handle to the same description.
 #[derive(Clone)]
 pub struct Tensor {
     pub(super) table: Arc<Table>,
@@ -243,8 +243,8 @@ impl Tensor {
         &self.table.entries[self.index as usize]
     }
 
-    /// Its name, unique in its checkpoint. It is as the file has it and may be any text: escape it (`{:?}`)
-    /// where it is shown.
+    /// Its name, unique in its checkpoint. It is as the file has it and may be any text: escape it
+    /// (`{:?}`) where it is shown.
     pub fn name(&self) -> &str {
         self.table.name(self.index)
     }
@@ -254,7 +254,7 @@ impl Tensor {
         self.entry().dtype
     }
 
-    /// Elements along each axis. Those along the last axis lie side by side. Empty for a single element.
+    /// Elements along each axis, those of the last side by side. Empty for a single element.
     pub fn shape(&self) -> &[usize] {
         let entry = self.entry();
         &self.table.axes[entry.shape as usize..][..usize::from(entry.axes)]
@@ -282,7 +282,7 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// Reads the text of a header, whose length the file's first bytes give, from a file of `file_len` bytes.
+/// Reads the text of a header from a file of `file_len` bytes, which begins with its length.
 fn header(file: &File, path: &Path, file_len: u64) -> Result<Vec<u8>> {
     // Checked before memory is asked for. The first bytes behind the length are for messages.
     let start = read_at(file, path, 0, file_len.min(64) as usize)?;

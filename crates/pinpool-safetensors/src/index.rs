@@ -1,8 +1,8 @@
 //! Which files make up a checkpoint: one, those of an index, or those of a folder.
 //!
-//! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so only files
-//! right beside the index are opened. [`Index::read`] collects their names. [`Index::choose`] reads the text
-//! again when they are open.
+//! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so
+//! only files beside it are opened. [`Index::read`] collects their names. [`Index::choose`] reads
+//! the text again when they are open.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -96,8 +96,8 @@ impl Index {
     }
 }
 
-/// Calls `take` with each tensor of an index's map, as it stands in the text, and the name of its file, if it
-/// is another than that of the tensor before.
+/// Calls `take` with each tensor of an index's map, as it stands in the text, and its file's name,
+/// if it is not that of the tensor before.
 fn each_pair(what: &str, map: &str, mut take: impl FnMut(&str, Option<&str>) -> Result<()>) -> Result<()> {
     let mut last = "";
     let told = |said: &dyn std::fmt::Display| malformed(what, format!("its \"weight_map\": {said}"));
@@ -129,8 +129,8 @@ pub(super) fn find(path: &Path) -> Result<(Vec<PathBuf>, Option<Index>)> {
     }
 }
 
-/// Whether a file in a folder is its index, by the name: `model.safetensors.index.json`, and with a variant
-/// `model.safetensors.index.fp16.json` or `model.safetensors.fp16.index.json`.
+/// Whether a file in a folder is its index, by the name: `model.safetensors.index.json`, and with a
+/// variant `model.safetensors.index.fp16.json` or `model.safetensors.fp16.index.json`.
 fn is_index(file: &Path) -> bool {
     let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let end = name.split_once(".safetensors.").and_then(|(_, end)| end.strip_suffix(".json"));
@@ -144,8 +144,8 @@ fn of_folder(path: &Path) -> Result<(Vec<PathBuf>, Option<Index>)> {
     let (mut files, mut indexes) = (Vec::new(), Vec::new());
     for entry in entries {
         let file = entry.map_err(|error| unread(path, 0, &error))?.path();
-        // A broken link counts as what its name says, and opening it then says what is missing. Without the
-        // index, more would be loaded than it names.
+        // A broken link counts as what its name says, and opening it tells what is missing. Without
+        // the index, more would be loaded than it names.
         if is_index(&file) {
             indexes.push(file);
         } else if file.extension().is_some_and(|end| end == "safetensors") && !file.is_dir() {

@@ -1,8 +1,9 @@
 //! JSON objects as serde_json reads them, entry by entry, with a copy of nothing.
 //!
-//! A header or an index may be a hundred megabytes of anything, and refusing it must take little more memory
-//! than its own bytes. serde_json copies a string that has escapes, and writes a value of the wrong kind into
-//! its error. So keys and values are taken as they stand in the text, and only short ones are read further.
+//! A header or an index may be a hundred megabytes of anything, and refusing it must take little
+//! more memory. serde_json copies a string that has escapes, and writes a value of the wrong kind
+//! into its error. So keys and values are taken as the text has them, and only short ones are read
+//! further.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -15,8 +16,8 @@ use serde_json::value::RawValue;
 /// The longest string, and the longest description of a tensor, in bytes as the file has them.
 pub(super) const LONGEST: usize = 65_535;
 
-/// Calls `each` with the keys and values of a text that is one object, as they stand in the text: strings
-/// have their quotes. `told` makes an error of what is no such object.
+/// Calls `each` with the keys and values of a text that is one object, as the text has them:
+/// strings have quotes. `told` makes an error of what is no such object.
 pub(super) fn entries<'a>(
     text: &'a str,
     told: impl FnOnce(&dyn fmt::Display) -> Error,

@@ -1,4 +1,4 @@
-//! Checkpoints in the safetensors format: files of tensors to device memory, at the speed of the copier.
+//! Checkpoints in the safetensors format: from files to device memory, at the copier's speed.
 //!
 //! ```
 //! # let folder = std::env::temp_dir().join(format!("pinpool-checkpoint-page-{}", std::process::id()));
@@ -25,46 +25,45 @@
 //!
 //! # How it works
 //!
-//! A safetensors file has a header, which gives name, type, shape and place of each tensor, and then the
-//! bytes of the tensors without gaps. Opening a checkpoint reads the headers and nothing else. The tensors of
-//! a file get one block of device memory, side by side and in the file's order, so that the
-//! [copier](pinpool::copier) copies them in large chunks: one by one, small tensors are slow. All files
-//! (shards) are queued with the copier at once.
+//! A safetensors file has a header, which gives name, type, shape and place of each tensor, and
+//! then the tensors' bytes without gaps. Opening a checkpoint reads the headers and nothing else.
+//! The tensors of a file get one block of device memory, in the file's order, so that the
+//! [copier](pinpool::copier) copies them in large chunks: one by one, small tensors are slow. All
+//! files (shards) are queued with the copier at once.
 //!
 //! Tensors come out in that order, each as soon as its bytes are on the device: for tasks
-//! ([`Load::next_tensor`]), threads ([`Load::blocking`]), and many of both that wait for tensors by name
-//! ([`Load::take`]). A server with an allocation for each tensor gives the loader their places
-//! ([`Loader::places`]).
+//! ([`Load::next_tensor`]), threads ([`Load::blocking`]), and many of both that wait for tensors by
+//! name ([`Load::take`]). [`Loader::places`] loads into an allocation for each tensor.
 //!
 //! # What is refused
 //!
-//! A header comes from outside and gives offsets into memory. So it is checked before anything is loaded, and
-//! a fault is [`Error::Malformed`], which names the tensor (by its first 200 characters). Refused are:
+//! A header comes from outside and gives offsets into memory. So it is checked before anything is
+//! loaded. A fault is [`Error::Malformed`], with the tensor's first 200 characters. Refused are:
 //!
-//! - offsets that run backwards, past the file's end, or into another tensor; bytes that belong to no tensor;
-//! - shapes that do not fit the number of bytes, of more elements than any memory holds, or of more than 64
-//!   axes;
+//! - offsets that run backwards, past the file or into another tensor; bytes of no tensor;
+//! - shapes that do not fit the number of bytes, of more elements than any memory holds, or of more
+//!   than 64 axes;
 //! - unknown types; a name that is there twice; a name longer than 65,535 bytes;
-//! - a header longer than 100 MB, or than its file; more than 65,536 axes in all, if the header has less than
-//!   15 bytes for each; metadata that is no object of texts; a text of more than an eighth opening brackets;
-//! - an index that names a tensor which its file does not have, a tensor twice, a file outside of its folder,
-//!   or more than 10,000 files;
-//! - a folder with several indexes, a folder whose index cannot be read, and a folder without an index that
-//!   lacks a file of a numbered set (`model-00002-of-00003.safetensors`).
+//! - a header longer than 100 MB, or than its file; over 65,536 axes, if the header has less than
+//!   15 bytes for each; metadata that is no object of texts; over an eighth opening brackets;
+//! - an index that names a tensor which its file does not have, a tensor twice, a file outside of
+//!   its folder, or more than 10,000 files;
+//! - a folder with several indexes, with an index that cannot be read, or without one and without a
+//!   file of a numbered set (`model-00002-of-00003.safetensors`).
 //!
-//! Reading a header or an index, refused or not, takes at most two and a half times its bytes of memory, its
-//! own bytes included, beside the names of an index's files and a megabyte for axes and messages.
+//! Reading a header or an index takes at most two and a half times its bytes of memory, itself
+//! included, beside an index's file names and a megabyte for axes and messages.
 //!
-//! All files of a checkpoint stay open, so that they are loaded as they were, whatever their names mean by
-//! then. A file that was written to since it was opened (its length or its time of modification has changed)
-//! is refused by the next load, since its header may be wrong. If it is written to during a load, an
-//! error comes in the place of the file's last tensor.
+//! All files of a checkpoint stay open, so that they are loaded as they were, whatever their names
+//! mean by then. A file whose length or time of modification has changed since it was opened is
+//! refused by the next load: its header may be wrong. A change during a load gives an error in the
+//! place of the file's last tensor.
 //!
-//! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control
-//! sequences of a terminal. Show them escaped (`{:?}`), as the errors do.
+//! Names and metadata come out exactly as the file has them, and may contain anything: newlines,
+//! control sequences of a terminal. Show them escaped (`{:?}`), as the errors do.
 
-// To read in this order: `json`, `header`, `index`, `load` (where on the device tensors go), `share` (what
-// comes out). An offset is used only after `header` has checked it against the file's length.
+// To read in this order: `json`, `header`, `index`, `load` (where on the device tensors go),
+// `share` (what comes out). Offsets are used only after `header` has checked them.
 
 mod header;
 mod index;
@@ -91,8 +90,8 @@ pub use ::safetensors::Dtype;
 use self::header::{Names, Place, Table};
 use self::index::Index;
 
-/// One file or several, whose headers were read and checked. Nothing is loaded yet. A clone is another handle
-/// to it.
+/// One file or several, whose headers were read and checked. Nothing is loaded yet. A clone is
+/// another handle to it.
 #[derive(Clone)]
 pub struct Checkpoint(Arc<Files>);
 
@@ -159,17 +158,17 @@ impl std::fmt::Debug for Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` file, an index (any `.json` file) with the files that it names, or a folder:
-    /// the index in it (`*.safetensors.index.json`, with a variant too: `model.safetensors.index.fp16.json`),
-    /// or else all of its `.safetensors` files.
+    /// Opens a `.safetensors` file, an index (any `.json` file) with the files that it names, or a
+    /// folder: the index in it (`*.safetensors.index.json`, with a variant too:
+    /// `model.safetensors.index.fp16.json`), or else all of its `.safetensors` files.
     ///
-    /// All files stay open as long as a handle to the checkpoint lives, and a load that reads past the page
-    /// cache opens each a second time for as long as the load lives: a checkpoint of many hundred files may
-    /// need more than the usual 1,024 (`ulimit -n`).
+    /// All files stay open as long as a handle to the checkpoint lives, and a load that reads past
+    /// the page cache opens each a second time for as long as the load lives: a checkpoint of many
+    /// hundred files may need more than the usual 1,024 (`ulimit -n`).
     ///
     /// # Errors
-    /// [`Error::Read`] with the system's reason; [`Error::Malformed`] for a [refused](self) file, index or
-    /// folder; [`Error::OutOfMemory`].
+    /// [`Error::Read`] with the system's reason; [`Error::Malformed`] for a [refused](self) file,
+    /// index or folder; [`Error::OutOfMemory`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let (files, index) = index::find(path.as_ref())?;
         Self::of(&files, index.as_ref())
@@ -221,7 +220,7 @@ impl Checkpoint {
         self.tensors().map(|tensor| tensor.bytes()).fold(0, u64::saturating_add)
     }
 
-    /// The metadata of the headers that have it (`__metadata__`), file by file: JSON, an object of texts.
+    /// The metadata of the headers that have it (`__metadata__`): JSON objects of texts.
     pub fn metadata(&self) -> impl Iterator<Item = &str> {
         self.0.tables.iter().filter_map(|table| table.metadata())
     }
@@ -232,7 +231,7 @@ impl Checkpoint {
     }
 }
 
-/// What a file begins with, for a message: a download may leave an error's text or a pointer in its place.
+/// What a file begins with, for a message: a failed download may leave an error's text.
 fn beginning(start: &[u8]) -> String {
     let start = String::from_utf8_lossy(&start[..start.len().min(64)]);
     format!("begins \"{}\" (`git lfs pull` gets the file of a Git LFS pointer)", start.trim())
@@ -264,8 +263,8 @@ fn blamed(what: &str, tensor: &str, why: impl Into<String>) -> Error {
     Error::Malformed { what: what.into(), tensor, why: why.into() }
 }
 
-/// [`Error::OutOfMemory`] where the system had no memory to reserve. All memory in proportion to a header or
-/// an index is asked for by way of this function.
+/// [`Error::OutOfMemory`] where the system had no memory to reserve. All memory in proportion to a
+/// header or an index is reserved through this function.
 fn reserved(reserved: Result<(), TryReserveError>, what: &str, bytes: usize) -> Result<()> {
     reserved.map_err(|_| Error::OutOfMemory {
         wanted: bytes,

@@ -1,8 +1,8 @@
-//! Setting up a load: which tensors, where on the device they go, and the transfers that bring them there.
+//! Setting up a load: which tensors, where they go on the device, and by which transfers.
 //!
 //! [`Loader`] starts one transfer of the copier for each file, or for each prefix that comes
-//! [`first`](Loader::first) in it ([`Part`]), all before the first tensor comes out. A [`Load`] then hands
-//! them out.
+//! [`first`](Loader::first) in it ([`Part`]), all before the first tensor comes out of the
+//! [`Load`].
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
@@ -16,13 +16,13 @@ use super::Checkpoint;
 use super::header::Tensor;
 use super::share::{Load, Part, Shared};
 
-/// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and
-/// so do tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
+/// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it
+/// (`float4`), and so do tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`).
 const TENSOR_ALIGN: usize = 16;
 
-/// A tensor on the device, with what its file's header says of it. Work submitted to any stream from now on
-/// finds the bytes there. The tensors of one file share a block of device memory, which lives until the last
-/// handle to any of them, and to the load, is dropped.
+/// A tensor on the device, with what its file's header says of it. Work submitted to any stream
+/// from now on finds the bytes there. The tensors of one file share a block of device memory, which
+/// lives until the last handle to any of them, and to the load, is dropped.
 #[derive(Clone, Debug)]
 pub struct DeviceTensor {
     pub(super) tensor: Tensor,
@@ -30,8 +30,8 @@ pub struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// Its bytes on the device, from an address on that is a multiple of the loader's alignment. `None` for a
-    /// tensor without elements, which has none.
+    /// Its bytes on the device, from an address on that is a multiple of the loader's alignment.
+    /// `None` for a tensor without elements.
     pub fn slice(&self) -> Option<&DeviceSlice> {
         self.slice.as_ref()
     }
@@ -106,58 +106,56 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Loads tensors whose name starts with `prefix` before the others, and gives them out first: what a
-    /// server needs first, such as the first layers. Called several times: in the order of the calls; a
-    /// tensor that several prefixes meet comes with the first of them. Each makes a transfer of its own for
+    /// Loads tensors whose name starts with `prefix` before the others, and gives them out first:
+    /// what a server needs first, such as the first layers. Prefixes come in the order of the
+    /// calls; a tensor belongs to the first one that it meets. Each makes a transfer of its own for
     /// each file that has such tensors.
     pub fn first(mut self, prefix: impl Into<String>) -> Self {
         self.first.push(prefix.into());
         self
     }
 
-    /// The alignment of the tensors on the device, in bytes: a power of two. Tensors whose length is a
-    /// multiple of it lie side by side and are copied together; behind others there is a gap. Default: 16.
+    /// The alignment of the tensors on the device, in bytes: a power of two. Tensors whose length
+    /// is a multiple of it are copied together; others leave a gap. Default: 16.
     pub fn align(mut self, bytes: usize) -> Self {
         self.align = bytes;
         self
     }
 
-    /// Where the device memory comes from. `get` is called once for each file that tensors are loaded from
-    /// (and for each [`first`](Self::first) of it), with the number of bytes, and gives at least as many,
-    /// starting on a multiple of the alignment. Default: [`Device::alloc`](pinpool::Device::alloc).
+    /// Where the device memory comes from. `get` is called once for each file (and for each
+    /// [`first`](Self::first) of it) with the number of bytes, and gives at least as many, from a
+    /// multiple of the alignment on. Default: [`Device::alloc`](pinpool::Device::alloc).
     pub fn memory(mut self, get: impl FnMut(usize) -> Result<DeviceSlice> + 'a) -> Self {
         self.memory = Memory::Blocks(Box::new(get));
         self
     }
 
-    /// Where each tensor goes: memory of the program's own, such as an allocation for each. In place of
-    /// [`memory`](Self::memory). `get` is called once for each tensor that is to be loaded and has bytes, in
-    /// the order of the load, by the call that starts it. It gives at least as many bytes, starting on a
-    /// multiple of the alignment, or `None`, which leaves the tensor out. No two places overlap. Tensors that
-    /// are short and apart are copied together all the same, and spread on the device.
+    /// Where each tensor goes, in place of [`memory`](Self::memory): memory of the program's own,
+    /// such as an allocation for each. The starting call calls `get` once for each tensor that has
+    /// bytes, in the order of the load. `get` gives at least as many bytes, from a multiple of the
+    /// alignment on, or `None`, which leaves the tensor out. No two places overlap. Short tensors
+    /// are copied together all the same, and spread on the device.
     pub fn places(mut self, get: impl FnMut(&Tensor) -> Result<Option<DeviceSlice>> + 'a) -> Self {
         self.memory = Memory::Places(Box::new(get));
         self
     }
 
-    /// Starts the load. The tensors come out of the returned [`Load`], in the order of the files (but for
-    /// those that come [`first`](Self::first)); dropping it cancels the rest.
+    /// Starts the load. The tensors come out of the returned [`Load`], in the order of the files
+    /// (but for those that come [`first`](Self::first)); dropping it cancels the rest.
     ///
     /// # Errors
-    /// [`Error::Argument`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
-    /// caller's [`Error::Mismatch`], and [`Error::Argument`] where it is short, not aligned, or overlaps what
-    /// was given before, for the place of a tensor as the cause in an [`Error::Tensor`]; [`Error::Malformed`]
-    /// for a file that was written to since it was opened; [`Error::Forked`]. Transfers of other files that
-    /// were started are cancelled.
+    /// Of the caller's memory: [`Error::Mismatch`], and [`Error::Argument`] where it is short, not
+    /// aligned, or overlaps what was given before; they are the cause of an [`Error::Tensor`] for a
+    /// tensor's place. [`Error::Malformed`] for a file that was written to since it was opened.
+    /// Else [as every call](Error#every-call). Transfers that were started are cancelled.
     pub fn start(self) -> Result<Load> {
         self.begin(false)
     }
 
-    /// Loads the tensors, and waits until all are on the device. They come in the order of the files.
+    /// Loads the tensors in the order of the files, and waits until all are on the device.
     ///
     /// # Errors
-    /// As for [`start`](Self::start) and [`Load`]; [`Error::Unsupported`] on a thread that must not wait (in
-    /// a waker, a source or a sink).
+    /// As for [`start`](Self::start) and [`Load`].
     pub fn load(self) -> Result<Vec<DeviceTensor>> {
         // Checked before anything begins: this thread could not wait for it afterwards.
         may_wait()?;
@@ -165,8 +163,8 @@ impl<'a> Loader<'a> {
         load.blocking().collect()
     }
 
-    /// What is loaded, in the order of the load: which tensors of which file. What meets the first prefix of
-    /// all files comes first, then what meets the second, and so on, and last the rest.
+    /// What is loaded: the tensors of the first prefix in all files, then those of the second, and
+    /// so on, and last the rest. Each item has a file and its tensors.
     fn chosen(&mut self) -> Vec<(u32, Vec<u32>)> {
         let mut chosen = Vec::new();
         for (number, table) in (0..).zip(&self.checkpoint.0.tables) {
@@ -185,14 +183,14 @@ impl<'a> Loader<'a> {
         chosen.into_iter().map(|(_, chosen)| chosen).collect()
     }
 
-    /// Starts the transfers of all files. `waits`: the caller waits for all of them, also where one is
-    /// refused.
+    /// Starts the transfers of all files. `waits`: the caller waits for all of them, also where one
+    /// is refused.
     fn begin(mut self, waits: bool) -> Result<Load> {
         if !self.align.is_power_of_two() {
             let why = format!("{} is no alignment: it must be a power of two", self.align);
             return Err(Error::Argument(why));
         }
-        // Made first: where a later file is refused, its drop cancels the transfers that have begun.
+        // Made first: its drop cancels the transfers that have begun if a later file is refused.
         let (files, is_taken, next) = (self.checkpoint.0.clone(), Vec::new(), AtomicUsize::new(0));
         let mut load = Shared { files, parts: Vec::new(), waits, is_taken, next };
         for (number, mut chosen) in self.chosen() {
@@ -216,12 +214,11 @@ impl<'a> Loader<'a> {
     /// Gives the tensors of a file one block of device memory.
     fn block_of(&mut self, number: u32, chosen: &[u32]) -> Result<Vec<CopyRange>> {
         let entries = &self.checkpoint.0.tables[number as usize].entries;
-        // The ranges to copy: where they start in the file, and where they are in the block. Neighbours are
-        // joined.
+        // The ranges to copy, from the file to the block. Neighbours are joined.
         let (mut runs, mut end) = (Vec::<(u64, Range<usize>)>::new(), 0_usize);
         for entry in chosen.iter().map(|index| &entries[*index as usize]).filter(|entry| entry.bytes() > 0) {
-            // The alignment is a power of two; a division would be most of a plan's time. (Saturated, it is
-            // more than any memory.)
+            // The alignment is a power of two; a division would be most of a plan's time.
+            // (Saturated, it is more than any memory.)
             let start = end.saturating_add(self.align - 1) & !(self.align - 1);
             let is_behind =
                 |at: u64, run: &Range<usize>| run.end == start && at + run.len() as u64 == entry.from;
@@ -285,8 +282,8 @@ impl<'a> Loader<'a> {
         slice.slice(start..start + len)
     }
 
-    /// The front of memory of the caller's, which nothing else of the load uses. Bytes beyond `len` are not
-    /// written to.
+    /// The front of memory of the caller's, which nothing else of the load uses. Bytes beyond `len`
+    /// are not written.
     fn claim(&mut self, slice: &DeviceSlice, len: u64) -> Result<DeviceSlice> {
         let slice = slice.slice(..usize::try_from(len).unwrap_or(usize::MAX))?;
         let (start, end, align) = (slice.address(), slice.address() + len, self.align);

@@ -1,11 +1,11 @@
 //! A load under way, for any number of threads and tasks.
 //!
-//! The tensors of a load have places, from 0 on, in the order in which they come out. Whether one is there is
-//! told by the transfer of its [`Part`], and who takes it by one flag; a tensor is made when it is taken.
+//! A load's tensors have places, from 0 on, in the order in which they come out. The transfer of
+//! its [`Part`] tells whether one is there, and a flag who takes it.
 //!
-//! Invariants: the last tensor of a file comes out only when the transfer is over and the file was found
-//! unchanged; a call that waits for all of its load returns only when nothing of its transfers is under way,
-//! since its `Shared` waits when it is dropped.
+//! Invariants: the last tensor of a file comes out only when the transfer is over and the file was
+//! found unchanged; a call that waits for all of its load returns only when nothing of its
+//! transfers is under way, since the drop of its `Shared` waits.
 
 use std::future::poll_fn;
 use std::ops::Range;
@@ -21,24 +21,23 @@ use super::Files;
 use super::header::Tensor;
 use super::load::{DeviceTensor, not_there};
 
-/// A load under way, for tasks on any runtime and for threads. A clone is another handle to the same load:
-/// many threads and tasks share it, and each waits for the tensors that it needs by name
+/// A load under way, for tasks on any runtime and for threads. A clone is another handle to the
+/// same load: many threads and tasks share it, and each waits for the tensors that it needs by name
 /// ([`take`](Self::take)) while others are copied.
 ///
-/// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error comes in the
-/// place of each tensor that is not there: once to the iterations of all handles
-/// ([`next_tensor`](Self::next_tensor), [`blocking`](Self::blocking)), which then go on, and to each
-/// [`take`](Self::take) of it. So a file that fails ends no other's load. When the last tensor comes out, the
-/// copier has given back all memory that it used for the load. [`Loader`](super::Loader) has an example.
+/// **The drop of the last handle cancels the rest**; tensors that have come out stay. An error
+/// comes in the place of each tensor that is not there: once to the iterations of all handles
+/// ([`next_tensor`](Self::next_tensor), [`blocking`](Self::blocking)), which then go on, and to
+/// each [`take`](Self::take) of it. So a file that fails ends no other's load. When the last tensor
+/// comes out, the copier has given back its memory. [`Loader`](super::Loader) has an example.
 ///
 /// # Errors
-/// [`Error::Tensor`] with the name of the tensor, how many are on the device, and the cause ([`Error::Read`]
-/// with file and offset, [`Error::Transfer`] with the error of the pool or the device); [`Error::Cancelled`];
-/// [`Error::Timeout`] after the copier's deadline ([`Copier::with_timeout`](pinpool::Copier::with_timeout)),
-/// when the tensors that have arrived by then have come out; [`Error::Malformed`] in the place of the last
-/// tensor of a file that was written to meanwhile, whose other tensors may then be wrong;
-/// [`Error::Unsupported`] for a wait on a thread that must not (in a waker, a source or a sink), which ends
-/// nothing; [`Error::Forked`].
+/// [`Error::Tensor`] with the tensor's name, how many are on the device, and the cause. Those that
+/// end the load or a file come bare: [`Error::Cancelled`]; [`Error::Timeout`] after the copier's
+/// deadline, behind the tensors that have arrived by then; [`Error::Malformed`] in the place of the
+/// last tensor of a file that was written to, whose other tensors may be wrong.
+/// [`Error::Unsupported`] on a thread that must not wait ends nothing. Else [as every
+/// transfer](Error#transfers).
 #[derive(Clone)]
 #[must_use = "dropping it cancels the load"]
 pub struct Load(pub(super) Arc<Shared>);
@@ -101,10 +100,10 @@ impl Shared {
         parts.find_map(|part| Some(part.first + part.chosen.binary_search(&tensor).ok()?))
     }
 
-    /// Takes the wanted tensor, or the next that nobody has taken, when `wait` has waited until enough of its
-    /// transfer has landed. An inner `None`: it was taken, or all were. An outer `None`: `wait` has not
-    /// waited. Inlined, since each function that a tensor is passed through by memory costs more than finding
-    /// it.
+    /// Takes the wanted tensor, or the next that nobody has taken, when `wait` has waited until
+    /// enough of its transfer has landed. An inner `None`: it was taken, or all were. An outer
+    /// `None`: `wait` has not waited. Inlined: passing a tensor through memory costs more than
+    /// finding it.
     #[inline]
     fn get(
         &self,
@@ -162,8 +161,8 @@ impl Shared {
         let table = &self.files.tables[part.number as usize];
         let end = |tensor: u32| table.entries[tensor as usize].to;
         let tensor = part.chosen[place - part.first];
-        // The last one comes out when the transfer is over: the caller need not call again to learn of an
-        // error.
+        // The last one comes out when the transfer is over: the caller need not call again to learn
+        // of an error.
         let is_last = place + 1 == part.end();
         if !wait(transfer, if is_last { u64::MAX } else { end(tensor) }) {
             return None;
@@ -206,17 +205,17 @@ impl Shared {
 }
 
 impl Load {
-    /// The next tensor that nobody has taken, or the error in its place, for a task, which is not blocked.
-    /// `None`: there are no more.
+    /// The next tensor that nobody has taken, or the error in its place, for a task, which is not
+    /// blocked. `None`: there are no more.
     ///
     /// # Errors
-    /// See [`Load`]. The next call goes on behind the tensor; behind [`Error::Forked`] there are no more.
+    /// See [`Load`]. The next call goes on; behind [`Error::Forked`] there are no more.
     pub async fn next_tensor(&self) -> Option<Result<DeviceTensor>> {
         self.0.wait_async(None).await
     }
 
-    /// [`next_tensor`](Self::next_tensor) for a thread: an iterator that waits for each tensor, and blocks
-    /// its thread meanwhile. It ends with [`Error::Unsupported`]. Dropped, it leaves the load as it is.
+    /// [`next_tensor`](Self::next_tensor) for a thread, which each item blocks. The iterator ends
+    /// with [`Error::Unsupported`]. Dropped, it leaves the load as it is.
     pub fn blocking(&self) -> impl Iterator<Item = Result<DeviceTensor>> {
         let mut may_wait = true;
         std::iter::from_fn(move || {
@@ -226,8 +225,8 @@ impl Load {
         })
     }
 
-    /// Takes a tensor, and waits until it is on the device. `None`: the load has none of this name, or it was
-    /// taken.
+    /// Takes a tensor, and waits until it is on the device. `None`: the load has none of this name,
+    /// or it was taken.
     ///
     /// # Errors
     /// See [`Load`].
@@ -235,7 +234,7 @@ impl Load {
         self.0.place(name).and_then(|place| self.0.wait(Some(place))).transpose()
     }
 
-    /// The same for a task, which is not blocked, on any runtime. A future that is dropped has taken nothing.
+    /// [`take`](Self::take) for a task, on any runtime. A dropped future has taken nothing.
     ///
     /// # Errors
     /// As for [`take`](Self::take).
@@ -250,8 +249,8 @@ impl Load {
         rest.filter(|is_taken| !is_taken.load(Ordering::Relaxed)).count()
     }
 
-    /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files
-    /// lay one behind the other. Over when all transfers are. Waits for no thread that waits for a tensor.
+    /// How far the load has come, in bytes of tensors over all files, which `landed_to` counts one
+    /// behind the other. Over when all transfers are. Waits for no waiting thread.
     pub fn progress(&self) -> Progress {
         let mut all = Progress::default();
         all.over = true;
@@ -267,8 +266,8 @@ impl Load {
         all
     }
 
-    /// Cancels the load: no further chunk is begun. Tensors that are on the device still come out, and then
-    /// [`Error::Cancelled`].
+    /// Cancels the load: no further chunk is begun. Tensors that are on the device still come out,
+    /// and then [`Error::Cancelled`].
     pub fn cancel(&self) {
         self.0.transfers().for_each(Transfer::cancel);
     }
