@@ -1,4 +1,4 @@
-//! The handle of what a device may still read or write: [`InFlight`], to be waited for, awaited, asked, or dropped.
+//! The handle of what a device may still use: [`InFlight`], waited for, awaited, asked or dropped.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -11,12 +11,12 @@ use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::timeline::Ticket;
 
-/// A copy or a hold in flight, with the buffer that a device may still read or write. Wait for it, await it (under any
-/// async runtime), ask it, or drop it.
+/// A copy or a hold in flight, with the buffer that a device may still read or write. Wait for it,
+/// await it (under any async runtime), ask it, or drop it.
 ///
-/// After a drop the buffer returns to its pool by itself once the device is done. If the stream is lost, the device
-/// cannot be shown to be done: the buffer is quarantined, and a wait returns the error that says why.
-/// [`Stream::synchronize`](crate::Stream::synchronize) tells whether copies came through whose handles were dropped.
+/// After a drop the buffer returns to its pool by itself once the device is done. If the stream is
+/// lost, that is never known: the buffer is quarantined, and a wait returns the error that says
+/// why. [`Stream::synchronize`](crate::Stream::synchronize) tells how such copies ended.
 #[must_use = "dropping it is fine: the buffer returns by itself when the device is done; say so with `drop`"]
 pub struct InFlight<B: Lend> {
     ticket: Ticket,
@@ -47,7 +47,7 @@ impl<B: Lend> InFlight<B> {
     /// Whether the device is done. Never waits.
     ///
     /// # Errors
-    /// The error with which the stream was lost: the device will never be known to be done. [`Error::Forked`].
+    /// The error with which the stream was lost; else [as every call](Error#every-call).
     pub fn is_done(&self) -> Result<bool> {
         self.ticket.timeline.poll_complete(self.ticket.seq)
     }
@@ -65,9 +65,7 @@ impl<B: Lend> InFlight<B> {
     /// Waits until the device is done, and gives the buffer back, host-ready.
     ///
     /// # Errors
-    /// The error with which the stream was lost; the buffer is quarantined. [`Error::Capturing`] if completion cannot
-    /// be known before a capture of the stream ends; the buffer then returns by itself. [`Error::Unsupported`] from a
-    /// waker that runs on a thread of the crate, where the wait could never end. [`Error::Forked`].
+    /// [As every wait](Error#waits). After [`Error::Capturing`] the buffer returns by itself.
     pub fn wait(mut self) -> Result<B> {
         self.ticket.timeline.wait(self.ticket.seq, None)?;
         self.finish()
@@ -76,8 +74,8 @@ impl<B: Lend> InFlight<B> {
     /// Waits for at most `timeout`.
     ///
     /// # Errors
-    /// As for [`wait`](Self::wait). [`Error::Timeout`] and [`Error::Capturing`] come with the handle, to be waited for
-    /// again or dropped.
+    /// As for [`wait`](Self::wait). [`Error::Timeout`] and [`Error::Capturing`] come with the
+    /// handle.
     #[allow(clippy::result_large_err, reason = "the error carries the handle back")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<B, SubmitError<Self>> {
         let since = Instant::now();
@@ -109,8 +107,8 @@ impl<B: Lend> Future for InFlight<B> {
 
 impl<B: Lend> Drop for InFlight<B> {
     fn drop(&mut self) {
-        // First: a value that is still here when the handle's fields are dropped, by a panic too, would be returned as
-        // if it were host-ready.
+        // First: a value that is still here when the handle's fields are dropped, by a panic too,
+        // would be returned as if it were host-ready.
         if let Some(value) = self.value.take() {
             value.abandon(KEY);
         }

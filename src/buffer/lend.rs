@@ -1,5 +1,5 @@
-//! What can be lent to a device: how a value gets onto a timeline, how it comes back, and how it is let go of before
-//! the device is done.
+//! What can be lent to a device: how a value gets onto a timeline, how it comes back, and how it is
+//! let go of before the device is done.
 
 #![allow(private_interfaces)]
 
@@ -14,8 +14,8 @@ use crate::sealed::Key;
 use crate::stream::hold::{Resource, Retain};
 
 /// A value that can be lent to a device and comes back when the device is done: [`PinnedBuf`] and
-/// [`Registered`](crate::Registered), an `Arc` of either for one buffer that feeds several copies, and `()` for work
-/// without a host buffer, such as a copy within the device. Sealed.
+/// [`Registered`](crate::Registered), an `Arc` of either for one buffer that feeds several copies,
+/// and `()` for work without a host buffer, such as a copy within the device. Sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",
@@ -25,8 +25,8 @@ pub trait Lend: Sized + Send + Sync + Unpin {
     /// What is handed to the timeline.
     #[doc(hidden)]
     fn lend(&self, _: Key) -> Resource;
-    /// The device is done: gives the value back to its owner. `written`: the number of bytes that the device wrote.
-    /// A value of which the timeline has a share of its own (an `Arc`) needs nothing done, here and in `abandon`.
+    /// The device is done: gives the value back to its owner. `written`: the number of bytes that
+    /// the device wrote. Does nothing for an `Arc`, like `abandon`.
     #[doc(hidden)]
     fn finish(self, written: Option<usize>, _: Key) -> Result<Self> {
         let _ = written;
@@ -74,7 +74,7 @@ impl Lend for PinnedBuf {
         // The timeline was faster: the device is done, and the segment waits for the handle.
         if detached.is_err_and(|found| found.state() == state::COMPLETED) {
             descriptor.set(state::HOST);
-            // SAFETY: completed, so every event that covers it was seen complete; the handle owned it and is gone.
+            // SAFETY: completed: every event that covers it was seen complete. Its handle is gone.
             unsafe { segment.release() };
         }
     }

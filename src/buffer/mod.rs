@@ -1,22 +1,22 @@
-//! Buffers as types: what may be done with a segment is which type it is. The table on the crate's page has the types.
+//! Buffers as types: a segment's type says what may be done with it. The crate's page has a table.
 //!
-//! Every one of them may be forgotten ([`std::mem::forget`]). That leaks the segment and never causes early reuse,
-//! because what is in flight belongs to the stream's timeline and not to the handle.
+//! Every one of them may be forgotten ([`std::mem::forget`]). That leaks the segment and never
+//! causes early reuse: what is in flight belongs to the stream's timeline, not to the handle.
 //!
 //! # How a handle and its timeline share a segment
 //!
-//! Each has a value for the same segment (`Segment::alias` makes the second one). The segment's state word decides
-//! which of the two acts (`freelist::descriptor`). While the word says FLIGHT, neither may touch the memory. If the
-//! timeline completes first, the word says COMPLETED and the handle has the segment; if the handle is dropped first,
-//! the word says DETACHED and the timeline returns the segment.
+//! Each has a value for the same segment (`Segment::alias` makes the second one). The segment's
+//! state word decides which of the two acts (`freelist::descriptor`). While the word says FLIGHT,
+//! neither may touch the memory. A timeline that completes first sets COMPLETED, and the handle has
+//! the segment; a handle that is dropped first sets DETACHED, and the timeline returns it.
 //!
 //! # Invariants
 //!
-//! - A [`PinnedBuf`] owns its segment alone, and no device work on it is outstanding. Its first `len` bytes are
-//!   initialised, and `len` is at most the capacity.
+//! - A [`PinnedBuf`] owns its segment alone, and no device work on it is outstanding. Its first
+//!   `len` bytes are initialised, and `len` is at most the capacity.
 //! - Each segment is returned once: by the buffer's drop, by the handle, or by the timeline.
 //!
-//! `lend` has what can be lent to a device and how it comes back, `registered` values that are lent where they are.
+//! `lend` has what can be lent to a device, `registered` values that are lent where they are.
 
 #![allow(unsafe_code)]
 
@@ -46,13 +46,13 @@ const BUFFER: &str = "a buffer from a pool";
 
 /// A host-ready buffer of page-locked memory: the CPU alone uses it, no device work is outstanding.
 ///
-/// It has a fixed capacity, exactly the length that was asked for, and starts out empty, like a `bytes::BytesMut`. Only
-/// bytes that were written can be read. The memory starts on a multiple of 64 bytes, or of the alignment that was asked
-/// for. Dropping the buffer returns its memory to the pool; a buffer stays usable when the pool is dropped first.
+/// It has a fixed capacity, exactly the length that was asked for, and starts out empty, like a
+/// `bytes::BytesMut`. It starts on a multiple of 64 bytes, or of the alignment that was asked for.
+/// Dropping the buffer returns its memory to the pool; it may outlive the pool's handles.
 ///
-/// The buffer derefs to the bytes that were written, none at first: `buf.len()` counts these, and `buf[..n]` panics
-/// until they are there. To fill it there are [`try_extend_from_slice`](Self::try_extend_from_slice),
-/// [`std::io::Write`] (`io::copy` from a file) and `bytes::BufMut` (tokio's `read_buf`).
+/// The buffer derefs to the bytes that were written, none at first: `buf[..n]` panics until they
+/// are there. [`try_extend_from_slice`](Self::try_extend_from_slice), [`std::io::Write`]
+/// (`io::copy` from a file) and `bytes::BufMut` (tokio's `read_buf`) fill it.
 ///
 /// In the child of a fork the memory of a buffer may not exist: the child must not touch it.
 ///
@@ -69,8 +69,8 @@ const BUFFER: &str = "a buffer from a pool";
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 ///
-/// The body of an HTTP answer is made of it without a copy: `bytes::Bytes::from_owner(buf)` (bytes 1.9 or later). The
-/// buffer returns to the pool when the server has sent the body and drops it.
+/// The body of an HTTP answer is made of it without a copy: `bytes::Bytes::from_owner(buf)` (bytes
+/// 1.9 or later). The buffer returns when the server has sent the body and drops it.
 pub struct PinnedBuf {
     segment: Segment,
     /// Bytes written, from the start.
@@ -102,7 +102,7 @@ impl PinnedBuf {
     }
 
     /// # Safety
-    /// The segment is checked out, host-ready, and the caller's to give; `len` bytes of it are initialised.
+    /// The segment is checked out, host-ready, the caller's, and `len` bytes are initialised.
     #[inline(always)]
     pub(crate) unsafe fn new(segment: Segment, len: usize) -> Self {
         Self { segment, len }
@@ -127,34 +127,34 @@ impl PinnedBuf {
         self.capacity() - self.len
     }
 
-    /// The start of the memory, to write. Reading through it beyond the bytes that were written reads uninitialised
-    /// memory.
+    /// The start of the memory, to write. Reading through it beyond the bytes that were written
+    /// reads uninitialised memory.
     #[inline]
     #[must_use]
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.segment.base().as_ptr()
     }
 
-    /// Whether the memory is page-locked. `false` only if the pool was allowed to go on without page locks
-    /// ([`Unpinned::Allow`](crate::Unpinned::Allow)), and for managed memory
-    /// ([`Backing::Managed`](crate::Backing::Managed)). It may become `true` while the buffer is out, since the pool
-    /// locks such memory later where it can.
+    /// Whether the memory is page-locked. `false` only where
+    /// [`Unpinned::Allow`](crate::Unpinned::Allow) let the pool go on without page locks, and for
+    /// managed memory ([`Backing::Managed`](crate::Backing::Managed)). It may become `true` while
+    /// the buffer is out: the pool locks such memory later where it can.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.segment.pinned()
     }
 
-    /// The address at which `device` sees the start of the memory, for kernels that read or write it in place. (CUDA:
-    /// `cuMemHostGetDevicePointer`. For managed memory, and on the host device, it is the host's own address.)
+    /// The address at which `device` sees the start of the memory, for kernels that use it in
+    /// place. (CUDA: `cuMemHostGetDevicePointer`. Managed memory, host device: the host's.)
     ///
-    /// The address is raw: only work on `device` may use it, within the [capacity](Self::capacity), and only until the
-    /// buffer returns to its pool or the CPU writes to it. A [hold](crate::Stream::hold) on each stream that such work
-    /// was submitted to keeps the buffer until it is done.
+    /// The address is raw: only work on `device` may use it, within the [capacity](Self::capacity),
+    /// and only until the buffer returns to its pool or the CPU writes to it. A
+    /// [hold](crate::Stream::hold) on each stream of such work keeps the buffer until it is done.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for a device that the pool does not serve; [`Error::Unsupported`] for a device that
-    /// cannot map host memory; [`Error::Forked`]; the driver's error, which it also gives for memory that is not
-    /// pinned.
+    /// [`Error::Mismatch`] for a device that the pool does not serve; [`Error::Unsupported`] for a
+    /// device that cannot map host memory; else [as every call](Error#every-call), also for memory
+    /// that is not pinned.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let (context, central) = (device.context(), self.segment.central());
         central.config().check_serves(BUFFER, context)?;
@@ -178,22 +178,22 @@ impl PinnedBuf {
         self.len = self.len.min(len);
     }
 
-    /// The memory that was not written yet. Bytes that are put there count as written after [`set_len`](Self::set_len).
+    /// The memory that was not written yet. [`set_len`](Self::set_len) counts what is put there.
     #[inline]
     pub fn spare_capacity_mut(&mut self) -> &mut [MaybeUninit<u8>] {
-        // SAFETY: the range from `len` to the capacity is within the segment, which this buffer owns alone.
+        // SAFETY: from `len` to the capacity is within the segment, which this buffer owns alone.
         unsafe {
             let start = self.segment.base().as_ptr().add(self.len);
             std::slice::from_raw_parts_mut(start.cast(), self.segment.len() - self.len)
         }
     }
 
-    /// Sets the number of bytes that count as written: after the program or a kernel has written them through a raw
-    /// pointer.
+    /// Sets the number of bytes that count as written: after the program or a kernel has written
+    /// them through a raw pointer.
     ///
     /// # Safety
-    /// `len` is at most the capacity, that many bytes from the start are initialised, and work of a device that wrote
-    /// them was seen complete on the host.
+    /// `len` is at most the capacity, that many bytes from the start are initialised, and work of a
+    /// device that wrote them was seen complete on the host.
     #[inline]
     pub unsafe fn set_len(&mut self, len: usize) {
         debug_assert!(len <= self.capacity());
@@ -203,7 +203,7 @@ impl PinnedBuf {
     /// Appends bytes.
     ///
     /// # Panics
-    /// If they do not fit. [`try_extend_from_slice`](Self::try_extend_from_slice) returns an error instead.
+    /// If they do not fit; [`try_extend_from_slice`](Self::try_extend_from_slice) does not panic.
     #[inline]
     pub fn extend_from_slice(&mut self, bytes: &[u8]) {
         if let Err(error) = self.try_extend_from_slice(bytes) {
@@ -256,7 +256,7 @@ impl PinnedBuf {
     /// The bytes that were written, as values.
     ///
     /// # Errors
-    /// [`Error::Argument`] if their number is no multiple of the type's size. (The start is aligned to 64 bytes.)
+    /// [`Error::Argument`] if their number is no multiple of the type's size.
     pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
         bytemuck::try_cast_slice(self).map_err(|error| {
             let (len, size) = (self.len, size_of::<T>());
@@ -269,7 +269,7 @@ impl Deref for PinnedBuf {
     type Target = [u8];
     #[inline]
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` bytes are initialised (the invariant), and nothing writes while the buffer is borrowed.
+        // SAFETY: `len` bytes are initialised (invariant), and nothing writes during the borrow.
         unsafe { std::slice::from_raw_parts(self.segment.base().as_ptr(), self.len) }
     }
 }
@@ -300,7 +300,7 @@ impl std::fmt::Debug for PinnedBuf {
     }
 }
 
-/// Writes as much as fits. `Ok(0)` when full, so `write_all` ends with [`std::io::ErrorKind::WriteZero`].
+/// Writes as much as fits. `Ok(0)` when full: `write_all` ends with `ErrorKind::WriteZero`.
 impl std::io::Write for PinnedBuf {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         let n = bytes.len().min(self.remaining());
@@ -312,7 +312,7 @@ impl std::io::Write for PinnedBuf {
     }
 }
 
-// SAFETY: `chunk_mut` is the spare capacity, which `advance_mut` shortens from its front by what was written.
+// SAFETY: `chunk_mut` is the spare capacity; `advance_mut` cuts off its front what was written.
 unsafe impl BufMut for PinnedBuf {
     fn remaining_mut(&self) -> usize {
         self.remaining()

@@ -1,13 +1,13 @@
-//! Values of the program whose bytes are copied from where they are: registered with a device, lent like a buffer, and
-//! unregistered when nothing uses them any more.
+//! Values of the program whose bytes are copied from where they are: registered with a device, lent
+//! like a buffer, and unregistered when nothing uses them any more.
 //!
-//! The value and its registration are one reference-counted object. Its owners are the [`Registered`] and each entry on
-//! a timeline that a copy made. The last owner's drop sends a job to the region thread, which unregisters the bytes and
-//! then drops the value. What cannot be unregistered is leaked.
+//! The value and its registration are one reference-counted object. Its owners are the
+//! [`Registered`] and each entry on a timeline that a copy made. The last owner's drop has the
+//! region thread unregister the bytes and then drop the value. Else the value is leaked.
 //!
-//! While the program has the [`Registered`] itself, nothing is in flight, and of an `Arc` the timeline has a clone, so
-//! the program cannot get exclusive access before the copy is done. Therefore the value may be read through a shared
-//! reference and written through an exclusive one.
+//! While the program has the [`Registered`] itself, nothing is in flight, and of an `Arc` the
+//! timeline has a clone, so the program cannot get exclusive access before the copy is done. So the
+//! value may be read through a shared reference and written through an exclusive one.
 
 #![allow(private_interfaces)]
 
@@ -27,17 +27,17 @@ use crate::foreign;
 use crate::sealed::Key;
 use crate::stream::hold::{Resource, Retain};
 
-/// A value whose bytes are page-locked where they are: a mapped file, shared memory, a vector. Made by
-/// [`Device::register`].
+/// A value whose bytes are page-locked where they are: a mapped file, shared memory, a vector. Made
+/// by [`Device::register`].
 ///
-/// It derefs to its bytes, which are copied like those of a [`PinnedBuf`](crate::PinnedBuf): by value, or as an `Arc`
-/// for several copies at once. Every device of the same family may use it, not only the one that registered it.
+/// It derefs to its bytes, which are copied like those of a [`PinnedBuf`](crate::PinnedBuf): by
+/// value, or as an `Arc` for several copies. Every device of the same family may use it.
 ///
-/// After a drop the device's region thread unregisters and drops the value, as soon as the last copy that uses it is
-/// complete. (The value's drop must not wait for a buffer of a pool: pools grow on that very thread.)
-/// [`into_inner`](Self::into_inner) gives the value back.
+/// After a drop the device's region thread unregisters and drops the value, as soon as the last
+/// copy that uses it is complete. (The value's drop must not wait for a buffer of a pool: pools
+/// grow on that very thread.) [`into_inner`](Self::into_inner) gives the value back.
 ///
-/// It belongs to no pool: only [`Device::registered_bytes`] counts it. In the child of a fork it is left alone.
+/// No pool counts it, only [`Device::registered_bytes`]. In the child of a fork it is left alone.
 ///
 /// ```
 /// use pinpool::Device;
@@ -56,11 +56,11 @@ pub struct Registered<T: Send + Sync + 'static>(Arc<RegisteredInner<T>>);
 
 /// A registered value. Its drop unregisters.
 struct RegisteredInner<T: Send + Sync + 'static> {
-    /// In a box, so that the value itself does not move while its bytes are in use: moving a value may assert that
-    /// nothing else reaches what it points to. `None` once `into_inner` has taken it, which ended the [`Registered`].
+    /// In a box: moving a value may assert that nothing else reaches what it points to, and its
+    /// bytes are in use. `None` once `into_inner` has taken it, which ended the [`Registered`].
     ///
     /// # Invariant
-    /// Accessed through a [`Registered`], shared or exclusively as that is borrowed, and by the last owner's drop.
+    /// Accessed through a [`Registered`], as that is borrowed, and by the last owner's drop.
     value: UnsafeCell<Option<Box<T>>>,
     range: RegisteredRange,
     read_only: bool,
@@ -79,7 +79,7 @@ unsafe impl Send for RegisteredRange {}
 
 // SAFETY: the value is Send, and so is everything else but the address of its bytes.
 unsafe impl<T: Send + Sync + 'static> Send for RegisteredInner<T> {}
-// SAFETY: by the invariant of `value` it is shared as a `&Registered<T>` is, which gives out `&T`, and `T` is Sync.
+// SAFETY: by the invariant of `value`, it is shared like a `&Registered<T>`: as `&T`, T: Sync.
 unsafe impl<T: Send + Sync + 'static> Sync for RegisteredInner<T> {}
 
 impl<T: Send + Sync + 'static> Drop for RegisteredInner<T> {
@@ -112,22 +112,23 @@ fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
 }
 
 impl Device {
-    /// Page-locks a value's bytes where they are, so that copies from them, and to them if the value can be written to,
-    /// need no staging. Waits for the device's region thread. All bytes are locked by one call, since a copy may not
-    /// cross from one registration into another. CUDA refuses a call for 512 GiB or more, and Linux 6.11 to 6.13 one
-    /// for 2 GiB: register parts then.
+    /// Page-locks a value's bytes where they are, so that copies from them, and to them if the
+    /// value can be written to, need no staging. Waits for the device's region thread. One call
+    /// locks all bytes, since a copy may not cross registrations. CUDA refuses a call for 512 GiB
+    /// or more, and Linux 6.11 to 6.13 one for 2 GiB: register parts then.
     ///
-    /// The bytes may start anywhere, and stay where and as they are. What can be registered: a `Vec<u8>`, a
-    /// `Box<[u8]>`, an `Arc<[u8]>`, `memmap2`'s mappings (with that crate's feature `stable_deref_trait`), and every
-    /// other type that derefs to bytes that stay where they are.
+    /// The bytes may start anywhere, and stay where and as they are. What can be registered: a
+    /// `Vec<u8>`, a `Box<[u8]>`, an `Arc<[u8]>`, `memmap2`'s mappings (with that crate's feature
+    /// `stable_deref_trait`), and every other type that derefs to bytes that stay where they are.
     ///
     /// # Errors
-    /// Each error carries the value back, unless it may be registered all the same. [`Error::Argument`];
-    /// [`Error::Unsupported`] from devices and drivers that register nothing; the driver's error, with the remedy.
-    /// CUDA refuses bytes that are registered already (712), memory of its own, and memory whose pages cannot be
-    /// pinned for writing: mappings opened for reading, and shared mappings of files on most disk file systems. For
-    /// these there is [`register_read_only`](Self::register_read_only). Ascend registers whole pages of 4 KiB, each
-    /// once, and by either call refuses bytes that cannot be written to.
+    /// With the value, unless it may be registered all the same: [`Error::Unsupported`] from
+    /// devices and drivers that register nothing; else [as every call](Error#every-call). CUDA
+    /// refuses bytes that are registered already (712), memory of its own, and memory whose pages
+    /// cannot be pinned for writing, which [`register_read_only`](Self::register_read_only) takes:
+    /// mappings opened for reading, and shared mappings of files on most disk file systems. Ascend
+    /// registers whole pages of 4 KiB, each once, and by either call refuses bytes that cannot be
+    /// written to.
     pub fn register<T>(&self, value: T) -> Result<Registered<T>, SubmitError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
@@ -136,9 +137,9 @@ impl Device {
     }
 
     /// Page-locks bytes that devices only read, and that may be mapped for reading only (CUDA:
-    /// `CU_MEMHOSTREGISTER_READ_ONLY`, if the device supports it; otherwise the driver may refuse such mappings). A
-    /// download into the result is refused. [`register`](Self::register) does not fall back to this by itself, so that
-    /// what may be done with its result does not depend on the file system, the driver and the device.
+    /// `CU_MEMHOSTREGISTER_READ_ONLY`, if the device supports it; otherwise the driver may refuse
+    /// such mappings). A download into the result is refused. [`register`](Self::register) does not
+    /// fall back to this: what its result allows would then depend on the machine.
     ///
     /// # Errors
     /// As for [`register`](Self::register).
@@ -149,8 +150,8 @@ impl Device {
         self.register_as(value, true)
     }
 
-    /// Bytes of values that are [registered](Self::register) with this device and not unregistered yet, including those
-    /// that are leaked. Pools have their own count.
+    /// Bytes of values that are [registered](Self::register) with this device and not unregistered
+    /// yet, also leaked ones. Pools have their own count.
     #[must_use]
     pub fn registered_bytes(&self) -> usize {
         self.context().holds().registered.get()
@@ -167,8 +168,8 @@ impl Device {
         let maker = context.clone();
         let register = move || {
             let RegisteredRange { base, len } = { range };
-            // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is dropped only after
-            // they were unregistered.
+            // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is
+            // dropped only after they were unregistered.
             maker.noting(unsafe { maker.driver().register(base, len, read_only) })
         };
         let registered = match range.len {
@@ -202,8 +203,8 @@ impl<T: Send + Sync + 'static> Registered<T> {
     /// [`PinnedBuf::device_address`](crate::PinnedBuf::device_address).
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for a device of another family; [`Error::Unsupported`] for a device that cannot map host
-    /// memory; [`Error::Forked`]; the driver's error.
+    /// [`Error::Mismatch`] for a device of another family; [`Error::Unsupported`] for one that
+    /// cannot map host memory; else [as every call](Error#every-call).
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let context = device.context();
         self.check_family(context)?;
@@ -211,11 +212,11 @@ impl<T: Send + Sync + 'static> Registered<T> {
         context.noting(context.driver().device_address(self.0.range.base))
     }
 
-    /// Unregisters the bytes and gives the value back. Waits for the device's region thread, and for no copy, since
-    /// none is in flight.
+    /// Unregisters the bytes and gives the value back. Waits for the device's region thread, and
+    /// for no copy, since none is in flight.
     ///
     /// # Errors
-    /// The driver's error; [`Error::Forked`]. The value is then leaked, since the device may still reach it.
+    /// [As every call](Error#every-call). The value is then leaked: the device may still reach it.
     pub fn into_inner(self) -> Result<T> {
         // SAFETY: by the invariant: `self` owns the value, and nothing is borrowed.
         let value = unsafe { &mut *self.0.value.get() }.take();
@@ -230,8 +231,8 @@ impl<T: Send + Sync + 'static> Registered<T> {
         }
     }
 
-    /// [`Error::Mismatch`], unless the device of this context may use it: registered memory serves all devices of a
-    /// family.
+    /// [`Error::Mismatch`], unless the device of this context may use it: registered memory serves
+    /// all devices of a family.
     fn check_family(&self, context: &DeviceContext) -> Result<()> {
         if context.driver().family() == self.0.context.driver().family() {
             return Ok(());

@@ -1,5 +1,5 @@
-//! Stream-ready buffers: [`StreamBuf`]. A device may still use such a buffer, but only earlier on the stream that it is
-//! for.
+//! Stream-ready buffers: [`StreamBuf`]. A device may still use such a buffer, but only earlier on
+//! the stream that it is for.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use crate::freelist::state;
 use crate::stream::hold::Resource;
 use crate::stream::timeline::Timeline;
 
-/// A stream-ready buffer: a device may still use it, but only earlier on this very stream, so that later work on this
-/// stream may use it too. The CPU may not touch it. Made by [`Pool::checkout_on`](crate::Pool::checkout_on).
+/// A stream-ready buffer: a device may still use it, but only earlier on this stream. The CPU may
+/// not touch it. Made by [`Pool::checkout_on`](crate::Pool::checkout_on).
 ///
-/// A copy on another stream is refused, and the error carries the buffer back. Dropped unused, the buffer goes back to
-/// where it was: to the stream's work in flight, or to the pool.
+/// A copy on another stream is refused, and the error carries the buffer back. Dropped unused, the
+/// buffer goes back to the stream's work in flight, or to the pool.
 #[must_use = "a copy of its stream takes it; dropped, it goes back to where it was"]
 pub struct StreamBuf {
     timeline: Arc<Timeline>,
@@ -71,8 +71,7 @@ impl StreamBuf {
     /// Waits until the earlier work is done, and gives the buffer, host-ready and empty.
     ///
     /// # Errors
-    /// The error with which the stream was lost; [`Error::Forked`]; the other errors of
-    /// [`InFlight::wait`](crate::InFlight::wait).
+    /// [As every wait](Error#waits).
     pub fn wait(self) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
         if let Some(seq) = self.timeline.claimed_until(&self.segment) {
@@ -83,8 +82,8 @@ impl StreamBuf {
             // The timeline has quarantined it.
             return Err(timeline.context().alive().err().unwrap_or(Error::Closed));
         }
-        // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer owned the segment, and
-        // no byte counts as written.
+        // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer
+        // owned the segment, and no byte counts as written.
         Ok(unsafe { PinnedBuf::new(segment, 0) })
     }
 }

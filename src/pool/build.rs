@@ -18,17 +18,17 @@ use crate::segment::PAGE;
 use crate::telemetry::counters::{ErrorTally, RefusedTally};
 
 impl PoolBuilder {
-    /// Builds the pool. Returns when its first extent is pinned; the rest of the [`initial`](Self::initial) bytes is
-    /// pinned in the background.
+    /// Builds the pool. Returns when its first extent is pinned; the rest of the
+    /// [`initial`](Self::initial) bytes is pinned in the background.
     ///
-    /// Install a sandbox (seccomp) that refuses the system call `membarrier` before the first pool is built, or set
-    /// `PINPOOL_FENCES=1` in the environment: pools then execute a fence for each checkout and each return. A pool that
-    /// meets a refusal after it was built aborts the process, with the reason on stderr.
+    /// Install a sandbox (seccomp) that refuses `membarrier` before the first pool is built, or set
+    /// `PINPOOL_FENCES=1` in the environment: pools then execute a fence for each checkout and
+    /// return. A pool that meets a refusal later aborts the process, with the reason on stderr.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for settings that make no sense; the error of the pinning, most
-    /// often [`Error::MemLock`](crate::Error::MemLock); a lost device's [`Error::Device`](crate::Error::Device);
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::Argument`](crate::Error::Argument) for settings that make no sense; the error of
+    /// the pinning, most often [`Error::MemLock`](crate::Error::MemLock); else [as every
+    /// call](crate::Error#every-call).
     pub fn build(mut self) -> Result<Pool> {
         self.devices[0].context().alive()?;
         let (config, options, initial) = self.plan()?;
@@ -70,7 +70,7 @@ impl PoolBuilder {
         Ok(pool)
     }
 
-    /// The settings, checked and complete, for the central pool and for its regions, and the bytes to start with.
+    /// The checked settings for the central pool and for its regions, and the bytes to start with.
     fn plan(&self) -> Result<(CentralConfig, RegionOptions, usize)> {
         let page = crate::os::page_size().max(PAGE);
         let down = |bytes: usize| bytes / page * page;
@@ -112,7 +112,7 @@ impl PoolBuilder {
         if let Some(kind) = backing.kind() {
             self.devices.iter().try_for_each(|d| d.context().driver().can_use(kind))?;
         }
-        // What a pool does on devices by hand must not depend on the machine, and it has no threads.
+        // On devices by hand a pool has no threads, and must not depend on the machine.
         let by_hand = self.devices[0].context().is_by_hand();
         let thread_cache = if self.track { Some(0) } else { self.thread_cache };
         let thread_cache = thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
@@ -141,8 +141,8 @@ impl PoolBuilder {
 
 /// Characters of a name at most.
 const LONGEST_POOL_NAME: usize = 100;
-/// A sampler that looks at a pool keeps it alive for some microseconds. So a build tries this many times, with pauses
-/// of this length, for the name of a pool that was dropped just now.
+/// A sampler keeps a pool alive while it looks, for some microseconds. So a build tries this many
+/// times, with pauses of this length, for the name of a pool that was dropped just now.
 const TRIES: u32 = 10;
 const TRY_PAUSE: Duration = Duration::from_micros(500);
 
@@ -173,7 +173,7 @@ impl Name {
 
 impl Drop for Name {
     fn drop(&mut self) {
-        // In the child of a fork the lock may be held by a thread that is not there, and the names are the parent's.
+        // In a child of a fork the names are the parent's, and a missing thread may have the lock.
         if !crate::os::forked() {
             TAKEN.lock().remove(&self.0);
         }

@@ -1,5 +1,5 @@
-//! Step 7 of a checkout for a task: a future that waits in the queue, and leaves it when it is dropped. The first poll
-//! tries like a thread, and joins the queue if there is nothing; later polls look at the queue's entry.
+//! Step 7 of a checkout for a task: a future that waits in the queue, and leaves it when dropped.
+//! The first poll tries like a thread, and joins the queue; later polls look at the entry.
 
 use std::fmt;
 use std::future::Future;
@@ -18,12 +18,12 @@ use crate::foreign::Task;
 use crate::locks::Mutex;
 use crate::timer::Planned;
 
-/// The future of [`Pool::checkout_async`], and, as `Checkout<Vec<PinnedBuf>>`, of [`Pool::checkout_many_async`].
-/// Dropped before it is ready, it leaves the queue, segments that it was granted meanwhile return to the pool, and it
-/// counts as [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
+/// The future of [`Pool::checkout_async`] and [`Pool::checkout_many_async`]. Dropped before it is
+/// ready, it leaves the queue, gives back what it was granted, and counts as
+/// [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
 ///
-/// The crate wakes the task from the thread that returns the memory, or from the timer's, of which the process has one:
-/// a waker that blocks holds up every deadline of the process.
+/// The thread that returns the memory wakes the task, or the timer's, of which the process has one:
+/// a waker that blocks holds up every deadline.
 #[must_use = "nothing happens until it is awaited"]
 pub struct Checkout<T = PinnedBuf> {
     pool: Pool,
@@ -77,8 +77,8 @@ impl<T> Checkout<T> {
     }
 
     /// Gives the request a deadline, `timeout` from now on, after which the future is ready with
-    /// [`Error::Timeout`](crate::Error::Timeout). The last deadline that is given counts. The crate's own timer wakes
-    /// the task, so this works on any runtime, and without one.
+    /// [`Error::Timeout`](crate::Error::Timeout). The last deadline counts. The crate's own timer
+    /// wakes the task, so this works on any runtime, and without one.
     #[must_use = "nothing happens until it is awaited"]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.deadline = Instant::now().checked_add(timeout);
@@ -126,8 +126,8 @@ impl<T> Checkout<T> {
     fn poll_late(&mut self, key: usize, cx: &Context<'_>) -> Poll<Result<Vec<Fresh>>> {
         let Some(deadline) = self.deadline else { return Poll::Pending };
         let task = Task::of(cx.waker());
-        // Before the clock is looked at: an alarm that rings in between has woken the task of an earlier poll, and then
-        // the time is seen to be over.
+        // Before the clock is looked at: an alarm that rings in between has woken the task of an
+        // earlier poll, and the time is seen to be over.
         let alarm = self.alarm.get_or_insert_with(|| {
             let to_wake = Arc::<Mutex<Option<Task>>>::default();
             let task = to_wake.clone();

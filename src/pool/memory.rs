@@ -1,4 +1,4 @@
-//! The pool's memory and its end: how far pinning has come, regions, adopted memory, trimming, shutting down.
+//! The pool's memory: how far pinning has come, regions, adopting, trimming, shutting down.
 
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
@@ -16,36 +16,36 @@ impl Pool {
         self.0.regions.pinning()
     }
 
-    /// Waits until nothing is being pinned any more, for at most `timeout`; `None`: for ever. If pinning ended early,
-    /// the result says why ([`Pinning::error`]); the call succeeds all the same.
+    /// Waits until nothing is being pinned, for at most `timeout`; `None`: for ever. If pinning
+    /// ended early, the result says why ([`Pinning::error`]); the call succeeds all the same.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::Timeout`](crate::Error::Timeout).
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
         let since = Instant::now();
         let deadline = timeout.and_then(|t| since.checked_add(t));
         self.0.regions.wait(deadline, |_| false).map_err(|error| error.waited(since))
     }
 
-    /// The pool's regions, for a program that registers them elsewhere too (with RDMA or io_uring).
-    /// [`PoolBuilder::before_unpin`](crate::PoolBuilder::before_unpin) is called before a region goes.
+    /// The pool's regions, for a program that registers them elsewhere (RDMA).
+    /// [`PoolBuilder::before_unpin`](crate::PoolBuilder::before_unpin) is called before one goes.
     #[must_use]
     pub fn regions(&self) -> Vec<RegionInfo> {
         self.0.regions.list()
     }
 
-    /// Makes memory of the caller a region of the pool: it is pinned where it is, and from then on the pool's buffers
-    /// overwrite it. It is taken by value: a `Vec<u8>`, a `Box<[u8]>`, a writable mapping of a file or of shared memory
-    /// (`memmap2::MmapMut` with that crate's feature `stable_deref_trait`). The pool uses the whole pages inside of it.
-    /// Its address stays as it is, and so do its contents until a segment of it is checked out.
+    /// Makes memory of the caller a region of the pool: it is pinned where it is, and from then on
+    /// the pool's buffers overwrite it. It may be a `Vec<u8>`, a `Box<[u8]>`, a writable mapping
+    /// (`memmap2::MmapMut` with that crate's feature `stable_deref_trait`). The pool uses its whole
+    /// pages. Their contents stay until a segment of them is checked out.
     ///
-    /// Adopted memory counts against the capacity: leave room for it with [`initial`](crate::PoolBuilder::initial).
-    /// Children of a fork see it unless the system keeps it from them. The region goes like any other, when it is
-    /// [trimmed](Self::trim), makes way for another region, or with the pool: then the device's region thread unpins it
-    /// and drops the value.
+    /// It counts against the capacity: leave room with [`initial`](crate::PoolBuilder::initial).
+    /// Children of a fork see it unless the system keeps it from them. The region goes like any
+    /// other, when it is [trimmed](Self::trim), makes way for another region, or with the pool:
+    /// then the device's region thread unpins it and drops the value.
     ///
-    /// The call blocks until all of the memory is pinned: some seconds for tens of gigabytes, one driver call for each
-    /// [extent](crate::PoolBuilder::extent).
+    /// The call blocks until all of the memory is pinned: some seconds for tens of gigabytes, one
+    /// driver call for each [extent](crate::PoolBuilder::extent).
     ///
     /// ```
     /// use pinpool::{Device, Pool, Unpinned};
@@ -60,9 +60,10 @@ impl Pool {
     ///
     /// # Errors
     /// With the memory, unpinned and as it was: [`Error::Argument`](crate::Error::Argument),
-    /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::Impossible`](crate::Error::Impossible) for more than the
-    /// whole capacity, [`Error::Closed`](crate::Error::Closed), [`Error::Forked`](crate::Error::Forked), and the
-    /// refusals of [`Device::register`](crate::Device::register).
+    /// [`Error::Exhausted`](crate::Error::Exhausted),
+    /// [`Error::Impossible`](crate::Error::Impossible) for more than the capacity,
+    /// [`Error::Closed`](crate::Error::Closed), and as for
+    /// [`Device::register`](crate::Device::register).
     pub fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -76,10 +77,10 @@ impl Pool {
         adopted.map_err(|refused| SubmitError { error: refused.error.of_pool(self.name()), ..refused })
     }
 
-    /// Gives idle regions back to the system, the newest first, as long as at least `keep` bytes stay. Returns how many
-    /// bytes are given back; the region thread unpins the memory after this call returns. A region with a segment in
-    /// use stays, and every region while a request waits or memory is being pinned. Segments in thread caches are taken
-    /// back first, so they do not keep a region.
+    /// Gives idle regions back to the system, the newest first, and keeps at least `keep` bytes.
+    /// Returns how many bytes are given back; the region thread unpins them after this call
+    /// returns. A region with a segment in use stays, and every region while a request waits or
+    /// memory is being pinned. Thread caches are emptied first.
     pub fn trim(&self, keep: usize) -> usize {
         if crate::os::forked() {
             return 0;
@@ -87,11 +88,11 @@ impl Pool {
         self.0.central.trim(keep)
     }
 
-    /// Closes the pool, and waits until every buffer has come back, for at most `timeout`. Checkouts fail with
-    /// [`Error::Closed`](crate::Error::Closed) as soon as the call begins. Buffers that are still out at the end keep
-    /// their memory; they are logged, and counted in the result. The call blocks the thread: a task makes it on another
-    /// one. In the child of a fork it returns at once. Free memory stays pinned until [`trim(0)`](Self::trim), or until
-    /// the last handle is dropped and the device's region thread has unpinned it.
+    /// Closes the pool, and waits until every buffer has come back, for at most `timeout`.
+    /// Checkouts fail with [`Error::Closed`](crate::Error::Closed) at once. Buffers still out at
+    /// the end keep their memory; they are logged and counted. The call blocks: a task makes it on
+    /// another thread. In the child of a fork it returns at once. Free memory stays pinned until
+    /// [`trim(0)`](Self::trim), or until the region thread unpins it after the last handle's drop.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
         // The devices and their threads are the parent's: nothing here can be waited for.
         if crate::os::forked() {

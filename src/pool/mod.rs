@@ -2,28 +2,28 @@
 //!
 //! # How it works
 //!
-//! This module puts the mechanisms of those below it in order, so that none of them calls upward. A checkout goes
-//! through these steps, and ends with the first that finds memory:
+//! This module puts the mechanisms of those below it in order: none of them calls upward. A
+//! checkout goes through these steps, and ends with the first that finds memory:
 //!
 //! 1. *Hit*: a segment of the thread cache, or of a transfer cache.
-//! 2. *Try*: what the central pool ([`crate::central`]) finds. It takes nothing of what other active threads have
-//!    cached.
+//! 2. *Try*: what the central pool ([`crate::central`]) finds, but nothing of what other active
+//!    threads have cached.
 //! 3. *Claim* (stream-ready requests only): a segment that is in flight on that very stream.
-//! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again.
+//! 4. *Reap*: ask the streams what is complete, and try again.
 //! 5. *Reclaim*: where the pool can grow no more, take back everything that threads have cached.
-//! 6. *Grow*: have the region thread pin another region, up to the capacity. A request that may not wait for it takes
-//!    back what threads have cached, too.
+//! 6. *Grow*: have the region thread pin another region, up to the capacity. A request that may not
+//!    wait for it takes back what threads have cached.
 //! 7. *Wait*: join the queue, as a thread or as a task.
 //!
 //! # Invariants
 //!
 //! - No clock is read and no shared counter written before the slow path (`checkout_slow`).
-//! - `PoolInner` goes with the last handle; its drop closes the central pool and waits for nothing. Buffers keep the
-//!   central pool alive.
+//! - `PoolInner` goes with the last handle; its drop closes the central pool and waits for nothing.
+//!   Buffers keep the central pool alive.
 //!
-//! To be read in this order: `request`; this file, in which `checkout_with` has step 1, `checkout_on_with` step 3,
-//! `begin` and `serve` the others; `future` (the checkout of a task), `build`, `memory` (regions, trimming, the end),
-//! `stats`. `copy` and `telemetry` call this module, and so does the program.
+//! To be read in this order: `request`; this file, with step 1 in `checkout_with`, step 3 in
+//! `checkout_on_with`, the others in `begin` and `serve`; `future` (the checkout of a task),
+//! `build`, `memory` (regions, trimming, the end), `stats`.
 
 mod build;
 mod future;
@@ -59,10 +59,10 @@ pub use future::Checkout;
 pub use request::Request;
 pub use stats::{PoolStats, Shutdown};
 
-/// A pool of page-locked memory. Cloning gives another handle to the same pool; a handle may be used by any thread.
+/// A pool of page-locked memory. A clone is another handle, and any thread may use it.
 ///
-/// When the last handle is dropped the pool closes without waiting: buffers that are out stay usable, and their memory
-/// is unpinned when the last of them has come back.
+/// When the last handle is dropped the pool closes without waiting: buffers that are out stay
+/// usable, and their memory is unpinned when the last of them has come back.
 #[derive(Clone)]
 pub struct Pool(Arc<PoolInner>);
 
@@ -92,48 +92,43 @@ impl Pool {
         PoolBuilder::new(device)
     }
 
-    // Always inlined: a hit takes less time than a call that returns a buffer through memory. There the buffer is
-    // written in words and read back in wider moves, which the processor cannot forward.
+    // Always inlined: a hit takes less time than returning a buffer through memory, where it is
+    // written in words and read in wider moves, which the processor cannot forward.
 
-    /// Checks out a host-ready buffer with room for `len` bytes, none of which counts as written. Waits, if need be for
-    /// ever, until the pool has one. [`try_checkout`](Self::try_checkout) does not wait,
-    /// [`checkout_timeout`](Self::checkout_timeout) has a deadline, and [`checkout_async`](Self::checkout_async) is for
-    /// tasks.
+    /// Checks out a host-ready buffer with room for `len` bytes, none of which counts as written.
+    /// Waits until the pool has one. [`try_checkout`](Self::try_checkout) does not wait,
+    /// [`checkout_timeout`](Self::checkout_timeout) has a deadline, and
+    /// [`checkout_async`](Self::checkout_async) is for tasks.
     ///
-    /// Requests that wait are served in the order in which they came. One that what is free cannot serve has a range of
-    /// memory withheld for it, its *window*, and other requests are served from the rest of the pool meanwhile.
+    /// Waiting requests are served in their order. One that free memory cannot serve has a range
+    /// withheld for it, its *window*; others are served from the rest meanwhile.
     ///
-    /// A thread that keeps a buffer while it waits for another can wait for ever: other threads may do the same, or
-    /// the other may be withheld for a large request that waits for just the buffer that is kept. A program that needs
-    /// several buffers at a time takes them together, with [`checkout_many`](Self::checkout_many), or waits with a
-    /// deadline and gives back what it has.
+    /// A thread that keeps a buffer while it waits for another can wait for ever: other threads may
+    /// do the same, or the other may be withheld for a large request that waits for the kept one. A
+    /// program that needs several buffers takes them together, with
+    /// [`checkout_many`](Self::checkout_many), or waits with a deadline and gives back what it has.
     ///
     /// # Errors
-    /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::Argument`].
-    /// - [`Error::Closed`], [`Error::Forked`].
-    /// - [`Error::Impossible`], or the error that made growing fail, where no wait can help.
-    /// - [`Error::QueueFull`] where as many requests wait as [`PoolBuilder::max_waiting`] allows.
-    /// - [`Error::Exhausted`] in place of a wait where a wait could never end: on a thread of this crate, in a waker,
-    ///   and in the drop of a value that was given to this crate.
+    /// [As every checkout](Error#checkouts).
     #[inline(always)]
     #[track_caller]
     pub fn checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), true, None)
     }
 
-    /// Checks out a host-ready buffer if the pool has one now. If it has none, the pool starts to grow, so that a later
-    /// try may succeed. [`PoolBuilder::thread_cache`] says what is taken from the caches of other threads.
+    /// Checks out a host-ready buffer if the pool has one now. Else the pool starts to grow, so
+    /// that a later try may succeed. [`PoolBuilder::thread_cache`] says what other threads lose.
     ///
     /// # Errors
-    /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
+    /// [As every checkout](Error#checkouts), and [`Error::Exhausted`].
     #[inline(always)]
     #[track_caller]
     pub fn try_checkout(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), false, None)
     }
 
-    /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]): a refusal is not counted, and
-    /// [`PoolBuilder::max_waiting`] does not bound it, since both are about the program's requests.
+    /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]). A refusal is
+    /// not counted, and [`PoolBuilder::max_waiting`] is for the program's requests alone.
     #[track_caller]
     pub(crate) fn for_copier(&self, request: Request, waiter: Waiter<'_>) -> Result<PinnedBuf> {
         let site = Location::caller();
@@ -150,16 +145,16 @@ impl Pool {
     /// Checks out a host-ready buffer, and waits for at most `timeout`.
     ///
     /// # Errors
-    /// As for [`checkout`](Self::checkout), and [`Error::Timeout`].
+    /// [As every checkout](Error#checkouts).
     #[inline]
     #[track_caller]
     pub fn checkout_timeout(&self, request: impl Into<Request>, timeout: Duration) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), true, Some(timeout))
     }
 
-    /// The hit and the slow path both end with a pointer, which fits a register, and the result is made of it once: a
-    /// result that is written by the slow path passes through memory. For the same reason the slow path gets how long
-    /// it waits in registers, and not as a [`Waiter`], which would be written before each hit.
+    /// The hit and the slow path both end with a pointer in a register, and the result is made of
+    /// it once: else the slow path's result would pass through memory. For the same reason the slow
+    /// path gets its wait in registers, not as a [`Waiter`] that each hit would write.
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
@@ -175,7 +170,7 @@ impl Pool {
                 (descriptor, central::tag(request.len, unsafe { descriptor.as_ref() }.list()))
             }
         };
-        // SAFETY: it was taken from this central pool just now, for this request, and its list is in the tag.
+        // SAFETY: taken from this central pool just now, for this request; its list is in the tag.
         Ok(unsafe { Fresh::of_tag(central, descriptor, tag) }.into())
     }
 
@@ -194,8 +189,8 @@ impl Pool {
         Some(unsafe { Fresh::of_tag(&self.0.central, descriptor, tag) }.into())
     }
 
-    /// A checkout that the thread cache did not serve. Takes the request in parts: whole, it would be written to memory
-    /// before each hit.
+    /// A checkout that the thread cache did not serve. It gets the request in parts: whole, it
+    /// would be written to memory before each hit.
     #[cold]
     #[inline(never)]
     fn checkout_slow(
@@ -218,43 +213,43 @@ impl Pool {
         bufs.pop().map(|buf| buf.into_segment().into_descriptor()).ok_or(Error::ZeroLength)
     }
 
-    /// Checks out a host-ready buffer for a task, on any runtime. The request joins the queue when the future is first
-    /// polled. [`Checkout::timeout`] gives it a deadline.
+    /// Checks out a host-ready buffer for a task, on any runtime. The request joins the queue when
+    /// the future is first polled. [`Checkout::timeout`] gives it a deadline.
     ///
     /// # Errors
-    /// Of the future: as for [`checkout`](Self::checkout), and [`Error::Timeout`] with a deadline.
+    /// Of the future: [as every checkout](Error#checkouts).
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
     pub fn checkout_async(&self, request: impl Into<Request>) -> Checkout {
         Checkout::new(self, vec![request.into()], Location::caller())
     }
 
-    /// Checks out several buffers together, in the order of the requests, or none: so two callers cannot each hold half
-    /// of what they need and wait for the other half. Waits for at most `timeout`; `None`: for ever.
+    /// Checks out several buffers together, in the order of the requests, or none, so that no two
+    /// callers wait for each other's half. Waits for at most `timeout`; `None`: for ever.
     ///
     /// # Errors
-    /// As for [`checkout_timeout`](Self::checkout_timeout).
+    /// [As every checkout](Error#checkouts).
     #[track_caller]
     pub fn checkout_many(&self, requests: &[Request], timeout: Option<Duration>) -> Result<Vec<PinnedBuf>> {
         self.acquire(requests, Waiter::Thread(timeout), Location::caller())
     }
 
-    /// [`checkout_many`](Self::checkout_many) for a task. [`Checkout::timeout`] gives it a deadline.
+    /// [`checkout_many`](Self::checkout_many) for a task, by [`Checkout::timeout`]'s deadline.
     ///
     /// # Errors
-    /// Of the future: as for [`checkout_async`](Self::checkout_async).
+    /// Of the future: [as every checkout](Error#checkouts).
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
     pub fn checkout_many_async(&self, requests: impl AsRef<[Request]>) -> Checkout<Vec<PinnedBuf>> {
         Checkout::new(self, requests.as_ref().to_vec(), Location::caller())
     }
 
-    /// Checks out a host-ready buffer whose `len` bytes are written already, all of them zero, by the CPU, or by
-    /// `aclrtMemset` where a program runs on the device itself (Ascend in RC mode). Waits like
-    /// [`checkout`](Self::checkout).
+    /// Checks out a host-ready buffer whose `len` bytes are written already, all zero, by the CPU,
+    /// or by `aclrtMemset` where a program runs on the device itself (Ascend in RC mode). Waits
+    /// like [`checkout`](Self::checkout).
     ///
     /// # Errors
-    /// As for [`checkout`](Self::checkout); [`Error::Device`] where the driver writes the zeros and fails.
+    /// [As every checkout](Error#checkouts), and [every call](Error#every-call).
     #[allow(unsafe_code)]
     pub fn checkout_zeroed(&self, request: impl Into<Request>) -> Result<PinnedBuf> {
         let mut buf = self.checkout(request)?;
@@ -269,17 +264,17 @@ impl Pool {
         Ok(buf)
     }
 
-    /// Checks out a stream-ready buffer for `stream`: one that is free, or one that is in flight on that very stream
-    /// alone. Work submitted to the stream later may use it; the CPU may not.
+    /// Checks out a stream-ready buffer for `stream`: one that is free, or one that is in flight on
+    /// that very stream alone. Work submitted to the stream later may use it; the CPU may not.
     ///
-    /// Waits like [`checkout`](Self::checkout), but less often, since a segment in flight on the stream is taken at
-    /// once, unless a waiting request has a right to it when it comes back. The call blocks the thread. A task calls
-    /// [`try_checkout_on`](Self::try_checkout_on) first, and then awaits [`checkout_async`](Self::checkout_async): a
-    /// download takes a [`PinnedBuf`] as well.
+    /// Waits like [`checkout`](Self::checkout), but less often: a segment in flight on the stream
+    /// is taken at once, unless a waiting request has a right to it. The call blocks the thread. A
+    /// task calls [`try_checkout_on`](Self::try_checkout_on), and then awaits
+    /// [`checkout_async`](Self::checkout_async): a download takes a [`PinnedBuf`] as well.
     ///
     /// # Errors
-    /// As for [`checkout`](Self::checkout), and [`Error::Mismatch`] for a stream of a device that the pool does not
-    /// serve.
+    /// [As every checkout](Error#checkouts), and [`Error::Mismatch`] for a stream of a device that
+    /// the pool does not serve.
     #[track_caller]
     pub fn checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
         self.checkout_on_with(stream, request.into(), Waiter::Thread(None), Location::caller())
@@ -288,8 +283,8 @@ impl Pool {
     /// [`checkout_on`](Self::checkout_on) without waiting.
     ///
     /// # Errors
-    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`], also where segments are in flight on the
-    /// stream but another request waits for memory.
+    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`], also where segments are
+    /// in flight on the stream but another request waits for memory.
     #[track_caller]
     pub fn try_checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
         self.checkout_on_with(stream, request.into(), Waiter::None, Location::caller())
@@ -317,7 +312,7 @@ impl Pool {
         }
         // (A claim is not entered in the ledger unless the segment was before.)
         if let (Placement::Class(class), false) = (wants[0].placement, request.tag.long_lived) {
-            // A claim takes a segment that is about to come back. It takes none that a waiter has a right to.
+            // A claim takes a segment that is about to come back, but none that is a waiter's.
             if let Some(segment) = timeline.claim(&self.0.central, class, request.len) {
                 self.missed();
                 self.0.central.enter_again(&segment, CheckoutSite { tag: request.tag, site: Some(site) });
@@ -341,15 +336,15 @@ impl Pool {
         }
     }
 
-    /// [`Pool::acquire`] without making buffers of the segments, and without counting errors. At most `max_waiting`
-    /// requests may wait beside these.
+    /// [`Pool::acquire`] without making buffers of the segments, and without counting errors. At
+    /// most `max_waiting` requests may wait beside these.
     fn serve(&self, requests: &[Request], waiter: Waiter<'_>, max_waiting: usize) -> Result<Vec<Fresh>> {
-        // The deadline counts from here, and so does what a timeout says was waited: that is never less than was asked
-        // for.
+        // The deadline counts from here, and so does the wait that a timeout tells, which is never
+        // less than was asked for.
         let since = Instant::now();
         let len = central::sum(requests.iter().map(|request| request.len));
         let (waiter, deadline) = match waiter {
-            // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
+            // A thread of this crate would wait for itself: it pins memory, or completes entries.
             Waiter::Thread(_) if crate::sync::own().is_some() => (Waiter::None, None),
             Waiter::Thread(timeout) => (waiter, timeout.and_then(|timeout| since.checked_add(timeout))),
             _ => (waiter, None),
@@ -422,16 +417,16 @@ impl Pool {
         self.0.devices[0].context().is_by_hand()
     }
 
-    /// Makes buffers of what was granted on the slow path. Enters those that are long-lived in the ledger, and a sample
-    /// of the others, or, where checkouts are tracked, all.
+    /// Makes buffers of what was granted on the slow path. The ledger gets those that are
+    /// long-lived and a sample of the others, or, where checkouts are tracked, all.
     fn entered(
         &self,
         mut granted: Vec<Fresh>,
         requests: &[Request],
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
-        // Relaxed: only the number matters. The misses are not used for this count: they include other requests, and
-        // where two kinds of request take turns, the same residues would always come here.
+        // Relaxed: only the number matters. The misses are not used for this count: where two kinds
+        // of request take turns, the same residues would always come here.
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, Request { tag, .. }) in granted.iter_mut().zip(requests) {
             if sampled || tag.long_lived || fresh.segment().central().tracks() {
@@ -441,12 +436,12 @@ impl Pool {
         granted.into_iter().map(PinnedBuf::from).collect()
     }
 
-    /// The error to report of a checkout that ended with this one: it is counted, and gets the pool's name where it
-    /// tells of a shortage. A timeout makes a report on stuck buffers.
+    /// The error to report of a checkout: it is counted, and gets the pool's name where it tells of
+    /// a shortage. A timeout makes a report on stuck buffers.
     fn failed(&self, error: Error) -> Error {
         let error = match error {
-            // When the process ends, what is in flight is quarantined, and a request may find that no wait can help.
-            // (Another device of the pool may have been lost before, for a reason of its own.)
+            // When the process ends, what is in flight is quarantined, and no wait may help a
+            // request. (Another device of the pool may have been lost before.)
             Error::Impossible { .. } if crate::exit::exiting() => {
                 let mut lost = self.0.devices.iter().filter_map(Device::lost);
                 lost.find(|lost| lost.class() == ErrorClass::DriverShutdown).unwrap_or(error)
@@ -463,7 +458,7 @@ impl Pool {
         error.of_pool(self.name())
     }
 
-    /// Whether a wait may be reported: one is in [`stuck::REPORT_INTERVAL`]. The caller makes the report.
+    /// Whether a wait may be reported now, by the caller: one in [`stuck::REPORT_INTERVAL`].
     fn may_report(&self) -> bool {
         let (mut reported, now) = (self.0.reported.lock(), Instant::now());
         let may = reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL);
@@ -473,21 +468,21 @@ impl Pool {
         may
     }
 
-    /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the streams where news is
-    /// likely, and of some others. Whether anything came back.
+    /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the
+    /// streams where news is likely, and of some others. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
         // Nothing else looks at the streams of a device by hand.
         let most = if self.is_by_hand() { usize::MAX } else { BATCH };
         self.0.devices.iter().fold(false, |any, device| device.listing().look(most) | any)
     }
 
-    /// Moves devices by hand one step on, and takes back what is complete. Whether anything has changed.
+    /// Moves devices by hand one step, and takes back what is complete. Whether anything changed.
     fn advance(&self) -> bool {
         let moved = self.0.devices.iter().any(|d| d.context().advance());
         self.reap() | moved
     }
 
-    /// Waits where nothing moves by itself: this thread moves the devices, for as long as that changes anything.
+    /// Waits where nothing moves by itself: moves the devices for as long as that changes anything.
     fn wait_by_hand(&self, key: usize, len: usize, since: Instant) -> Result<Vec<Fresh>> {
         loop {
             if let Some(outcome) = self.0.central.look(key, None) {
@@ -499,9 +494,9 @@ impl Pool {
         }
     }
 
-    /// Has the timer report waits that last for long. Every request that has joined a queue calls it.
+    /// Has the timer report long waits. Every request that has joined a queue calls it.
     fn watch_waits(&self) {
-        // Relaxed: who finds a look planned has joined a queue that the look locks after it has cleared this.
+        // Relaxed: the planned look clears this and then locks the queue, which this caller joined.
         if self.is_by_hand() || self.0.watched.swap(true, Ordering::Relaxed) {
             return;
         }
@@ -520,8 +515,8 @@ impl Pool {
         });
     }
 
-    /// The pool's name in events, statistics and reports. No two pools of a process have the same name at the same
-    /// time: see [`PoolBuilder::name`].
+    /// The pool's name in events, statistics and reports. No two pools of a process have the same
+    /// name at the same time: see [`PoolBuilder::name`].
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name.0
@@ -564,8 +559,8 @@ impl Pool {
 pub(crate) enum Waiter<'a> {
     /// Nobody: it is served now or refused.
     None,
-    /// The same for a caller that tries again later: while memory is being pinned, it leaves their caches to busy
-    /// threads.
+    /// As `None`, for a caller that tries again later: while memory is being pinned, it leaves
+    /// their caches to busy threads.
     Retry,
     /// The calling thread, for so long at most.
     Thread(Option<Duration>),

@@ -1,7 +1,7 @@
 //! A pool's numbers, and the check of all its invariants.
 //!
-//! Each number is counted where it happens, and added up here when it is asked for. Bytes in flight are known to the
-//! streams' timelines and not to the central pools, so `stats` reads both, and clamps what moves in between.
+//! Each number is counted where it happens, and added up here. Bytes in flight are known to the
+//! streams' timelines alone, so `stats` reads both, and clamps what moves in between.
 
 use std::sync::atomic::Ordering;
 
@@ -13,23 +13,23 @@ use crate::telemetry::counters::{ErrorCounts, RefusedCounts};
 
 /// A pool's bytes and counts at one moment: [`Pool::stats`].
 ///
-/// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
-/// always. Each part is exact while no thread uses the pool, else off by no more than what the calls under way move.
+/// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes
+/// + unpinned_bytes`, always. While threads use the pool, calls under way blur the parts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
     /// Bytes that are page-locked.
     pub pinned_bytes: usize,
-    /// Bytes that the pool serves and that are not page-locked: the system refused it, or they are managed memory.
+    /// Bytes of the pool that are not page-locked: refused by the system, or managed memory.
     pub unpinned_bytes: usize,
     /// Bytes that can be checked out.
     pub free_bytes: usize,
-    /// Of the free bytes, those that are cached for the next checkouts, by threads and between them.
+    /// Of the free bytes, those that are cached for the next checkouts, by or between threads.
     pub cached_bytes: usize,
     /// Bytes of buffers that the program has, rounding included.
     pub checked_out_bytes: usize,
-    /// Bytes that a device may still use. A buffer that is shared by `Arc` is not among them: it counts as checked out
-    /// until its last owner, program or device, lets go of it.
+    /// Bytes that a device may still use. A buffer that is shared by `Arc` is not among them: it
+    /// counts as checked out until its last owner, program or device, lets go of it.
     pub in_flight_bytes: usize,
     /// Of the bytes in flight, those that a stream-ready buffer has claimed.
     pub claimed_bytes: usize,
@@ -56,7 +56,7 @@ pub struct PoolStats {
     pub misses: u64,
     /// Times that cached segments were taken back from the threads.
     pub reclaims: u64,
-    /// Regions that the pool began to pin because a request found nothing. Those that failed, in part or wholly, count.
+    /// Regions begun because a request found nothing, also those that failed, in part or wholly.
     pub growths: u64,
     /// Times that pinning ended before all of a region was pinned.
     pub growth_failures: u64,
@@ -64,12 +64,12 @@ pub struct PoolStats {
     pub waits: u64,
     /// Waits that were given up at their deadline.
     pub timeouts: u64,
-    /// Waits that were given up because the future was dropped: a client went away, or a runtime's own timeout passed.
+    /// Waits that a dropped future gave up: a client left, or a runtime's own timeout passed.
     pub abandoned: u64,
     /// Requests that wait now.
     pub waiting: usize,
-    /// Checkouts that ended with an error, by [class](crate::ErrorClass).
-    /// [`Error::Exhausted`](crate::Error::Exhausted) and [`Error::Timeout`](crate::Error::Timeout) are transient.
+    /// Checkouts that ended with an error, by [class](crate::ErrorClass). Exhaustion and timeouts
+    /// are transient.
     pub errors: ErrorCounts,
     /// Of the checkouts that ended with an error, those that the pool refused, by reason.
     pub refused: RefusedCounts,
@@ -82,15 +82,15 @@ pub struct PoolStats {
 pub struct Shutdown {
     /// Whether every buffer came back.
     pub drained: bool,
-    /// Segments that are still checked out, in flight or quarantined. Their memory stays for as long as they do.
+    /// Segments that are still checked out, in flight or quarantined, and keep their memory.
     pub outstanding: u64,
     /// Bytes that are quarantined; their memory stays until the process ends.
     pub quarantined_bytes: usize,
 }
 
 impl Pool {
-    /// Bytes and counts. The call takes a few microseconds, and does not slow down checkouts and returns of other
-    /// threads. In the child of a fork it has only misses and errors.
+    /// Bytes and counts. The call takes a few microseconds, and does not slow down other threads.
+    /// In the child of a fork it has only misses and errors.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.stats_of(|central| central.snapshot())
@@ -138,15 +138,15 @@ impl Pool {
         }
     }
 
-    /// Bytes in flight, and how many of these are claimed: from sums that are kept, so that the number of streams does
-    /// not matter.
+    /// Bytes in flight, and how many of these are claimed, from sums that do not depend on the
+    /// number of streams.
     fn flight(&self) -> (usize, usize) {
         let (bytes, claimed) = self.central().flight();
         (self.central().unlisted_bytes().0 + bytes, claimed)
     }
 
-    /// [`Pool::flight`], added up from the streams, and a number that changes when a copy is submitted or completes.
-    /// `None`: a change of memory that no stream lists is under way.
+    /// [`Pool::flight`], added up from the streams, and a number that changes when a copy is
+    /// submitted or completes. `None`: memory that no stream lists is changing.
     fn flight_by_stream(&self) -> Option<(usize, usize, u64)> {
         let (mut bytes, is_stable) = self.central().unlisted_bytes();
         let (mut claimed, mut moves) = (0, 0);
@@ -157,14 +157,14 @@ impl Pool {
         is_stable.then_some((bytes, claimed, moves))
     }
 
-    /// Checks every invariant of the pool, for tests, fuzzing and diagnosis: no two segments overlap; each lies inside
-    /// its extent, is aligned, spans what its length needs, is in one state and in as many lists as that state allows;
-    /// and the bytes by state sum up (compared only while no other thread uses the pool). The call takes milliseconds,
-    /// and meanwhile no thread can use its cache.
+    /// Checks every invariant of the pool, for tests, fuzzing and diagnosis: no two segments
+    /// overlap; each lies inside its extent, is aligned, spans what its length needs, is in one
+    /// state and in as many lists as that state allows; and the bytes by state sum up(if nothing
+    /// else uses the pool). The call takes milliseconds; meanwhile no thread uses its cache.
     ///
-    /// Returns the numbers of [`stats`](Self::stats), in which the bytes checked out, in flight, claimed and
-    /// quarantined are sums over the segments themselves. (A buffer whose copy is complete and whose handle was not
-    /// waited for yet is checked out.)
+    /// Returns [`stats`](Self::stats), with the bytes checked out, in flight, claimed and
+    /// quarantined summed over the segments themselves. (A buffer whose copy is complete and whose
+    /// handle was not waited for yet is checked out.)
     ///
     /// # Errors
     /// The first violation, in words.
@@ -189,7 +189,7 @@ impl Pool {
             by_stream.filter(|sums| s == before && Some(*sums) == self.flight_by_stream())
         {
             let (capacity, sum) = (central.config().capacity, s.free + s.out + s.quarantined + s.cut);
-            // Checked out, quarantined, in flight, claimed: summed up as they change, by the segments, by the streams.
+            // Checked out and quarantined, in flight and claimed: as kept, by segments, by streams.
             let kept = (s.out, s.quarantined, kept.0, kept.1);
             let counted = (s.out, s.quarantined, in_flight, claimed);
             let found = (out + flying, quarantined, flying, lent);
