@@ -1,5 +1,5 @@
-//! Streams that only one thread can name: CUDA's per-thread default stream is one handle, which stands for another
-//! stream on every thread. So only the thread that adopted it can submit to it, and record its events.
+//! Streams that only one thread can name: CUDA's per-thread default stream is one handle for
+//! another stream on every thread. Only the thread that adopted it can submit to it.
 
 use std::thread::{ThreadId, current};
 
@@ -10,8 +10,8 @@ use super::StreamHandle;
 pub(crate) struct Confined {
     /// No other thread has or had this number. (The system's numbers are given again.)
     thread: ThreadId,
-    /// A stream of which an event, recorded on any thread, covers all work of the confined one: where an event could
-    /// not be recorded on its own thread, the reaper records the next one there.
+    /// A stream of which an event, recorded on any thread, covers all work of the confined one: the
+    /// reaper records there what could not be recorded on the confined thread.
     pub(crate) covering: StreamHandle,
 }
 

@@ -1,8 +1,8 @@
 //! An opened device: its driver, its worker, its events, and whether it is lost.
 //!
-//! Every layer above calls the driver through a [`Context`]. [`Context::noting`] looks at the outcome of each call: it
-//! counts errors, and the first error that says that the device is lost makes every later [`Context::alive`] fail.
-//! Timelines, allocations and registrations keep the context; [`Holds`] outlives it.
+//! Every layer above calls the driver through a [`Context`]. [`Context::noting`] looks at each
+//! outcome: it counts errors, and after the first loss of the device every [`Context::alive`]
+//! fails. Timelines, allocations and registrations keep the context; [`Holds`] outlives it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,8 +16,8 @@ use super::{Driver, EventHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
 use crate::telemetry::counters::{ErrorTally, Histogram};
 
-/// What moves a device that does nothing by itself: a test's function, which makes one piece of the device's
-/// outstanding work happen on the calling thread. `false`: none can.
+/// What moves a device that does nothing by itself: a test's function, which makes one piece of the
+/// device's outstanding work happen on the calling thread. `false`: none can.
 pub(crate) struct Hand(Box<dyn Fn() -> bool + Send + Sync>);
 
 impl Hand {
@@ -32,7 +32,6 @@ impl std::fmt::Debug for Hand {
     }
 }
 
-/// See the module's page.
 #[derive(Debug)]
 pub(crate) struct Context {
     id: u64,
@@ -51,14 +50,14 @@ pub(crate) struct Context {
     flights: Mutex<Histogram>,
     /// The counts of streams that have ended: submitted, and completed.
     past: [AtomicU64; 2],
-    /// Bytes of the copies that the driver accepted, to the device and from it. On a cache line of their own: every
-    /// copy counts here, next to a driver call that costs many times as much.
+    /// Bytes of the copies that the driver accepted, to the device and from it. On a cache line of
+    /// their own: every copy counts here, beside a driver call that costs many times as much.
     copied: CachePadded<[AtomicU64; 2]>,
 }
 
 impl Context {
-    /// With a hand it is the context of a device that does nothing by itself: it has no threads, and whoever waits
-    /// calls the hand.
+    /// With a hand it is the context of a device that does nothing by itself: it has no threads,
+    /// and whoever waits calls the hand.
     pub(crate) fn by_hand(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Arc<Self>> {
         let holds = Arc::<Holds>::default();
         driver.ending().tell(&holds);
@@ -94,8 +93,8 @@ impl Context {
         self.hand.is_some()
     }
 
-    /// Makes one piece of the outstanding work of a device by hand happen. `false`: none can, or the device moves by
-    /// itself.
+    /// Makes one piece of the outstanding work of a device by hand happen. `false`: none can, or
+    /// the device moves by itself.
     pub(crate) fn advance(&self) -> bool {
         self.hand.as_ref().is_some_and(|hand| (hand.0)())
     }
@@ -123,7 +122,7 @@ impl Context {
 
     /// The counts of streams that have ended: submitted, and completed.
     pub(crate) fn past(&self) -> [u64; 2] {
-        // Acquire: pairs with the release below, so that whatever this reading has as completed, it has as submitted.
+        // Acquire: pairs with the release below: what this reading has completed is submitted.
         let completed = self.past[1].load(Ordering::Acquire);
         [self.past[0].load(Ordering::Relaxed), completed]
     }
@@ -198,8 +197,8 @@ impl Context {
         self.events.lock().push(event);
     }
 
-    /// Takes an event of a timeline that has ended, which may be recorded and was never seen complete, or which a
-    /// capture had. It is not used again, and destroyed when nothing of the device is in use any more.
+    /// Takes an event of an ended timeline, which was never seen complete, or one that a capture
+    /// had. It is not used again, and destroyed when nothing of the device is in use.
     pub(crate) fn set_aside(&self, event: EventHandle) {
         self.aside.lock().push(event);
     }

@@ -1,12 +1,13 @@
 //! What keeps a device open, and how its driver makes the last call.
 //!
-//! Each thing that makes a call when it ends (a region, a stream, an event, device memory) keeps its driver until that
-//! call has returned. So the end needs no count: when a driver is dropped, the call that lets go of the device is the
-//! last one. That call may take the whole device down for this process, which takes time, and may change the context
-//! that is current, so a thread of its own makes it. Its [`Last`] is dropped after it, and wakes [`Holds::wait`].
+//! Each thing that makes a call when it ends (a region, a stream, an event, device memory) keeps
+//! its driver until that call has returned. So no count is needed: a dropped driver makes the last
+//! call, which lets go of the device. That call may take the whole device down for this process,
+//! and may change the current context: a thread of its own makes it. Its [`Last`] is dropped after
+//! it, and wakes [`Holds::wait`].
 //!
-//! The counts of [`Holds`] say what is still to be given back. They go into the report of a close that fails, and
-//! decide whether waiting on is of any use. No memory is freed by them.
+//! The counts of [`Holds`] say what is still to be given back, for the report of a close that
+//! fails, and for whether waiting on is of any use. No memory is freed by them.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -21,8 +22,8 @@ use crate::locks::{Condvar, Mutex};
 pub(crate) struct Count(AtomicUsize);
 
 impl Count {
-    // Relaxed, in this file: sums and flags, not signals. A thread that sees the end has taken the lock of `drivers`
-    // after the drop of `Last`, and so sees all that was counted before.
+    // Relaxed, in this file: sums and flags, not signals. A thread that sees the end has taken the
+    // lock of `drivers` after the drop of `Last`, and so sees all that was counted before.
     pub(crate) fn get(&self) -> usize {
         self.0.load(Ordering::Relaxed)
     }
@@ -51,8 +52,8 @@ pub(crate) struct Holds {
     has_quarantined: AtomicBool,
     /// The error that the device was lost with.
     pub(crate) lost: OnceLock<Error>,
-    /// Drivers that have not made their last call: the one in use, and those of later opens, which found the device
-    /// open already.
+    /// Drivers that have not made their last call: the one in use, and those of later opens, which
+    /// found the device open already.
     drivers: Mutex<usize>,
     news: Condvar,
 }
@@ -71,7 +72,7 @@ impl Holds {
         self.has_quarantined.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until the last driver call has returned, but not past `until`. Returns whether that call has returned.
+    /// Waits, until `until`, for the last driver call to return. Whether it has returned.
     pub(crate) fn wait(&self, until: Instant) -> bool {
         let mut drivers = self.drivers.lock();
         while *drivers > 0 && !self.news.wait_until(&mut drivers, until) {}
@@ -96,9 +97,9 @@ impl Drop for Last {
 pub(crate) struct Ending {
     /// What keeps an adopted context alive, if the program gave something.
     keep_alive: OnceLock<KeepAlive>,
-    /// Set for a device that has no threads: the last calls are made on the thread that drops the driver.
+    /// Set for a device without threads: the thread that drops the driver makes the last calls.
     here: AtomicBool,
-    /// The field after `keep_alive`, and so dropped after it: the drop of `keep_alive` may make a driver call.
+    /// Dropped after `keep_alive`, as the field behind it: that drop may make a driver call.
     last: OnceLock<Last>,
 }
 
@@ -128,9 +129,9 @@ impl Ending {
         self.last.get().into_iter().for_each(|last| last.0.leaked(1));
     }
 
-    /// Makes the last calls: `let_go` says whether the device was let go of. With `here` it runs on this thread, else
-    /// on one of its own. Where no thread can be started the device is leaked. What keeps an adopted context alive is
-    /// dropped behind the calls.
+    /// Makes the last calls: `let_go` says whether the device was let go of. With `here` it runs on
+    /// this thread, else on one of its own. Where no thread can be started the device is leaked.
+    /// What keeps an adopted context alive is dropped behind the calls.
     pub(super) fn end(&mut self, device: &str, here: bool, let_go: impl FnOnce() -> bool + Send + 'static) {
         let (kept, last) = (self.keep_alive.take(), Arc::new(self.last.take()));
         let goes = last.clone();

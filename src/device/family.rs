@@ -1,7 +1,7 @@
 //! The families of devices: what a device's name begins with, and how a device is opened.
 //!
-//! [`Device::open`](crate::Device::open) asks here and names no vendor itself. A build without a vendor's feature still
-//! knows the name, and says what is missing. `docs/adding-a-device.md` says what a new vendor needs.
+//! [`Device::open`](crate::Device::open) asks here and names no vendor itself. A build without a
+//! vendor's feature knows the name, and says what is missing. See `docs/adding-a-device.md`.
 
 use std::sync::Arc;
 
@@ -9,8 +9,8 @@ use super::Driver;
 use super::host::HostNode;
 use crate::error::{Error, Result};
 
-/// What the names of devices begin with (`cuda` for `cuda:0`), in the order in which `auto` tries the families. The
-/// last one opens everywhere.
+/// What the names of devices begin with (`cuda` for `cuda:0`), in the order in which `auto` tries
+/// the families. The last one opens everywhere.
 const FAMILIES: [&str; 3] = ["cuda", "acl", "host"];
 
 /// Opens the device of a family with this number.

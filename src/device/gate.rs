@@ -1,19 +1,19 @@
-//! The way into a vendor's library: every entry point is an [`Entry`], and calling one takes a pass.
+//! The way into a vendor's library: every entry point is an [`Entry`], whose call takes a pass.
 //!
-//! [`crate::exit`] says why, and when no pass is given any more. A call that is refused then returns a code of the
-//! class [`DriverShutdown`](crate::ErrorClass::DriverShutdown), as the library itself does when it has shut down, so
-//! callers need no case of their own.
+//! [`crate::exit`] says why, and when no pass is given any more. A call that is refused then
+//! returns a code of the class [`DriverShutdown`](crate::ErrorClass::DriverShutdown), as the
+//! library itself does when it has shut down, so callers need no case of their own.
 //!
-//! Calls that belong together (a context is made current, a call is made in it, the caller's context is restored) take
-//! one pass around all of them.
+//! Calls that belong together (a context is made current, a call is made in it, the caller's
+//! context is restored) take one pass around all of them.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How often the exit handler is registered at most: devices may be opened and closed any number of times.
+/// The most registrations of the exit handler: devices may be opened any number of times.
 const MOST_HANDLERS: usize = 32;
 
-/// Makes the gate shut before the exit handlers run that were registered so far. To be called after each step of
-/// opening a device: the driver registers its own handler when it is loaded, when it is initialised, or later.
+/// Makes the gate shut before the exit handlers that were registered so far. Called after each step
+/// of opening a device: the driver registers a handler when loaded, when initialised, or later.
 pub(super) fn watch_exit() {
     extern "C" fn at_exit() {
         // The child of a fork has none of the crate's threads, but may have their counts.
@@ -53,7 +53,7 @@ impl<F: Copy> Entry<F> {
     /// The entry point at an address.
     ///
     /// # Safety
-    /// `F` is a function pointer, of the type of the function that is there for as long as the process runs.
+    /// `F` is a function pointer of the type of that function, which is there for ever.
     pub(super) unsafe fn at(address: *const std::ffi::c_void) -> Self {
         const { assert!(size_of::<F>() == size_of::<*const std::ffi::c_void>()) };
         // SAFETY: the caller's promise: both are pointers to the function.

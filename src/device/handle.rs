@@ -1,9 +1,9 @@
-//! The public [`Device`]: an opened device's context, and the reaper of its streams. `closing.rs` has
-//! [`Device::close`].
+//! The public [`Device`]: an opened device's context, and the reaper of its streams. `closing.rs`
+//! has [`Device::close`].
 //!
-//! A process-wide table has each open device under a key: a device opened by name under its driver's name, an adopted
-//! context under a key of its own. So a device that is opened twice is one device with one reaper. The table holds weak
-//! references: it keeps no device open.
+//! A process-wide table has each open device under a key: a device opened by name under its
+//! driver's name, an adopted context under a key of its own. So a device that is opened twice is
+//! one device with one reaper. The table keeps no device open.
 
 #![allow(unsafe_code)]
 
@@ -29,22 +29,22 @@ pub use closing::{CloseError, HeldBy};
 
 /// A device: the thing on the other side of a copy.
 ///
-/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`; `cuda` is `cuda:0`), `acl:N` (an Ascend NPU, feature
-/// `acl`), `host` or `host:N` (a device without any accelerator, see [`crate::host`]), `auto` (the first GPU that can
-/// be opened, else the first NPU, else `host:0`; the log says what was skipped and why). A server that needs an
-/// accelerator names it, since `auto` goes on without one.
+/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`; `cuda` is `cuda:0`), `acl:N` (an Ascend
+/// NPU, feature `acl`), `host` or `host:N` (without any accelerator, see [`crate::host`]), `auto`
+/// (the first GPU that can be opened, else the first NPU, else `host:0`; the log says what was
+/// skipped and why). A server that needs an accelerator names it, since `auto` goes on without one.
 ///
-/// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
-/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; the
-/// modules `cuda` and `acl` adopt a server's own contexts and streams.
+/// CUDA's library is loaded when a GPU is first opened: `libcuda.so.1`, or what the environment
+/// variable `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime
+/// API and the frameworks; the modules `cuda` and `acl` adopt a server's own contexts and streams.
 ///
-/// In the child of a fork nothing of this crate can be used if the fork came after the process had begun to open a
-/// device. Every call that could block, take memory or reach a driver, [`Device::open`] too, answers
-/// [`Error::Forked`] at once, and the drop of an inherited value does nothing. So a server that forks its workers opens
-/// devices in the workers.
+/// In the child of a fork nothing of this crate can be used if the process had begun to open a
+/// device before. Every call that could block, take memory or reach a driver answers
+/// [`Error::Forked`] at once, and the drop of an inherited value does nothing. So a server that
+/// forks its workers opens devices in the workers.
 ///
-/// Cloning gives another handle to the same device, and so does opening it again while it is open. The driver's device
-/// is let go of after the last handle is dropped, and everything that came from it; [`Device::close`] waits for that.
+/// Cloning gives another handle to the same device, and so does opening it again while it is open.
+/// The driver's device is let go of after its last user's drop, for which [`Device::close`] waits.
 #[derive(Clone)]
 pub struct Device(Arc<DeviceInner>);
 
@@ -70,9 +70,7 @@ impl Device {
     /// Opens a device by name.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`] for a name that no device has, [`Error::Unavailable`] for one that cannot be used here;
-    /// [`Error::Forked`] in the child of a process that had opened one before the fork; what the driver says where it
-    /// has no context to give.
+    /// As for [opening a device](Error#opening-a-device).
     pub fn open(name: &str) -> Result<Self> {
         crate::os::watch_forks()?;
         let span =
@@ -88,9 +86,9 @@ impl Device {
         Self::known(driver.name().to_owned(), driver, None)
     }
 
-    /// Opens a device that does nothing by itself, for this repository's tests: it has no threads, no timer runs for
-    /// its pools, and a call that waits calls `advance`, which makes one piece of the device's work happen, until it
-    /// returns `false`. A device that is open already stays as it is. No part of the API.
+    /// Opens a device that does nothing by itself, for this repository's tests. It has no threads
+    /// and its pools no timers; a call that waits calls `advance`, which makes one piece of work
+    /// happen, until it returns `false`. A device that is open stays as it is. No part of the API.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
@@ -102,8 +100,8 @@ impl Device {
         Self::known(driver.name().to_owned(), driver, Some(Hand::new(advance)))
     }
 
-    /// Makes later opens of this device start it anew, though something that never ends keeps it open. For this
-    /// repository's tests; no part of the API.
+    /// Makes later opens of this device start it anew, though something that never ends keeps it
+    /// open. For this repository's tests; no part of the API.
     #[doc(hidden)]
     pub fn abandon(name: &str) {
         OPENED.lock().get_or_insert_with(HashMap::new).remove(name);
@@ -111,13 +109,12 @@ impl Device {
 
     /// The device that is open under this key, or a new one.
     fn known(key: String, driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Self> {
-        // Outlives the lock: where starting fails, the driver ends after the unlock. Its end may call the vendor's
-        // library.
+        // Outlives the lock: a driver that is not started ends after it, by driver calls.
         let _kept = driver.clone();
         let mut open = OPENED.lock();
         let open = open.get_or_insert_with(HashMap::new);
         if let Some(inner) = open.get(&key).and_then(Weak::upgrade) {
-            // The new driver may have a context to let go of, too: the device that is open waits for that.
+            // The new driver may have a context to let go of, too: the open device waits for that.
             driver.ending().tell(inner.context.holds());
             return Ok(Self(inner));
         }
@@ -138,11 +135,11 @@ impl Device {
         Ok(device)
     }
 
-    /// A device of a host node, for tests: [`crate::host`] has an example. (The devices of two nodes have the same
-    /// names, and so the same metrics.)
+    /// A device of a host node, for tests: [`crate::host`] has an example. (The devices of two
+    /// nodes have the same names, and so the same metrics.)
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`] for an ordinal that the node does not have; [`Error::Forked`].
+    /// [`Error::UnknownDevice`] for an ordinal that the node does not have.
     pub fn on(node: &HostNode, ordinal: u32) -> Result<Self> {
         crate::os::watch_forks()?;
         Self::start(Context::by_hand(node.driver(ordinal)?, None)?)
@@ -177,7 +174,7 @@ impl Device {
         pools.push(Arc::downgrade(pool));
     }
 
-    /// The driver as its own type, in the process that opened it. A device of another kind "is `what`".
+    /// The driver as its own type, in the process that opened it; another kind "is `what`".
     pub(crate) fn driver_of<D: Any>(&self, what: &str) -> Result<&D> {
         crate::os::check_fork()?;
         let driver = self.context().driver().as_any().downcast_ref();
@@ -194,56 +191,57 @@ impl Device {
         self.0.context.name()
     }
 
-    /// The host's NUMA node that the device is attached to: pools take their memory from there. `None`: neither the
+    /// The host's NUMA node of the device: pools take their memory from there. `None`: neither the
     /// driver nor the system says, or the device is the host.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
         self.context().driver().numa_node()
     }
 
-    /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`), which is its name under
-    /// `/sys/bus/pci/devices`. `None`: it has none, the driver does not say, or this is the child of a fork.
+    /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`), its name under
+    /// `/sys/bus/pci/devices`. `None`: unknown, or in the child of a fork.
     #[must_use]
     pub fn pci_address(&self) -> Option<String> {
         crate::os::check_fork().ok()?;
         self.context().driver().pci_address()
     }
 
-    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, usable on every stream at once.
-    /// Allocating and freeing may synchronise the device. The call blocks until the memory is there.
+    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, usable on every
+    /// stream. Allocating and freeing block, and may synchronise the device.
     ///
     /// # Errors
-    /// [`Error::ZeroLength`]; what the driver says, out of memory among it; the device's loss.
+    /// [`Error::ZeroLength`]; else [as every call](Error#every-call), also where memory is out.
     pub fn alloc(&self, len: usize) -> Result<DeviceSlice> {
         DeviceSlice::allocate(&self.0.context, len)
     }
 
-    /// Device memory that the program or another library allocated, for use in every copy call: a raw `CUdeviceptr`, a
-    /// pointer of the runtime API, another library's tensor.
+    /// Device memory that the program or another library allocated, for use in every copy call: a
+    /// raw `CUdeviceptr`, a pointer of the runtime API, another library's tensor.
     ///
-    /// `owner` is the value that keeps the memory allocated, by value or as an `Arc`; `()` where something else sees to
-    /// that. It is dropped after the last handle is dropped and the last copy is complete, on the device's region
-    /// thread, where its drop may block, but must not wait for a buffer of a pool: pools grow on that thread. On a GPU
-    /// the device's context is current there, and what the drop frees disturbs no capture. Where a stream was lost, and
-    /// in the child of a fork, the owner is leaked: the memory may still be in use.
+    /// `owner` is the value that keeps the memory allocated, by value or as an `Arc`; `()` where
+    /// something else sees to that. After the last handle's drop and the last copy it is dropped on
+    /// the device's region thread, where its drop may block, but must not wait for a buffer of a
+    /// pool. On a GPU the device's context is current there, and what the drop frees disturbs no
+    /// capture. Where a stream was lost, and in the child of a fork, the owner is leaked.
     ///
-    /// The range is checked here, once: on a GPU by `cuPointerGetAttributes`, which takes a microsecond or so and never
-    /// waits. Memory of `cuMemAlloc`, `cuMemAllocAsync`, `cuMemMap` and managed memory passes.
+    /// The range is checked here, once: on a GPU by `cuPointerGetAttributes`, in about a
+    /// microsecond. Memory of `cuMemAlloc`, `cuMemAllocAsync`, `cuMemMap` and managed memory
+    /// passes.
     ///
     /// # Ordering
-    /// None is added: copies are ordered with other work on their own stream. Where streams of the program and of the
-    /// crate both use the memory, make them wait for each other.
+    /// None is added: copies are ordered with other work on their own stream. Where streams of the
+    /// program and of the crate both use the memory, make them wait for each other.
     ///
     /// # Errors
-    /// With the owner: [`Error::Argument`], whose text says what is wrong (a length of zero, a host pointer, another
-    /// device's or context's, a range past its allocation, nothing that the driver knows of); the device's loss.
+    /// With the owner: [`Error::Argument`], whose text says what is wrong (zero bytes, a host
+    /// pointer, another device's or context's, past its allocation, unknown to the driver).
     ///
     /// # Safety
-    /// Until `owner` is dropped (with an owner that keeps nothing: until the last handle is dropped and everything that
-    /// used one was seen complete):
+    /// Until `owner` is dropped (with an owner that keeps nothing: until the last handle is dropped
+    /// and everything that used one was seen complete):
     /// - `address..address + len` stays allocated;
-    /// - no kernel, no other library and, for managed memory, no CPU reads or writes it while a copy of this crate
-    ///   writes it, or writes it while a copy reads it;
+    /// - no kernel, no other library and, for managed memory, no CPU reads or writes it while a
+    ///   copy of this crate writes it, or writes it while a copy reads it;
     /// - code that reads it as values of some type accepts the bytes that copies wrote there.
     pub unsafe fn raw_memory<O: Send + 'static>(
         &self,
@@ -255,9 +253,9 @@ impl Device {
         unsafe { DeviceSlice::foreign(self.context(), address, len, owner) }
     }
 
-    /// Looks at every stream of the device on this thread, as a thread of the crate does by itself: records events for
-    /// what was submitted, asks the driver what is complete, and returns the buffers of what is. Says whether anything
-    /// was seen complete.
+    /// Looks at every stream of the device on this thread, as a thread of the crate does by itself:
+    /// records events for what was submitted, asks the driver what is complete, and returns the
+    /// buffers of what is. Says whether anything was seen complete.
     pub fn reap(&self) -> bool {
         // In the child of a fork the locks may be held by threads that do not exist there.
         !crate::os::forked() && self.listing().look(usize::MAX)
@@ -270,8 +268,8 @@ impl Device {
     }
 }
 
-/// What keeps a context or a stream of the program alive. `None` where its drop does nothing, so that it keeps nothing
-/// and takes the place of no later one.
+/// What keeps a context or a stream of the program alive. `None` where its drop does nothing, so
+/// that it keeps nothing and takes the place of no later one.
 pub(crate) fn kept<K: Any + Send + Sync>(keep_alive: K) -> Option<KeepAlive> {
     std::mem::needs_drop::<K>().then(|| KeepAlive::new(Box::new(keep_alive)))
 }
@@ -292,7 +290,7 @@ mod tests {
     use crate::device::host::{HostConfig, HostNode};
     use crate::foreign;
 
-    /// Its drop notes whether code of the program could run at that moment: not under a lock of the crate.
+    /// Its drop notes whether code of the program could run then: under no lock of the crate.
     struct Ends(Arc<AtomicBool>);
 
     impl Drop for Ends {
@@ -304,15 +302,15 @@ mod tests {
         }
     }
 
-    /// A device that cannot be started lets go of its driver, which may make calls then, after the table of open
-    /// devices is unlocked.
+    /// A device that cannot be started lets go of its driver, which may make calls then, after the
+    /// table of open devices is unlocked.
     #[test]
     fn a_driver_that_is_not_started_ends_under_no_lock() {
         let node = HostNode::new(HostConfig::new()).unwrap();
         let ended_freely = Arc::new(AtomicBool::new(false));
         let ends = Ends(ended_freely.clone());
         node.hook(move |_| _ = &ends);
-        // No thread can have this name, so starting panics. It leaves the function as an error does.
+        // No thread can have this name, so starting panics, and leaves the function as an error.
         let driver = node.named("no\0name");
         drop(node);
         let opened = catch_unwind(AssertUnwindSafe(|| Device::known("no name".into(), driver, None)));

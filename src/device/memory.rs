@@ -1,8 +1,8 @@
-//! Device memory. Its handles are counted, and each copy in flight has one, so memory whose buffer is dropped early is
-//! freed late. The crate allocated it, or took it from the program with an owner; copies use both alike.
+//! Device memory. Its handles are counted, and each copy in flight has one, so memory that is
+//! dropped early is freed late. The crate allocated it, or took it from the program with an owner.
 //!
-//! The end of an allocation is a job of the device's worker: the last handle may be dropped on any thread, under locks
-//! of the caller's or in a callback of the driver's.
+//! The end of an allocation is a job of the device's worker: the last handle may be dropped on any
+//! thread, under locks of the caller's or in a callback of the driver's.
 
 use std::fmt;
 use std::ops::{Bound, RangeBounds};
@@ -20,8 +20,8 @@ pub(crate) struct Allocation {
     context: Arc<Context>,
     ptr: DevicePtr,
     len: usize,
-    /// What the worker does after the last handle is dropped. The job keeps the context until it has ended. (The lock
-    /// is never taken: it makes the job `Sync`.)
+    /// What the worker does after the last handle is dropped. The job keeps the context until it
+    /// has ended. (The lock is never taken: it makes the job `Sync`.)
     end: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
@@ -47,16 +47,17 @@ impl Drop for Allocation {
     }
 }
 
-/// Memory of a device: an allocation ([`Device::alloc`](crate::Device::alloc)), memory that the crate did not allocate
+/// Memory of a device: an allocation ([`Device::alloc`](crate::Device::alloc)), the program's
 /// ([`Device::raw_memory`](crate::Device::raw_memory)), or a [range](Self::slice) of either.
 ///
-/// It is a counted handle: the memory is freed after the last one is dropped, its clones, its slices, and those that
-/// copies in flight hold. Dropping a handle never blocks. The contents of an allocation are undefined until a copy has
-/// written them.
+/// It is a counted handle: the memory is freed after the last one is dropped, its clones, its
+/// slices, and those that copies in flight hold. Dropping a handle never blocks. The contents of an
+/// allocation are undefined until a copy has written them.
 ///
-/// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was dropped may still read or
-/// write it. What uses the memory next must come after that copy: on the same stream, on one that
-/// [waits for it](crate::Stream::wait_for), or when [`stream.hold(())`](crate::Stream::hold) has been awaited.
+/// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was
+/// dropped may still use it. The next use comes after that copy: on its stream, on one that [waits
+/// for it](crate::Stream::wait_for), or when [`stream.hold(())`](crate::Stream::hold) has been
+/// awaited.
 ///
 /// ```
 /// # use pinpool::{Device, Error};
@@ -74,8 +75,8 @@ pub struct DeviceSlice {
     len: usize,
 }
 
-/// Ranges of one length at even distances in device memory, such as one page of each layer of a cache: one handle,
-/// however many ranges. [`Copier::upload_pages`](crate::Copier::upload_pages) takes it for a list of them.
+/// Ranges of one length at even distances in device memory, such as a page of each layer of a
+/// cache, in one handle. [`Copier::upload_pages`](crate::Copier::upload_pages) takes it for a list.
 ///
 /// ```
 /// # use pinpool::Device;
@@ -135,8 +136,8 @@ impl DeviceSlice {
         Ok(Allocation::whole(context, ptr, len, Some(Box::new(free))))
     }
 
-    /// Memory that the crate did not allocate, once the driver has said that its copies can use it. An error carries
-    /// the owner back.
+    /// Memory that the crate did not allocate, once the driver has said that its copies can use it.
+    /// An error carries the owner back.
     ///
     /// # Safety
     /// As for [`Device::raw_memory`](crate::Device::raw_memory).
@@ -164,8 +165,8 @@ impl DeviceSlice {
         Ok(Allocation::whole(context, ptr, len, end))
     }
 
-    /// The device address of its first byte, for kernels and copies of the program's own: on a GPU a `CUdeviceptr`. The
-    /// CPU cannot read there.
+    /// The device address of its first byte, for kernels and copies of the program's own: on a GPU
+    /// a `CUdeviceptr`. The CPU cannot read there.
     ///
     /// Work that uses the address must be complete before the last handle to the memory is dropped.
     #[must_use]
@@ -189,11 +190,11 @@ impl DeviceSlice {
         Ok(Self { allocation: self.allocation.clone(), offset: self.offset + start, len: end - start })
     }
 
-    /// So many ranges of one length: `first`, in bytes, and each of the others `stride` bytes behind the one before.
+    /// Ranges of one length: `first`, in bytes, and others, each `stride` bytes behind the last.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the last one leaves the slice, where they overlap (a stride of less than their
-    /// length), for an empty range, and for none.
+    /// [`Error::Argument`] where the last one leaves the slice, where they overlap (a stride of
+    /// less than their length), for an empty range, and for none.
     pub fn strided(
         &self,
         first: impl RangeBounds<usize>,

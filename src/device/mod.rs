@@ -1,39 +1,40 @@
 //! Devices. The trait [`Driver`] is the contract: what a device must do.
 //!
-//! Regions, timelines and the pool are written against [`Driver`] and nothing else. Only the public modules `cuda`,
-//! `cudarc` and `acl` call what one vendor has. A driver does what it is told and reports what happened. It keeps no
-//! policy: the modules above decide when to record an event, when a buffer is free, and which thread waits.
+//! Regions, timelines and the pool are written against [`Driver`] and nothing else. Only the public
+//! modules `cuda`, `cudarc` and `acl` call what one vendor has. A driver does what it is told and
+//! reports what happened. It has no policy: that is in the modules above.
 //!
-//! To be read in this order: `host` (the shortest driver), `worker` (the one thread of a device on which calls are made
-//! that may block), `context` (an opened device), `memory`, `ending`, `handle` (the public [`Device`](handle::Device)).
-//! `cuda` and `acl` are the only modules that call a vendor's library, through `gate`, which is shut when the process
-//! ends; `vendor` has what they share.
+//! To be read in this order: `host` (the shortest driver), `worker` (a device's thread for calls
+//! that may block), `context` (an opened device), `memory`, `ending`, `handle` (the public
+//! [`Device`](handle::Device)). `cuda` and `acl` are the only modules that call a vendor's library,
+//! through `gate`, which is shut when the process ends; `vendor` has what they share.
 //!
 //! # The rules that every driver keeps
 //!
-//! 1. *Order.* The work that is submitted to one stream happens in that order. Two streams have no order between them
-//!    but that of [`Driver::wait_event`].
-//! 2. *Lateness.* A copy may read its source and write its target at any time from the call on, until an event that was
-//!    recorded after it is complete.
-//! 3. *Events.* [`Driver::record`] covers all work that was submitted to the stream before. An event may be recorded
-//!    again once it was seen complete. An event that was never recorded reads as complete, so no caller asks about one.
-//! 4. *Errors never read as complete.* [`Driver::query`] says `Ok(true)` only if the work is complete. After an error
-//!    from [`Driver::copy`] the copy may or may not run, and so may the kernel after an error from [`Driver::spread`].
-//! 5. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
-//!    with an error as well as without. This holds for a lost device, too: a CUDA context that is lost touches host
-//!    memory no more; where the vendor does not say so (Ascend), the device never gets the address of borrowed memory.
-//! 6. *Threads.* All calls may come from any thread. Those that may block or synchronise a device (that pin, register,
-//!    allocate, create or load something, or undo that, but for [`Driver::create_event`]) come from the device's
-//!    [`Worker`](worker::Worker) only. No call is made under a lock of the crate, unless the lock is for that call
-//!    alone.
-//! 7. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
-//!    fails with that class.
-//! 8. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
-//!    to be a part of the graph. An event that was recorded there all the same is never complete: a query of it is an
-//!    error of class [`Capture`](crate::ErrorClass::Capture).
-//! 9. *Ending.* From the exit of the process on no call reaches the vendor's library: each fails with class
-//!    [`DriverShutdown`](crate::ErrorClass::DriverShutdown). The exit waits for calls that are under way (`gate`,
-//!    [`crate::exit`]).
+//! 1. *Order.* The work that is submitted to one stream happens in that order. Two streams have no
+//!    order between them but that of [`Driver::wait_event`].
+//! 2. *Lateness.* A copy may read its source and write its target at any time from the call on,
+//!    until an event that was recorded after it is complete.
+//! 3. *Events.* [`Driver::record`] covers all work that was submitted to the stream before. An
+//!    event may be recorded again once seen complete. One never recorded reads as complete.
+//! 4. *Errors never read as complete.* [`Driver::query`] says `Ok(true)` only for complete work.
+//!    After an error of [`Driver::copy`] or [`Driver::spread`] the copy or kernel may run or not.
+//! 5. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not
+//!    touch the memory again, on an error too, and for a lost device: a lost CUDA context touches
+//!    host memory no more; Ascend does not say so, and its devices never get the address of
+//!    borrowed memory.
+//! 6. *Threads.* All calls may come from any thread. Those that may block or synchronise a device
+//!    (that pin, register, allocate, create or load, or undo that, but for
+//!    [`Driver::create_event`]) come from the device's [`Worker`](worker::Worker) only. No call is
+//!    made under a lock of the crate, unless the lock is for that call alone.
+//! 7. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later
+//!    call on that device fails with that class.
+//! 8. *Captures.* Where [`Driver::capturing`] says so, only what is to be a part of the graph is
+//!    submitted to the stream or recorded there. Another event there is never complete: a query of
+//!    it is an error of class [`Capture`](crate::ErrorClass::Capture).
+//! 9. *Ending.* From the exit of the process on no call reaches the vendor's library: each fails
+//!    with class [`DriverShutdown`](crate::ErrorClass::DriverShutdown). The exit waits for calls
+//!    that are under way (`gate`, [`crate::exit`]).
 
 #![allow(unsafe_code)]
 
@@ -69,7 +70,7 @@ pub(crate) struct StreamHandle(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct EventHandle(pub u64);
 
-/// An address in a device's memory. Adding bytes to it stays within one allocation or is refused by the driver.
+/// An address in a device's memory. Adding bytes stays in the allocation or is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub(crate) struct DevicePtr(pub u64);
@@ -83,19 +84,19 @@ pub(crate) enum Transfer {
     Download { src: DevicePtr, dst: *mut u8, len: usize },
     /// Within the device.
     OnDevice { src: DevicePtr, dst: DevicePtr, len: usize },
-    /// From host memory to other host memory, in the stream's order. [`Driver::copy`] may wait until the stream has
-    /// come to it. [`Driver::copy_blocking`] does not take it.
+    /// From host memory to other host memory, in the stream's order. [`Driver::copy`] may wait
+    /// until the stream has come to it. [`Driver::copy_blocking`] does not take it.
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
-// SAFETY: addresses, which mean the same on every thread; the caller that hands them to a driver vouches for what is
-// there.
+// SAFETY: addresses, which mean the same on every thread; the caller that hands them to a driver
+// vouches for what is there.
 unsafe impl Send for Transfer {}
 // SAFETY: as above.
 unsafe impl Sync for Transfer {}
 
-/// One piece of a run: `len` bytes at `offset` of the packed bytes, and at `place` in device memory. Laid out as the
-/// kernels read it.
+/// One piece of a run: `len` bytes at `offset` of the packed bytes, and at `place` in device
+/// memory. Laid out as the kernels read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct SpreadRow {
@@ -104,8 +105,8 @@ pub(crate) struct SpreadRow {
     pub(crate) len: u32,
 }
 
-/// A table of [`SpreadRow`]s in device memory, and the packed bytes that they refer to, in device memory too. The table
-/// is at a multiple of 16 bytes.
+/// A table of [`SpreadRow`]s in device memory, and the packed bytes that they refer to, in device
+/// memory too. The table is at a multiple of 16 bytes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct SpreadRun {
@@ -126,21 +127,21 @@ pub(crate) enum SpreadWay {
 /// The most runs of one call of [`Driver::spread`].
 pub(crate) const SPREAD_RUNS: usize = 32;
 
-/// What a driver calls when a graph has been destroyed: from a callback, so it neither blocks nor calls the driver.
+/// What a driver's callback calls when a graph has ended: it neither blocks nor calls the driver.
 pub(crate) type GraphEnd = Box<dyn FnOnce() + Send>;
 
-/// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any combination. (That call
-/// is the driver API's form of `cudaHostAlloc`, and without any flag of `cudaMallocHost`.) They are passed on as they
-/// are. On the platforms that the crate supports this memory is portable and mapped with any flags.
+/// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any
+/// combination. (That call is `cudaHostAlloc` of the driver API, and without flags
+/// `cudaMallocHost`.) On supported platforms this memory is portable and mapped with any flags.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct HostAllocFlags {
-    /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context of the process, not only for the first device's.
+    /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context, not only for the first device's.
     pub portable: bool,
     /// `CU_MEMHOSTALLOC_DEVICEMAP`: devices can address it.
     pub mapped: bool,
-    /// `CU_MEMHOSTALLOC_WRITECOMBINED`: not cached by the CPU. Writing it from front to back is fast, **reading it on
-    /// the CPU is very slow**, tens of times slower than other memory: a pool of such memory is for uploads only.
-    /// Whether copies gain anything depends on the machine; some have become slower.
+    /// `CU_MEMHOSTALLOC_WRITECOMBINED`: not cached by the CPU. Writing it from front to back is
+    /// fast, **reading it on the CPU is very slow**, tens of times slower: a pool of such memory is
+    /// for uploads only. Whether copies gain anything depends on the machine; some are slower.
     pub write_combined: bool,
 }
 
@@ -149,8 +150,8 @@ pub struct HostAllocFlags {
 pub(crate) enum HostKind {
     /// Page-locked.
     Locked(HostAllocFlags),
-    /// Managed: one address for the host and the devices. Its pages move to the processor that uses them, so they are
-    /// not locked.
+    /// Managed: one address for the host and the devices. Its pages move to the processor that uses
+    /// them, so they are not locked.
     Managed,
 }
 
@@ -175,7 +176,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// This driver as its own type, for what only its vendor has.
     fn as_any(&self) -> &dyn Any;
 
-    /// Whether copies of ordinary memory ([`Driver::copy_blocking`]) are as fast as those of page-locked memory.
+    /// Whether [`Driver::copy_blocking`] is as fast with ordinary as with page-locked memory.
     fn takes_ordinary_memory(&self) -> bool {
         false
     }
@@ -183,7 +184,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// What is dropped after the last call for the device, on any thread.
     fn ending(&self) -> &ending::Ending;
 
-    /// Called first on each of the crate's threads that makes calls: the driver may set the thread up.
+    /// Called first on each of the crate's calling threads: the driver may set it up.
     fn enter_thread(&self) {}
 
     /// The most bytes that one call of [`Driver::pin`] can pin.
@@ -191,8 +192,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         usize::MAX
     }
 
-    /// Whether pools take memory that the driver allocates where nothing else is asked for. Asked before each region is
-    /// made, since a driver may find out by a [`pin`](Self::pin) that is not supported.
+    /// Whether pools take memory of the driver's where nothing else is asked for. Asked before each
+    /// region: a driver may find out by a [`pin`](Self::pin) that is not supported.
     fn allocates(&self) -> bool {
         false
     }
@@ -202,15 +203,15 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// The device's place on the PCI bus as Linux writes it (`domain:bus:device.function`, in small letters), if known.
+    /// The device's place on the PCI bus as Linux writes it (`domain:bus:device.function`).
     fn pci_address(&self) -> Option<String> {
         None
     }
 
-    /// Locks the pages of `base..base + len` (both multiples of the system's page size) and makes them known to the
-    /// device. On an error nothing is left locked. The crate itself has mapped them, privately and to be written to: so
-    /// an error that says no more than that these pages cannot be locked is of class
-    /// [`Transient`](crate::ErrorClass::Transient).
+    /// Locks the pages of `base..base + len` (multiples of the system's page size) and makes them
+    /// known to the device. On an error nothing is left locked. The crate itself has mapped them,
+    /// privately and to be written to: so an error that says no more than that they cannot be
+    /// locked is of class [`Transient`](crate::ErrorClass::Transient).
     ///
     /// # Safety
     /// The range is mapped, writable, and stays mapped until [`Driver::unpin`] has succeeded.
@@ -219,39 +220,39 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         unsafe { self.register(base, len, false) }
     }
 
-    /// Undoes one [`Driver::pin`] or [`Driver::register`]. After an error the range must never be unmapped.
+    /// Undoes a [`Driver::pin`] or [`Driver::register`]. After an error it must never be unmapped.
     ///
     /// # Safety
-    /// `base` and `len` are those of one earlier successful call, undone at most once, and no copy uses the range.
+    /// `base` and `len` are those of one successful call, undone once, and no copy uses the range.
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()>;
 
-    /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks the pages they are on.
-    /// With `read_only` the device may only read them, and the mapping may be one that cannot be written to. On an
-    /// error nothing is left registered. A range that overlaps another one is refused; one on the same page only where
-    /// the driver knows whole pages alone (Ascend).
+    /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks
+    /// their pages. With `read_only` the device may only read them, and the mapping may be
+    /// read-only. On an error nothing is left registered. A range that overlaps another one is
+    /// refused; one on the same page only where the driver knows whole pages alone (Ascend).
     ///
     /// # Safety
     /// The range is mapped, and stays so until [`Driver::unpin`] has succeeded.
     unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
 
-    /// [`Error::Unsupported`] with the reason, where the device cannot work with host memory of this kind.
+    /// [`Error::Unsupported`] with the reason, where the device cannot use memory of this kind.
     fn can_use(&self, _kind: HostKind) -> Result<()> {
         Ok(())
     }
 
-    /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers
-    /// promise no useful alignment.
+    /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size,
+    /// uninitialised. Drivers promise no useful alignment.
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>>;
 
     /// Frees what [`Driver::allocate_host`] gave. After an error it is never freed.
     ///
     /// # Safety
-    /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and no thread and no
-    /// device uses the memory.
+    /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and
+    /// no thread and no device uses the memory.
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
 
-    /// Writes zeros over `len` bytes of host memory, pinned or not, and returns when they are written. The CPU does it,
-    /// unless the device has the memory for its own.
+    /// Writes zeros over `len` bytes of host memory, pinned or not, and returns when they are
+    /// written. The CPU does it, unless the device has the memory for its own.
     ///
     /// # Safety
     /// The range can be written, and no other thread and no device uses it.
@@ -261,8 +262,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         Ok(())
     }
 
-    /// Where the device sees the byte of pinned, registered or allocated host memory that the host sees at `at`.
-    /// (Managed memory has one address.) Never blocks.
+    /// Where the device sees the byte of pinned, registered or allocated host memory that the host
+    /// sees at `at`. (Managed memory has one address.) Never blocks.
     fn device_address(&self, at: NonNull<u8>) -> Result<u64>;
 
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
@@ -271,15 +272,15 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Frees device memory. The memory must not be in use.
     fn free(&self, ptr: DevicePtr) -> Result<()>;
 
-    /// Whether this device's copies can use memory that the crate did not allocate: [`Error::Argument`] if not, or what
-    /// the driver says. Never blocks.
+    /// Whether this device's copies can use memory that the crate did not allocate:
+    /// [`Error::Argument`] if not, or what the driver says. Never blocks.
     fn examine(&self, _ptr: DevicePtr, _len: usize) -> Result<()> {
         Err(Error::Unsupported(format!("{} takes no memory of others", self.name())))
     }
 
     fn create_stream(&self) -> Result<StreamHandle>;
 
-    /// A new stream whose kernels are scheduled before those of ordinary streams, where the device knows priorities.
+    /// A new stream whose kernels are scheduled before others', where the device has priorities.
     fn create_urgent_stream(&self) -> Result<StreamHandle> {
         self.create_stream()
     }
@@ -287,15 +288,15 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Destroys a stream that the crate made, once all its work is complete.
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()>;
 
-    /// Submits a copy. Returns before the copy has happened, except where it is one from host to host.
+    /// Submits a copy. Returns before the copy has happened, unless it is one from host to host.
     ///
     /// # Safety
-    /// Host memory named by `transfer` is valid, not written (as a source) and not touched (as a target) until an
-    /// event recorded on `stream` after this call is complete. After an error the same holds.
+    /// Host memory named by `transfer` is valid, not written (as a source) and not touched (as a
+    /// target) until an event recorded on `stream` later is complete, after an error too.
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()>;
 
-    /// Submits several copies, which have no order among each other: nothing that one of them writes is read or written
-    /// by another. Each is submitted, or reported to `failed` with its place and an error like one of [`Driver::copy`].
+    /// Submits copies without an order: nothing that one writes is read or written by another. Each
+    /// is submitted, or reported to `failed` with its place and an error as of [`Driver::copy`].
     ///
     /// # Safety
     /// As for [`Driver::copy`], for each of them.
@@ -313,35 +314,35 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         }
     }
 
-    /// Makes the kernels of [`Driver::spread`] ready. A failure is final: a later call returns the same error.
-    /// [`Error::Unsupported`] with the reason where the device has none.
+    /// Makes the kernels of [`Driver::spread`] ready. A failure is final: a later call returns the
+    /// same error. [`Error::Unsupported`] with the reason where the device has none.
     fn load_spread(&self) -> Result<()> {
         Err(Error::Unsupported(format!("{} has no kernels that spread bytes", self.name())))
     }
 
-    /// Submits one kernel that copies the rows of all runs, of which there are at most [`SPREAD_RUNS`]. Where rows
-    /// overlap on the side that is written, either wins, byte by byte; none overlaps anything that the call reads. The
-    /// stream is never one that is captured; a capture elsewhere survives the call.
+    /// Submits one kernel that copies the rows of at most [`SPREAD_RUNS`] runs. Where rows overlap
+    /// on the side that is written, either wins, byte by byte; none overlaps anything that the call
+    /// reads. The stream is never captured; a capture elsewhere survives the call.
     ///
     /// # Safety
-    /// The runs' memory and the rows' places are valid on the device until an event that is recorded on `stream` after
-    /// this call is complete; after an error the same holds. The tables are there when the stream comes to the kernel,
-    /// and do not change until it is complete. [`Driver::load_spread`] has succeeded.
+    /// The runs' memory and the rows' places are valid on the device until an event recorded on
+    /// `stream` later is complete, after an error too. The tables are there when the stream comes
+    /// to the kernel, and stay until it is complete. [`Driver::load_spread`] has succeeded.
     unsafe fn spread(&self, _stream: StreamHandle, _way: SpreadWay, _runs: &[SpreadRun]) -> Result<()> {
         Err(Error::Unsupported(format!("{} has no kernels that spread bytes", self.name())))
     }
 
-    /// Copies in stream order and returns when the device will not touch the memory again, on an error too.
+    /// Copies in stream order, and returns when the device has let go, also on errors.
     ///
     /// # Safety
-    /// Host memory named by `transfer` is valid, and no other code writes it (as a source) or touches it (as a target),
-    /// until this call returns. It need not be pinned.
+    /// Host memory named by `transfer` is valid, and no other code writes it (as a source) or
+    /// touches it (as a target), until this call returns. It need not be pinned.
     unsafe fn copy_blocking(&self, stream: StreamHandle, transfer: Transfer) -> Result<()>;
 
     /// A new event, never recorded.
     fn create_event(&self) -> Result<EventHandle>;
 
-    /// Destroys an event that is complete or was never recorded, or any event when nothing else of the device exists.
+    /// Destroys an event that is complete or never recorded, or any one as the device's last thing.
     fn destroy_event(&self, event: EventHandle) -> Result<()>;
 
     /// Records `event` on `stream`. After an error it may be recorded all the same.
@@ -353,15 +354,15 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Work that is submitted to `stream` from now on starts only after `event` is complete.
     fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()>;
 
-    /// Whether `stream` is being captured into a graph, by a spoiled capture too. Called only for streams that the
-    /// program can reach. Never blocks, and harms no capture.
+    /// Whether `stream` is being captured into a graph, by a spoiled capture too. Called only for
+    /// streams that the program can reach. Never blocks, and harms no capture.
     fn capturing(&self, _stream: StreamHandle) -> Result<bool> {
         Ok(false)
     }
 
-    /// Makes the graph that `stream` is being captured into keep something: `ended` is called when that graph,
-    /// everything made from it, and every launch of these has ended. `false`: the stream is in no capture, or in a
-    /// spoiled one. After `false` and after an error `ended` is dropped or called, at any time.
+    /// Makes the graph that `stream` is being captured into keep something: `ended` is called when
+    /// that graph, all made from it, and all their launches have ended. `false`: the stream is in
+    /// no capture, or a spoiled one. After that or an error `ended` is dropped or called.
     fn keep_with_graph(&self, _stream: StreamHandle, ended: GraphEnd) -> Result<bool> {
         drop(ended);
         Ok(false)

@@ -1,5 +1,5 @@
-//! What the drivers of CUDA and Ascend share: how a library is loaded, the words of their refusals, and the names of
-//! contexts that the program made.
+//! What the drivers of CUDA and Ascend share: how a library is loaded, the words of their refusals,
+//! and the names of contexts that the program made.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsString, c_void};
@@ -37,8 +37,8 @@ macro_rules! entry_points {
             /// The calls of a library, or the name of the first that is missing.
             fn resolve(find: $crate::device::vendor::Find<'_>) -> std::result::Result<Self, &'static str> {
                 use $crate::device::gate::Entry;
-                // SAFETY: the symbols are the vendor's, whose signatures are those of its headers; the library is never
-                // unloaded.
+                // SAFETY: the symbols are the vendor's, whose signatures are those of its headers;
+                // the library is never unloaded.
                 unsafe {
                     Ok(Self {
                         $( $name: Entry::at(find($symbol).ok_or($symbol)?), )*
@@ -60,8 +60,8 @@ pub(super) use entry_points;
 /// Looks an entry point up by its name. `None`: there is none of that name.
 pub(super) type Find<'a> = &'a dyn Fn(&'static str) -> Option<*const c_void>;
 
-/// Tables of entry points that a test handed in, each for the devices from a number on. Devices with lower numbers are
-/// those of the library that is loaded.
+/// Tables of entry points that a test handed in, each for the devices from a number on. Lower
+/// numbers are devices of the loaded library.
 pub(super) struct Installed<A: 'static>(Mutex<BTreeMap<u32, &'static A>>);
 
 impl<A> Installed<A> {
@@ -86,10 +86,10 @@ pub(super) fn named(variable: &str) -> Option<OsString> {
     std::env::var_os(variable).filter(|path| !path.is_empty())
 }
 
-/// Loads the first of these files that can be loaded, looks its entry points up, and never unloads it.
+/// Loads the first of these files that it can, looks up its entry points, never unloads it.
 ///
 /// # Errors
-/// In words: with `remedy` where none can be loaded, with `stranger` where the library lacks a call.
+/// In words: with `remedy` where none can be loaded, with `stranger` where a call is missing.
 pub(super) fn load<A>(
     files: &[OsString],
     remedy: &str,
@@ -99,8 +99,8 @@ pub(super) fn load<A>(
     let mut tried = Vec::new();
     for file in files {
         let shown = file.to_string_lossy();
-        // SAFETY: the vendors' initialisers have no preconditions; the environment that names another library is
-        // trusted (`crate::cuda` and `crate::acl` say so).
+        // SAFETY: the vendors' initialisers have no preconditions; the environment that names
+        // another library is trusted (`crate::cuda` and `crate::acl` say so).
         let library = match unsafe { Library::new(file) } {
             // Never unloaded: the library may have threads and exit handlers of its own by now.
             Ok(library) => ManuallyDrop::new(library),
@@ -118,8 +118,8 @@ pub(super) fn load<A>(
     Err(format!("{}: {remedy}", tried.join("; ")))
 }
 
-/// The error for a name whose ordinal is not below `count`, the number of the family's devices; `none` says what to
-/// look at where there are none.
+/// The error for a name whose ordinal is not below `count`, the number of the family's devices;
+/// `none` says what to look at where there are none.
 pub(super) fn no_such(family: &str, name: &str, count: u32, none: &str) -> Error {
     let known = match count {
         0 => return Error::Unavailable { device: name.into(), why: none.into() },
@@ -140,7 +140,7 @@ pub(super) fn advise(error: Error, remedy: &str) -> Error {
     }
 }
 
-/// Waits by `wait` for a copy whose memory its caller wants back, and so tries again after an error.
+/// Waits by `wait` for a copy whose memory its caller wants back, so it repeats failed waits.
 ///
 /// # Errors
 /// The device is lost.
@@ -167,9 +167,9 @@ impl AdoptedContext {
         Self::Other { key: format!("{} context {context:#x}", driver.family()), driver }
     }
 
-    /// The name of the device that works in an adopted context of `device`. Metrics know a device by its name, so each
-    /// address has a number, from 1 on, which a later context at the same address has too: a server that makes contexts
-    /// anew does not fill its metrics with names.
+    /// The name of the device that works in an adopted context of `device`. Metrics know a device
+    /// by its name, so each address has a number, from 1 on, which a later context at the same
+    /// address has too: a server that makes contexts anew does not fill its metrics with names.
     pub(super) fn name_on(device: &str, context: usize) -> Arc<str> {
         static SEEN: Mutex<Vec<usize>> = Mutex::new(Vec::new());
         let mut seen = SEEN.lock();

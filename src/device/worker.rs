@@ -1,9 +1,9 @@
-//! The region thread of a device, which the type [`Worker`] stands for: the one thread on which calls are made that may
-//! block or synchronise the whole device. It pins and unpins host memory, registers and unregisters values, allocates
-//! and frees device memory, makes and destroys streams, and destroys events.
+//! The region thread of a device, which the type [`Worker`] stands for: the one thread for calls
+//! that may block or synchronise the whole device. It pins and unpins host memory, registers
+//! values, allocates and frees device memory, makes and destroys streams, and destroys events.
 //!
-//! Each value of the crate that owns such a resource sends a job here when it is dropped. So a drop never blocks, and
-//! no driver call is made from a callback or under a lock. Jobs run in the order in which they were sent.
+//! Each value that owns such a resource sends a job here when it is dropped: a drop never blocks,
+//! and no driver call is made from a callback or under a lock. Jobs run in their order.
 
 use std::sync::{Arc, mpsc};
 use std::thread::ThreadId;
@@ -41,7 +41,7 @@ impl Worker {
             entering.enter_thread();
             drop(entering);
             for job in queue {
-                // Jobs catch the panics of the foreign code that they call, so a panic is a mistake of the crate's.
+                // Jobs catch panics of foreign code, so a panic is a mistake of the crate's.
                 _ = foreign::survive(JOB_PANICKED, job);
                 count.jobs.sub(1);
             }
@@ -58,11 +58,11 @@ impl Worker {
         self.thread.is_none()
     }
 
-    /// Runs a job later. On a device by hand it runs now, or as soon as this thread may run foreign code.
+    /// Runs a job later; on a device by hand now, or when this thread may run foreign code.
     pub(crate) fn send(&self, job: impl FnOnce() + Send + 'static) {
         if crate::os::forked() {
-            // There is no thread, and the fork may have copied the queue in the middle of another thread's change. So
-            // the job is leaked, with what it owns.
+            // There is no thread, and the fork may have copied the queue in the middle of another
+            // thread's change. So the job is leaked, with what it owns.
             return std::mem::forget(job);
         }
         let Some((_, jobs)) = &self.thread else {
@@ -88,8 +88,8 @@ impl Worker {
         let ended = "the device's worker thread has ended, or a job of it panicked";
         match &self.thread {
             None => foreign::survive(JOB_PANICKED, job).unwrap_or(Err(Error::Internal(ended))),
-            // A job wakes the waiters for memory, and a waker is foreign code, which may call this: the thread cannot
-            // wait for itself.
+            // A job wakes the waiters for memory, and a waker is foreign code, which may call this:
+            // the thread cannot wait for itself.
             Some((thread, _)) if *thread == std::thread::current().id() => job(),
             Some(_) => {
                 let (tell, told) = mpsc::sync_channel(1);

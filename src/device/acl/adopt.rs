@@ -2,19 +2,20 @@
 //!
 //! # Contexts
 //!
-//! Most servers work in their device's default context (`aclrtSetDevice`). Where the device is open here, that context
-//! is recognised: adopting it opens the device. Where the device is not open, the crate does not try to find out. The
-//! only way to learn a default context is to set the device and to reset it, and that would end the device under code
-//! that has made a context there without setting it. So the crate works in any other context as it is, and never
-//! destroys it. The crate's threads make calls until the last buffer that came from it is dropped, and a little longer.
-//! So its owner can leave a value with the device, the *keep-alive*, which is dropped after the last call.
+//! Most servers work in their device's default context (`aclrtSetDevice`). Where the device is open
+//! here, that context is recognised: adopting it opens the device. Elsewhere the crate does not try
+//! to find out: setting and resetting the device would tell, and would end it under code that has
+//! made a context there without setting it. So the crate works in any other context as it is, and
+//! never destroys it. The crate's threads make calls until the last buffer that came from it is
+//! dropped, and a little longer. The *keep-alive*, a value of its owner, is dropped after the last
+//! call.
 //!
 //! # Streams
 //!
-//! The library has no number for a stream that no other stream has or had, so two equal handles are taken for two
-//! streams: each adoption is a stream of its own. Nor does the library name a stream's context. But an event can only
-//! be recorded on a stream of the current context (107003), and recording one does no harm: the crate checks a stream
-//! in that way.
+//! The library has no number for a stream that no other stream has or had, so each adoption is a
+//! stream of its own. Nor does the library name a stream's context. But an event can only be
+//! recorded on a stream of the current context (107003), and recording one does no harm: the crate
+//! checks a stream in that way.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -66,11 +67,11 @@ impl Acl {
         self.context
     }
 
-    /// The handle to use for a stream of this context, after every check that is possible. Null is the context's
-    /// default stream.
+    /// The handle to use for a stream of this context, after every check that is possible. Null is
+    /// the context's default stream.
     ///
     /// # Errors
-    /// [`Error::Mismatch`]; what the library says.
+    /// [`Error::Mismatch`]; else [as every call](Error#every-call).
     ///
     /// # Safety
     /// `raw` is a stream that is alive, or null.
@@ -103,14 +104,14 @@ impl Acl {
     }
 }
 
-/// The facts about a device and its library, from [`about`](crate::acl::about): for logs, and for reports about
-/// hardware that the crate was never tried on.
+/// The facts about a device and its library, from [`about`](crate::acl::about): for logs, and for
+/// reports about hardware that the crate was never tried on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct About {
     /// The chip (`aclrtGetSocName`).
     pub soc: Option<String>,
-    /// Whether the program runs on the device itself, in RC mode (`aclrtGetRunMode` says ACL_DEVICE).
+    /// Whether the program runs on the device, in RC mode (`aclrtGetRunMode`: ACL_DEVICE).
     pub on_device: bool,
     /// The calls that came after 2023, and whether this library has them.
     pub later: Vec<(&'static str, bool)>,

@@ -1,21 +1,21 @@
 //! The library's entry points that the crate calls, looked up one by one.
 //!
-//! The C interface keeps its signatures (those of the calls below are the same in `acl_rt.h` of January 2022, where it
-//! has them, and of CANN 9.2), so one table serves every version. The calls up to the end of 2023 are required, and a
-//! missing one is an error with its name. Later calls are looked up and may be missing. A result is a number, never a
-//! Rust enum: newer libraries have codes and statuses that are not known here.
+//! One table serves every version: the C interface keeps its signatures (those of `acl_rt.h` of
+//! January 2022 and of CANN 9.2 are the same). The calls up to the end of 2023 are required, and a
+//! missing one is an error with its name. Later calls may be missing. A result is a number, never a
+//! Rust enum: newer libraries have other codes and statuses.
 //!
 //! # Which library
 //!
-//! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` sets its search path), else in the toolkit
-//! that `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path
-//! in the environment variable `PINPOOL_LIBASCENDCL` comes before all that, and then nothing else is tried. The choice
-//! is made once in a process. A library that was loaded is never unloaded.
+//! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` sets its search path),
+//! else in the toolkit that `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's
+//! installers put it. A path in the environment variable `PINPOOL_LIBASCENDCL` is the only one that
+//! is tried. The choice is made once, and a loaded library is never unloaded.
 //!
 //! # Beginning and ending
 //!
-//! `aclInit` is called here. A second call in a process, by this crate or by the program, returns 100002, and that is
-//! success. `aclFinalize` is never called: it ends the library for the whole process, at once.
+//! `aclInit` is called here. A second call in a process returns 100002, and that is success.
+//! `aclFinalize` is never called: it ends the library for the whole process, at once.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ const _: () = assert!(size_of::<PointerAttributes>() == 28);
 /// The environment variable that names the library to load.
 pub(super) const LIBRARY_VARIABLE: &str = "PINPOOL_LIBASCENDCL";
 const FILE: &str = "libascendcl.so";
-/// The variables that CANN's environment script sets, and the folders in which its installers put the library.
+/// The variables of CANN's environment script, and the folders of its installers.
 const HOMES: [&str; 2] = ["ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"];
 const USUAL: [&str; 4] = [
     "/usr/local/Ascend/ascend-toolkit/latest",
@@ -121,11 +121,11 @@ pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'s
 }
 
 impl AclApi {
-    /// The library of the device with this number, initialised: the one of this machine, which is loaded once, or one
-    /// that the program has installed. `None`: the number is not known yet.
+    /// The initialised library of the device with this number: the one of this machine, which is
+    /// loaded once, or one that the program has installed. `None`: the number is not known yet.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
+    /// As for [opening a device](Error#opening-a-device).
     pub(super) fn get(device: &str, ordinal: Option<u32>) -> Result<&'static Self> {
         static ACL_API: OnceLock<std::result::Result<AclApi, String>> = OnceLock::new();
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
@@ -136,8 +136,8 @@ impl AclApi {
                 loaded.as_ref().map_err(|why| unavailable(why.clone()))?
             }
         };
-        // Each time: after a success the call does nothing, and after a failure the cause may have been mended. SAFETY:
-        // no configuration is given, which is allowed.
+        // Each time: after a success the call does nothing, and after a failure the cause may have
+        // been mended. SAFETY: no configuration is given, which is allowed.
         match unsafe { api.init.call(std::ptr::null()) } {
             AclCode::SUCCESS => {}
             AclCode::REPEAT_INITIALIZE => api.expected(),
@@ -169,7 +169,7 @@ impl AclApi {
         load(&files, &remedy, stranger, Self::resolve)
     }
 
-    /// The library's own message about the last error on this thread. Reading the message removes it.
+    /// The library's own message about this thread's last error. Reading removes it.
     pub(super) fn recent(&self) -> Option<String> {
         // SAFETY: the call takes nothing.
         let text = unsafe { self.recent_message?.call() };
@@ -189,7 +189,7 @@ impl AclApi {
         (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 
-    /// Removes the message of a refusal that is no error here, so that a later error does not show it.
+    /// Removes the message of a refusal that is no error here, so that no later error shows it.
     pub(super) fn expected(&self) {
         let _ = self.recent();
     }

@@ -1,15 +1,15 @@
 //! Copies, and which of them may be asynchronous.
 //!
-//! `aclrtMemcpyAsync` is for page-locked host memory and, by the documentation of CANN 6.0 to 9.0, for addresses on
-//! multiples of 64 bytes on both sides. Not every version refuses pageable memory, and the copy then fails in
-//! unpredictable ways. So every other copy is made *in place*: the call drains the stream, then copies by
-//! `aclrtMemcpy`, which takes any memory, and returns when the copy is complete. (Work that another thread submits to
-//! the stream at the same time comes before or after the copy, as it may anyway.)
+//! `aclrtMemcpyAsync` is for page-locked host memory and, by the documentation of CANN 6.0 to 9.0,
+//! for multiples of 64 bytes on both sides. Some versions take pageable memory, and the copy then
+//! fails in unpredictable ways. So every other copy is made *in place*: the call drains the stream,
+//! then copies by `aclrtMemcpy`, which takes any memory, and returns when the copy is complete.
+//! (Another thread's work on the stream comes before or after it, as it may anyway.)
 //!
-//! Copies of borrowed memory are made in place, too, but by way of memory of the crate's own, and longer ones in parts.
-//! (Work that another thread submits at the same time may come between two parts.) The documentation does not say that
-//! a copy ends with its device: after the device is lost, the copy may still read or write. The crate's memory is then
-//! leaked. Borrowed memory goes back to its owner whatever happens, so the library never gets its address.
+//! Copies of borrowed memory are made in place, too, but by way of memory of the crate's own, and
+//! longer ones in parts, between which other threads' work may come. The documentation does not say
+//! that a copy ends with its device: when it is lost, the copy may still read or write. The crate's
+//! memory is then leaked; borrowed memory never had its address given to the library.
 
 use std::ffi::{c_int, c_void};
 
@@ -19,7 +19,7 @@ use crate::device::vendor::wait_out;
 use crate::device::{DevicePtr, StreamHandle, Transfer};
 use crate::error::Result;
 
-/// The addresses of an asynchronous copy are multiples of this many bytes, on the device and on the host.
+/// Addresses of an asynchronous copy are multiples of so many bytes, on both sides.
 const COPY_ALIGN: usize = 64;
 /// The most bytes of borrowed memory that are copied at a time.
 const STAGED: usize = 4 << 20;
@@ -61,7 +61,7 @@ impl Acl {
             Transfer::OnHost { src, dst, len } => {
                 let _current = self.current()?;
                 self.drained_stream(on)?;
-                // SAFETY: the caller promises both ranges, and the stream's earlier work is complete.
+                // SAFETY: the caller promises both ranges; the stream's earlier work is complete.
                 unsafe { dst.copy_from_nonoverlapping(src, len) };
                 return Ok(());
             }
@@ -72,7 +72,7 @@ impl Acl {
         }
         let _current = self.current()?;
         let CopyCall { dst, src, len, kind } = call;
-        // SAFETY: the caller promises the host memory, which is page-locked; the device's is within its allocation.
+        // SAFETY: the caller promises the page-locked memory; the device's is in its allocation.
         let code = unsafe { self.api.copy_async.call(dst, len, src, len, kind, stream(on)) };
         self.said("aclrtMemcpyAsync", code)
     }
@@ -89,8 +89,8 @@ impl Acl {
                 return wait_out(&self.name, || self.drained()).and(copied);
             }
         };
-        // Whole pages of its own: other memory on a page may be page-locked, and the library may refuse memory that is
-        // locked in part.
+        // Whole pages of its own: other memory on a page may be page-locked, and the library may
+        // refuse memory that is locked in part.
         let page = crate::os::page_size();
         let mut staging = vec![0_u8; len.min(STAGED).next_multiple_of(page) + page];
         let first_page = staging.as_ptr().align_offset(page).min(page);
@@ -101,8 +101,8 @@ impl Acl {
                 true => CopyCall { dst: there, src: staged.cast(), len, kind: HOST_TO_DEVICE },
                 false => CopyCall { dst: staged.cast(), src: there, len, kind: DEVICE_TO_HOST },
             };
-            // SAFETY: within the range, which the caller promises until this returns; it does not overlap the staging
-            // memory, which has room for `len` bytes and is not in use: the copy before has succeeded.
+            // SAFETY: within the range, which the caller promises until this returns; it does not
+            // overlap the staging memory, which has room for `len` bytes and is free.
             let copied = unsafe {
                 let host = host.add(from);
                 if up {
@@ -115,7 +115,7 @@ impl Acl {
                 copied
             };
             if let Err(error) = copied {
-                // Where the device is lost, or the process ends, it cannot be known whether the copy still runs.
+                // Where the device is lost or the process ends, the copy may still run.
                 if self.alive().is_err() {
                     self.leaked();
                     std::mem::forget(staging);
@@ -126,12 +126,12 @@ impl Acl {
         Ok(())
     }
 
-    /// Copies after the stream's earlier work, and returns when the copy has ended, on an error too. It may not have
-    /// ended if the device is lost.
+    /// Copies after the stream's earlier work, and returns when the copy has ended, on an error
+    /// too. It may not have ended if the device is lost.
     ///
     /// # Safety
-    /// Host memory is valid, and nothing else writes it (as a source) or touches it (as a target), until the copy has
-    /// ended.
+    /// Host memory is valid, and nothing else writes it (as a source) or touches it (as a target),
+    /// until the copy has ended.
     unsafe fn copy_in_place(
         &self,
         on: StreamHandle,

@@ -1,12 +1,12 @@
 //! The library's error codes: their classes, and texts for them.
 //!
-//! A code alone decides the class, so that one table says which errors are retried, which concern one call only, and
-//! which end a device. Where the documentation leaves open whether a device lives on (a core's exception, a lost
-//! heartbeat), it is taken for lost: then nothing that was in flight is used again, and the crate makes no further call
-//! there.
+//! A code alone decides the class, so that one table says which errors are retried, which concern
+//! one call only, and which end a device. Where the documentation leaves open whether a device
+//! lives on (a core's exception, a lost heartbeat), it is taken for lost: then nothing that was in
+//! flight is used again, and the crate makes no further call there.
 //!
-//! The library keeps a message for the last error of each thread (`aclGetRecentErrMsg`). A read removes it, and the
-//! next error overwrites it. So it is read at once, before any other call on the thread.
+//! The library keeps a message for the last error of each thread (`aclGetRecentErrMsg`), which a
+//! read removes and the next error overwrites. So it is read at once, before any other call.
 
 use std::ffi::c_int;
 
@@ -45,7 +45,7 @@ impl AclCode {
     /// The class of the error. A code that is not listed concerns the one call only.
     pub(super) fn class(self) -> ErrorClass {
         match self.0 {
-            // Waits and tasks that timed out; memory of the host and the device, and the device's events, streams,
+            // Waits and tasks that timed out; memory of the host and the device, events, streams,
             // queues and other resources used up; the driver late; work that is not complete.
             107_019
             | 107_020
@@ -57,13 +57,13 @@ impl AclCode {
             | 207_018
             | 207_020 => ErrorClass::Transient,
             300_000 | 507_002 | 507_004 | 507_006 | 507_012 | 507_046 | 507_047 => ErrorClass::Transient,
-            // Not initialised (any more), and no current context: a call that needs one has set it, so the program has
-            // finalised the library or reset the device by force.
+            // Not initialised (any more), and no current context: a call that needs one has set it,
+            // so the program has finalised the library or reset the device by force.
             100_001 | 107_002 => ErrorClass::DriverShutdown,
             107_024..=107_034 | 107_036 | 107_038 | 107_045 | 507_903 => ErrorClass::Capture,
-            // Tasks of the device being aborted; the task scheduler, heartbeats, DMA; timeouts, exceptions and traps of
-            // every kind of core; set-up; copies and messages between host and device; memory and links of the
-            // hardware; the loss of the device's service.
+            // Tasks of the device being aborted; the task scheduler, heartbeats, DMA; timeouts,
+            // exceptions and traps of every kind of core; set-up; copies and messages between host
+            // and device; memory and links of the hardware; the loss of the device's service.
             107_022 | 107_035 | 507_001 | 507_010 | 507_011 | 507_013..=507_018 | 507_033..=507_036 => {
                 ErrorClass::DeviceLost
             }
@@ -72,14 +72,14 @@ impl AclCode {
         }
     }
 
-    /// The code's name in the library's headers, for codes that its runtime's calls are known to return.
+    /// The code's name in the library's headers, for codes that its runtime is known to return.
     pub(super) fn name(self) -> &'static str {
         NAMES.iter().find(|name| name.0 == self.0).map_or("a code that has no name here", |name| name.1)
     }
 }
 
-/// As `acl_base_rt.h` and `error_codes/rt_error_codes.h` have them (CANN 8.5 to 9.2). The library has no call that
-/// names a code, and its own message may be missing.
+/// As `acl_base_rt.h` and `error_codes/rt_error_codes.h` have them (CANN 8.5 to 9.2). The library
+/// has no call that names a code, and its own message may be missing.
 #[rustfmt::skip]
 const NAMES: &[(c_int, &str)] = &[
     (100_001, "ACL_ERROR_UNINITIALIZE"),

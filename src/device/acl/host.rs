@@ -2,25 +2,25 @@
 //!
 //! # Allocating
 //!
-//! `aclrtMallocHost` promises a start on a multiple of 64 bytes, and in RC mode (the program runs on the device, whose
-//! memory is the host's) not even that. The pool wants whole pages. So an allocation that does not start on a page is
-//! made again with a page more, and so are all later ones; in RC mode the first one too.
+//! `aclrtMallocHost` promises a start on a multiple of 64 bytes, and not even that in RC mode (the
+//! program runs on the device). The pool wants whole pages. So an allocation that does not start on
+//! a page is made again with a page more, and so are all later ones, and in RC mode the first.
 //!
 //! # Registering
 //!
-//! `aclrtHostRegister` takes whole pages of 4 KiB only, and refuses a page that is registered. Values start and end
-//! anywhere, so the pages around their ends are registered with them, and a value on a page of another one is refused.
+//! `aclrtHostRegister` takes whole pages of 4 KiB, and refuses a registered one. Values start and
+//! end anywhere: their whole pages are registered, and one on another's page is refused.
 //!
 //! # What is page-locked
 //!
-//! An asynchronous copy of pageable memory is not refused by every version (CANN 7 and 8: "unpredictable errors" when
-//! it runs). So this module lists all memory that the crate has page-locked, for all devices of the process together,
-//! and copies of other memory are never asynchronous.
+//! Some versions take an asynchronous copy of pageable memory (CANN 7 and 8: "unpredictable errors"
+//! when it runs). So this module lists all memory that the crate has page-locked, for all devices
+//! of the process, and copies of other memory are never asynchronous.
 //!
 //! # Freeing
 //!
-//! `aclrtFreeHost` waits for no work, and has been seen to fail just after an event said that the last copy was
-//! complete. So every open device is drained first, by the device's region thread.
+//! `aclrtFreeHost` waits for no work, and has been seen to fail just after an event said that the
+//! last copy was complete. So every open device is drained first, by the device's region thread.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -38,7 +38,7 @@ use crate::error::{Error, ErrorClass, Result};
 
 /// `aclrtHostRegister` takes pages of this size, with system pages of any size.
 pub(super) const REGISTER_PAGE: usize = 4096;
-/// How often a wait that failed is repeated before memory is freed. The pauses double, and sum to half a second.
+/// How often a failed wait is repeated. The pauses double, and sum to half a second.
 const OPEN_TRIES: u32 = 9;
 /// acl_rt.h: aclrtHostRegisterType's ACL_HOST_REGISTER_MAPPED; the others are reserved.
 pub(super) const REGISTER_MAPPED: c_int = 0;
@@ -50,7 +50,7 @@ pub(super) struct LockedMemory {
     /// What the library has locked, `from..to`: the memory, and what lies around it.
     pub(super) from: usize,
     pub(super) to: usize,
-    /// The device that it was registered with, if that has an address of its own for its start, and the address.
+    /// The device that it was registered with, and the address there, if it has its own.
     pub(super) device: Option<(i32, u64)>,
 }
 
@@ -113,12 +113,12 @@ impl Acl {
     /// Allocated once, freed once, and not in use; at the address that the library gave.
     pub(super) unsafe fn host_free_at(&self, at: NonNull<u8>) -> Result<()> {
         let _current = self.current()?;
-        // SAFETY: the caller promises that the library allocated it, that it is freed once, and that it is not in use.
+        // SAFETY: the caller promises: allocated by the library, freed once, unused.
         self.said("aclrtFreeHost", unsafe { self.api.host_free.call(at.as_ptr().cast()) })
     }
 
-    /// Waits until no device of this library has anything to do, but not for a lost one: what was in flight there is
-    /// quarantined, and so is never freed.
+    /// Waits until no device of this library has anything to do, but not for a lost one: what was
+    /// in flight there is quarantined, and so is never freed.
     pub(super) fn drain_all(&self) -> Result<()> {
         self.drained_in_the_end()?;
         let is_other =
@@ -132,8 +132,8 @@ impl Acl {
         Ok(())
     }
 
-    /// Waits until the device has nothing to do, and tries again after a refusal: memory that is not freed now is
-    /// leaked.
+    /// Waits until the device has nothing to do, and tries again after a refusal: memory that is
+    /// not freed now is leaked.
     fn drained_in_the_end(&self) -> Result<()> {
         for attempt in 0..OPEN_TRIES {
             match self.drained() {

@@ -1,10 +1,10 @@
 //! Device memory: allocations, and the check of an address that the crate did not allocate.
 //!
-//! `aclrtMalloc` promises starts on multiples of 64 bytes, and the contract wants 256. So an allocation that starts
-//! elsewhere is made again with 256 bytes more, and is freed by the library's own address.
+//! `aclrtMalloc` promises multiples of 64 bytes, and the contract wants 256. So an allocation that
+//! starts elsewhere is made again with 256 bytes more, and freed by the library's own address.
 //!
-//! Newer libraries say what an address is (`aclrtPointerGetAttributes`), but not how long its allocation is, and they
-//! return an error for memory that they do not know. The crate's own allocations are listed here, with their lengths.
+//! Newer libraries say what an address is (`aclrtPointerGetAttributes`), but not its allocation's
+//! length, and fail for memory that they do not know. So the crate lists its own allocations.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -28,8 +28,8 @@ const LOCATION_DEVICE: c_int = 1;
 const MANAGED: c_int = 3;
 const HOST_NUMA: c_int = 4;
 
-/// All allocations of all devices, by device and first byte, with their lengths and the addresses that the library
-/// gave. (The devices share one range of addresses, of which each has its own part.)
+/// All allocations of all devices, by device and first byte, with their lengths and the library's
+/// addresses. (The devices share one range of addresses, of which each has its own part.)
 pub(super) static ALLOCATIONS: Mutex<BTreeMap<(i32, u64), (usize, u64)>> = Mutex::new(BTreeMap::new());
 
 impl Acl {
@@ -46,7 +46,7 @@ impl Acl {
 
     pub(super) fn free_at(&self, at: u64) -> Result<()> {
         let _pass = self.alive()?;
-        // SAFETY: allocated by this driver, freed once, and by the contract no longer in use. It needs no context.
+        // SAFETY: allocated by this driver, freed once, unused by contract. Needs no context.
         self.said("aclrtFree", unsafe {
             self.api.free.call(std::ptr::with_exposed_provenance_mut(at as usize))
         })
@@ -69,7 +69,7 @@ impl Acl {
             _ => AddressFault::Unknown,
         };
         let Some(ask) = self.api.pointer_attributes else {
-            // This library has no answer. Memory that is not the host's may be the device's, and in RC mode any may be.
+            // No answer. Memory that is not the host's may be the device's; in RC mode any may be.
             let is_host = os::is_host_memory(address) == Some(true) && !self.on_device;
             return Ok((is_host || address < os::page_size() as u64).then(plain));
         };

@@ -1,7 +1,7 @@
 //! The driver of Ascend NPUs, through AscendCL (the C interface `libascendcl.so` of Huawei's CANN).
 //!
-//! The code depends on the documentation and the headers of that library, from 2024 on. No hardware was at hand, and
-//! the crate's documentation says so.
+//! The code depends on the documentation and the headers of that library, from 2024 on. No hardware
+//! was at hand, and the crate's documentation says so.
 //!
 //! # The files, in the order in which to read them
 //!
@@ -15,30 +15,30 @@
 //! | `copy.rs` | copies, and which of them may be asynchronous |
 //! | `adopt.rs` | contexts and streams that the program made |
 //!
-//! The public module `acl` also calls what only Ascend has: by [`Driver::as_any`] it gets the [`Acl`] itself.
+//! The public module `acl` gets the [`Acl`] by [`Driver::as_any`], for what only Ascend has.
 //!
 //! # Contexts
 //!
-//! Each thread has a current context of its own. The crate works in the device's *default* context, the one that
-//! `aclrtSetDevice` gives to every thread and that the frameworks use. `aclrtSetDevice` counts it once when the device
-//! is opened, and `aclrtResetDevice` releases it after the last reference to the driver is dropped. `aclrtSetDevice`
-//! also changes the current context, and no call can make a thread have none again. So that call is made on a thread
-//! that ends at once. Every other call reads the current context, sets the driver's where it is another one, and
-//! restores the caller's. A thread that had none keeps the driver's: the library offers nothing better.
+//! The crate works in the device's *default* context, which `aclrtSetDevice` gives to every thread
+//! and the frameworks use. `aclrtSetDevice` counts it once when the device is opened, and
+//! `aclrtResetDevice` releases it after the driver's last reference. `aclrtSetDevice` also changes
+//! the current context, and no call can make a thread have none again: so a thread that ends at
+//! once makes that call. Every other call reads the current context, sets the driver's where it is
+//! another one, and restores the caller's. A thread that had none keeps the driver's.
 //!
 //! # Events
 //!
-//! The contract wants events that can be recorded again and again. Those of `aclrtCreateEventExWithFlag` can, by the
-//! documentation: a new recording replaces the old one, and waits that were submitted before keep to the old one. No
-//! resource of the hardware limits their number. A status other than "complete" means that an event is not complete,
-//! and an error is reported as such. By the documentation, a record and a query on two threads may be seen in the wrong
-//! order. A timeline publishes an event only after the call that recorded it has returned, so no query comes too early.
+//! The contract wants events that can be recorded again and again. Those of
+//! `aclrtCreateEventExWithFlag` can, by the documentation: a new recording replaces the old one,
+//! and earlier waits keep to the old one. Any status but "complete" means not complete. A record
+//! and a query on two threads may be seen in the wrong order, but a timeline publishes an event
+//! only after its recording has returned.
 //!
 //! # A device that is lost
 //!
-//! After an error that ends the device, or the library, no further call of any kind is made for it. Nothing is freed,
-//! unregistered or destroyed, since the documentation does not say that the hardware touches memory no more. All of it
-//! stays until the process ends.
+//! After an error that ends the device, or the library, no further call of any kind is made for it.
+//! Nothing is freed, unregistered or destroyed, since the documentation does not say that the
+//! hardware touches memory no more. All of it stays until the process ends.
 
 mod adopt;
 mod api;
@@ -69,16 +69,16 @@ use crate::exit::{self, Pass};
 use crate::locks::Mutex;
 use crate::os;
 
-/// acl_rt.h: aclrtRunMode's ACL_DEVICE: this program runs on the device itself, and its memory is the device's.
+/// acl_rt.h: aclrtRunMode's ACL_DEVICE: this program runs on the device, in its memory.
 const RUN_ON_DEVICE: c_int = 0;
-/// How long a call waits for a stream that is to be destroyed, in milliseconds. Work that the program has queued there
-/// should be complete by then.
+/// How long a call waits for a stream that is to be destroyed, in milliseconds. Work that the
+/// program has queued there should be complete by then.
 const LAST_WAIT_MS: i32 = 10_000;
-/// The most bytes that one call allocates or pins. Allocations of some 200 GB and more are known to be refused on
-/// machines with as much free.
+/// The most bytes that one call allocates or pins. Allocations of some 200 GB and more are known to
+/// be refused on machines with as much free.
 const LONGEST_PIN: usize = 128 << 30;
-/// acl_rt.h: ACL_EVENT_SYNC and ACL_EVENT_CAPTURE_STREAM_PROGRESS: streams can be made to wait for the event, and it
-/// tells how far its stream has come.
+/// acl_rt.h: ACL_EVENT_SYNC and ACL_EVENT_CAPTURE_STREAM_PROGRESS: streams can be made to wait for
+/// the event, and it tells how far its stream has come.
 const EVENT_FLAGS: u32 = 1 | 2;
 /// acl_rt.h: aclrtEventRecordedStatus.
 const NOT_READY: c_int = 0;
@@ -108,7 +108,7 @@ pub(crate) struct Acl {
     ending: Ending,
 }
 
-// SAFETY: a context may be current on any thread, on several at once; the library takes its own locks.
+// SAFETY: a context may be current on any thread, on several too; the library locks itself.
 unsafe impl Send for Acl {}
 // SAFETY: as above.
 unsafe impl Sync for Acl {}
@@ -116,8 +116,7 @@ unsafe impl Sync for Acl {}
 /// Opens Ascend device `ordinal`.
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable library or without any device, [`Error::UnknownDevice`] for a bad ordinal,
-/// and what the library says where it cannot use the device.
+/// As for [opening a device](Error#opening-a-device).
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("acl:{ordinal}").into();
     let api = AclApi::get(&name, Some(ordinal))?;
@@ -148,7 +147,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     Ok(Acl::start(api, name, ordinal, context, on_device, true))
 }
 
-/// The address of the context that is current on this thread, and whether the program runs on the device itself.
+/// The context that is current on this thread, and whether the program runs on the device.
 fn current_context(api: &AclApi, name: &Arc<str>) -> Result<(usize, bool)> {
     let (mut context, mut mode): (AclContext, c_int) = (std::ptr::null_mut(), -1);
     // SAFETY: writes a handle.
@@ -158,7 +157,7 @@ fn current_context(api: &AclApi, name: &Arc<str>) -> Result<(usize, bool)> {
     Ok((context as usize, mode == RUN_ON_DEVICE))
 }
 
-/// Runs something on a thread of its own, so that the current context of the caller's thread does not change.
+/// Runs something on a thread of its own, so that this thread's current context stays.
 fn on_other_thread<R: Send + 'static>(
     name: &Arc<str>,
     run: impl FnOnce() -> Result<R> + Send + 'static,
@@ -183,7 +182,7 @@ fn check(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> 
     if code == AclCode::SUCCESS { Ok(()) } else { Err(failed(api, device, call, code)) }
 }
 
-/// The error of a call, with the library's own message. The next call on this thread may overwrite that message.
+/// A call's error, with the library's own message, which this thread's next call may overwrite.
 #[cold]
 fn failed(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> Error {
     let text = match api.recent() {
@@ -195,7 +194,7 @@ fn failed(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) ->
     Error::Device(DeviceError { device, call, code: code.0.into(), text: text.into(), class })
 }
 
-/// While this exists, the driver's context is current on this thread. Its drop restores the caller's, if there was one.
+/// Keeps the driver's context current on this thread. Its drop restores the caller's, if any.
 #[must_use]
 struct AclCurrent<'a> {
     api: &'a AclApi,
@@ -227,8 +226,8 @@ impl<'a> AclCurrent<'a> {
 impl Drop for AclCurrent<'_> {
     fn drop(&mut self) {
         let Some(theirs) = self.theirs else { return };
-        // It can only fail for a context that was destroyed meanwhile. SAFETY: the context that was current when this
-        // was made.
+        // It can only fail for a context that was destroyed meanwhile. SAFETY: the context that was
+        // current when this was made.
         if unsafe { self.api.context_set.call(theirs) } != AclCode::SUCCESS {
             self.api.expected();
         }
@@ -261,7 +260,7 @@ impl Acl {
         driver
     }
 
-    /// Every outcome of a call for this device passes here. After an outcome that ends the device no call is made.
+    /// Every call's outcome passes here. After one that ends the device no call is made.
     fn said(&self, call: &'static str, code: AclCode) -> Result<()> {
         self.noting(check(self.api, &self.name, call, code))
     }
@@ -329,8 +328,8 @@ impl Driver for Acl {
     }
 
     fn enter_thread(&self) {
-        // Where it fails the thread is like any other, and each call sets the context itself. SAFETY: the driver's
-        // context, which exists for as long as the driver does.
+        // Where it fails the thread is like any other, and each call sets the context itself.
+        // SAFETY: the driver's context, which exists for as long as the driver does.
         if unsafe { self.api.context_set.call(self.context) } != AclCode::SUCCESS {
             self.api.expected();
         }
@@ -351,10 +350,10 @@ impl Driver for Acl {
         self.drain_all()?;
         let _current = self.current()?;
         let pages = base.as_ptr().map_addr(|_| found.from);
-        // SAFETY: the caller promises that no copy uses it; `pages` is the address that was registered.
+        // SAFETY: the caller promises that no copy uses it; `pages` is what was registered.
         self.said("aclrtHostUnregister", unsafe { unregister.call(pages.cast()) })?;
-        // After the call: on an error the pages are still registered. The addresses are given to no other caller before
-        // this returns.
+        // After the call: on an error the pages are still registered. No other caller gets the
+        // addresses before this returns.
         LOCKED.lock().remove(&base.as_ptr().addr());
         Ok(())
     }
@@ -389,8 +388,8 @@ impl Driver for Acl {
         let pages = base.as_ptr().map_addr(|_| from);
         let mut device = std::ptr::null_mut();
         let _current = self.current()?;
-        // SAFETY: the caller promises the range; the rest of the pages at both ends is mapped, since a system page is
-        // mapped as a whole.
+        // SAFETY: the caller promises the range; the rest of the pages at both ends is mapped,
+        // since a system page is mapped as a whole.
         let code =
             unsafe { register.call(pages.cast(), (to - from) as u64, REGISTER_MAPPED, &raw mut device) };
         self.said("aclrtHostRegister", code).map_err(|error| refused(code, error))?;
@@ -425,7 +424,7 @@ impl Driver for Acl {
         }
         let from = at.as_ptr().expose_provenance();
         let front = from.next_multiple_of(page) - from;
-        // SAFETY: `front` is less than a page, and where it is not 0 the allocation has a page more than was asked for.
+        // SAFETY: `front` is less than a page, and unless it is 0 the allocation has a page more.
         let base = unsafe { at.add(front) };
         let entry = LockedMemory { len, from, to: from + all, device: None };
         LOCKED.lock().insert(base.as_ptr().addr(), entry);
@@ -446,7 +445,7 @@ impl Driver for Acl {
     }
 
     unsafe fn zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
-        // In RC mode page-locked memory is the device's too, and the library writes it. Elsewhere the CPU does.
+        // In RC mode page-locked memory is the device's, and the library writes it.
         if !self.on_device || !is_locked(at.as_ptr(), len) {
             // SAFETY: the caller promises that the range can be written and is not in use.
             unsafe { at.write_bytes(0, len) };
@@ -580,7 +579,7 @@ impl Drop for Acl {
             return self.leaked();
         }
         for event in std::mem::take(&mut *self.aside.lock()) {
-            // Work that the program queued before it may still run; destroying an event waits for nothing.
+            // The program's earlier work may still run; destroying an event waits for nothing.
             if let Err(error) = self.destroy_event(event) {
                 self.leaked();
                 crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");

@@ -2,20 +2,20 @@
 //!
 //! # Contexts
 //!
-//! Most servers work in the primary context, which is recognised: adopting it opens the device. The crate works in any
-//! other context as it is, and never destroys it. The crate's threads make calls until the last buffer that came from
-//! it is dropped, and a little longer. So its owner can leave a value with the device, the *keep-alive*, which is
-//! dropped after the last call.
+//! Most servers work in the primary context, which is recognised: adopting it opens the device. The
+//! crate works in any other context as it is, and never destroys it. The crate's threads make calls
+//! until the last buffer that came from it is dropped, and a little longer. So its owner can leave
+//! a value with the device, the *keep-alive*, which is dropped after the last call.
 //!
 //! # Streams
 //!
-//! A handle does not name one stream for ever: the driver gives the handle of a destroyed stream to a new one. The
-//! driver's stream id (`cuStreamGetId`, CUDA 12.0) does, so the crate knows a stream by its id. Without an id, two
-//! equal handles are taken for two streams.
+//! A handle does not name one stream for ever: the driver gives the handle of a destroyed stream to
+//! a new one. The driver's stream id (`cuStreamGetId`, CUDA 12.0) does, so the crate knows a stream
+//! by its id. Without an id, two equal handles are taken for two streams.
 //!
-//! `CU_STREAM_PER_THREAD` names another stream on every thread: it is confined to the thread that adopts it. The legacy
-//! default stream covers it, since that waits for all streams that were not made non-blocking, those of all threads
-//! among them (CUDA C++ Programming Guide, "Implicit Synchronization" and "Per-thread Default Stream").
+//! `CU_STREAM_PER_THREAD` names another stream on every thread: it is confined to the adopting
+//! thread. The legacy default stream covers it, which waits for all streams but non-blocking ones
+//! (CUDA C++ Programming Guide, "Implicit Synchronization" and "Per-thread Default Stream").
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -140,7 +140,7 @@ impl Cuda {
         Ok(handle)
     }
 
-    /// The driver's number for a stream that is not being captured. `None`: this driver has no numbers for streams.
+    /// The driver's number for a stream that is not being captured. `None`: it has no numbers.
     pub(crate) fn stream_id(&self, on: StreamHandle) -> Result<Option<u64>> {
         let Some(ask) = self.api.stream_id else { return Ok(None) };
         let _current = self.relaxed()?;

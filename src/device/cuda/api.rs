@@ -1,16 +1,16 @@
 //! The driver's entry points that the crate calls, looked up one by one.
 //!
-//! The crate does not use cudarc's bindings, for these reasons: cudarc panics where libcuda, or one symbol of it, is
-//! missing; it takes results as a Rust enum straight from the driver, so a code newer than its bindings is undefined
-//! behaviour; its own lookup exists in only one of its link modes, which the program chooses, not this crate; and it
-//! needs a newer Rust than this crate does. Here a missing library or a missing required call is an error with its
-//! name, a missing optional call is `None`, and a result is a number. The handles are the same pointers in both crates.
+//! The crate does not use cudarc's bindings: cudarc panics where libcuda or a symbol of it is
+//! missing; it takes results from the driver as a Rust enum, so a newer code is undefined
+//! behaviour; its own lookup exists in only one of its link modes, which the program chooses; and
+//! it needs a newer Rust. Here a missing library or required call is an error with its name, a
+//! missing optional call is `None`, and a result is a number. Both crates' handles are the same.
 //!
 //! # Which library
 //!
-//! `libcuda.so.1`, as the system's loader finds it. The environment variable `PINPOOL_LIBCUDA` names another one, for
-//! systems with the driver in an odd place and for tests; then nothing else is tried. It is read once in a process. A
-//! library that was loaded is never unloaded.
+//! `libcuda.so.1`, as the system's loader finds it. The environment variable `PINPOOL_LIBCUDA`
+//! names another one, for systems with the driver in an odd place and for tests; then nothing else
+//! is tried. It is read once in a process. A loaded library is never unloaded.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -30,7 +30,7 @@ pub(crate) type CUuserObject = *mut c_void;
 pub(crate) type CUmodule = *mut c_void;
 pub(crate) type CUfunction = *mut c_void;
 
-/// How the copies of a batch are made: cuda.h's `CUmemcpyAttributes`. Each location is a type and a number.
+/// How the copies of a batch are made: `CUmemcpyAttributes`. A location is a type and a number.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct CUmemcpyAttributes {
@@ -63,17 +63,17 @@ impl CudaCode {
     pub(crate) const DEINITIALIZED: Self = Self(4);
     pub(crate) const NOT_READY: Self = Self(600);
 
-    /// The class of the error. The numbers are those of cuda.h; one that is not listed concerns the one call only.
+    /// The error's class, by the numbers of cuda.h; any other one concerns the one call only.
     pub(crate) fn class(self) -> ErrorClass {
         match self.0 {
-            // Out of memory; device taken by another process; the node's services still starting; too many clients; not
-            // ready; a launch that waited too long for a capture to go on.
+            // Out of memory; device taken by another process; the node's services still starting;
+            // too many clients; not ready; a launch that waited too long for a capture to go on.
             2 | 46 | 600 | 802 | 807..=809 | 909 => ErrorClass::Transient,
             // Not initialised, and deinitialised: a process that ends, or the child of a fork.
             3 | 4 => ErrorClass::DriverShutdown,
             900..=908 => ErrorClass::Capture,
-            // Memory and link errors of the hardware, a destroyed context, every error that ends a kernel, and the loss
-            // of the service between the process and the device.
+            // Memory and link errors of the hardware, a destroyed context, every error that ends a
+            // kernel, and the loss of the service between the process and the device.
             214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 => ErrorClass::DeviceLost,
             _ => ErrorClass::Argument,
         }
@@ -137,8 +137,8 @@ entry_points! {
     );
     }
     optional {
-    /// 12.8: many copies by one call. Targets, sources, lengths, their number; attributes, the first copy of each,
-    /// their number; the place where the call failed; the stream.
+    /// 12.8: many copies by one call. Targets, sources, lengths, their number; attributes, the
+    /// first copy of each, their number; the place where the call failed; the stream.
     copy_batch = "cuMemcpyBatchAsync": fn(
         *mut CUdeviceptr, *mut CUdeviceptr, *mut usize, usize,
         *mut CUmemcpyAttributes, *mut usize, usize, *mut usize, CUstream,
@@ -147,7 +147,7 @@ entry_points! {
     function_load = "cuFuncLoad": fn(CUfunction);
     /// 12.0. A stream's number, which no other stream of the process has or had.
     stream_id = "cuStreamGetId": fn(CUstream, *mut u64);
-    /// 11.3, and not declared in CUDA 13's header any more: status, id, graph, dependencies and their number.
+    /// 11.3, and missing in CUDA 13's header: status, id, graph, dependencies and their number.
     capture_info_v2 = "cuStreamGetCaptureInfo_v2": fn(
         CUstream, *mut c_uint, *mut u64, *mut CUgraph, *mut *const c_void, *mut usize,
     );
@@ -155,7 +155,7 @@ entry_points! {
     capture_info_v3 = "cuStreamGetCaptureInfo_v3": fn(
         CUstream, *mut c_uint, *mut u64, *mut CUgraph, *mut *const c_void, *mut *const c_void, *mut usize,
     );
-    /// 11.3, and the two below: an object that graphs keep, with a callback for when no graph keeps it any more.
+    /// 11.3, and the two below: an object of graphs, with a callback when no graph keeps it.
     user_object_create = "cuUserObjectCreate": fn(
         *mut CUuserObject, *mut c_void, unsafe extern "C" fn(*mut c_void), c_uint, c_uint,
     );
@@ -174,11 +174,11 @@ pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'s
 }
 
 impl CudaApi {
-    /// The driver of the device with this number, initialised: the one of this machine, which is loaded once, or one
-    /// that the program has installed. `None`: the number is not known yet.
+    /// The initialised driver of the device with this number: the one of this machine, which is
+    /// loaded once, or one that the program has installed. `None`: the number is not known yet.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
+    /// As for [opening a device](Error#opening-a-device).
     pub(crate) fn get(device: &str, ordinal: Option<u32>) -> Result<&'static Self> {
         static CUDA_API: OnceLock<std::result::Result<CudaApi, String>> = OnceLock::new();
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
@@ -189,7 +189,7 @@ impl CudaApi {
                 loaded.as_ref().map_err(|why| unavailable(why.clone()))?
             }
         };
-        // Each time: after a success it costs nothing, and after a failure the cause may have been mended.
+        // Each time: after a success it costs nothing, and a failure may have been mended.
         api.start().map_err(unavailable)?;
         gate::watch_exit();
         Ok(api)
@@ -239,7 +239,7 @@ impl CudaApi {
         type Ask = unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode;
         let ask = |entry: Entry<Ask>| {
             let mut text: *const c_char = std::ptr::null();
-            // SAFETY: the call writes null or a string of the library's to `text`, and the library is never unloaded.
+            // SAFETY: writes null or a string of the library's, which is never unloaded, to `text`.
             unsafe {
                 entry.call(code, &raw mut text);
                 (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
@@ -252,7 +252,7 @@ impl CudaApi {
         }
     }
 
-    /// The code, the driver's words for it, and what to do when a device cannot be opened because of it.
+    /// The code, the driver's words, and what to do where it keeps a device from being opened.
     fn explain(&self, code: CudaCode) -> String {
         let remedy = match code.0 {
             34 => {

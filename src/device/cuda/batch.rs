@@ -1,30 +1,30 @@
 //! Many copies by one call: `cuMemcpyBatchAsync`.
 //!
-//! A small copy costs some 2.5 us as a call of its own, and 0.3 us in a batch. The driver's conditions (driver API
-//! manual on the call) are kept by the callers and here: a stream of the crate's, never the default one and never
-//! captured; no length of zero; no copy that depends on another copy of the batch.
+//! A small copy costs some 2.5 us as a call of its own, and 0.3 us in a batch. The callers and this
+//! module keep the driver's conditions (driver API manual): a stream of the crate's, never the
+//! default one and never captured; no length of zero; no copy depends on another one of the batch.
 //!
-//! The call has two forms. That of CUDA 12.8, which later drivers have as well, also says where it failed. The place is
-//! not used: after an error it is unknown which copies of the batch were submitted, so each is submitted again by
-//! itself. A copy that runs twice writes the same bytes twice, since its source is not written meanwhile; and each
-//! error then belongs to one copy.
+//! The call has two forms. That of CUDA 12.8, which later drivers have as well, also says where it
+//! failed. That is not used: after an error it is unknown which copies were submitted, so each is
+//! submitted again by itself. A copy that runs twice writes the same bytes twice, since its source
+//! is not written meanwhile; and each error then belongs to one copy.
 //!
-//! Short uploads come first in a call. Where the stream has nothing to do, the driver writes an upload of less than 32
-//! KiB itself, inside of the call, when the copies before it are complete: two copies of 2 MiB and one of 2 KiB are a
-//! call of 93 us, and 9 us with the short one first (H200, driver 580).
+//! Short uploads come first in a call. On an idle stream the driver itself writes an upload of less
+//! than 32 KiB, inside of the call, when the copies before it are complete: two copies of 2 MiB and
+//! one of 2 KiB are a call of 93 us, and 9 us with the short one first (H200, driver 580).
 //!
-//! The call takes addresses and no kinds of memory. Where registered memory has another address on the device than on
-//! the host (`CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` is 0: WSL2), the host's address is an illegal one there, and the
-//! device is lost (sglang issue 40232). The calls for one copy say which side is host memory, and the driver
-//! translates. So there each copy from or to the host is a call of its own.
+//! The call takes addresses and no kinds of memory. Where registered memory has another address on
+//! the device (`CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` is 0: WSL2), the host's address is illegal
+//! there, and the device is lost (sglang issue 40232). The calls for one copy say which side is
+//! host memory, and the driver translates. So there each such copy is a call of its own.
 //!
-//! Calls from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by a later call, and
-//! "invalid or corrupted push buffer stream" (Xid 32) in the kernel's log. Seen on driver 580.159 with H200 and H100.
-//! While nine threads moved 3.5 GiB in calls of 64 copies of 16 KiB, the device was lost in 15 of 15 runs; with calls
-//! of 32 and 16 copies in 3 of 4; with one call at a time in none of 3, whatever else the threads submitted meanwhile
-//! (`benches/results/current/batches.txt`). So a lock of the context lets one thread in. It is the only
-//! lock of the crate under which a driver is called. A call of 64 copies takes some 20 us, and one of more would keep
-//! others that much longer, for little.
+//! Calls from several threads at once can lose the device: `CUDA_ERROR_LAUNCH_FAILED`, reported by
+//! a later call, and "invalid or corrupted push buffer stream" (Xid 32) in the kernel's log. Seen
+//! on driver 580.159 with H200 and H100. While nine threads moved 3.5 GiB in calls of 64 copies of
+//! 16 KiB, the device was lost in 15 of 15 runs; with 32 and 16 copies in 3 of 4; with one call at
+//! a time in none of 3, whatever else was submitted (`benches/results/current/batches.txt`). So a
+//! lock of the context lets one thread in: the only lock of the crate under which a driver is
+//! called. A call of 64 copies takes some 20 us; one of more would keep others longer, for little.
 
 use std::cell::RefCell;
 use std::ffi::c_int;
@@ -78,7 +78,7 @@ impl Lists {
             |transfer: &&Transfer| matches!(transfer, Transfer::Upload { len, .. } if *len < SHORT);
         let long = transfers.iter().filter(|transfer| !is_short(transfer));
         for transfer in transfers.iter().filter(is_short).chain(long) {
-            // All addresses are one space (driver API manual, "Unified Addressing"), or all of these are the device's.
+            // All are in one space (driver API manual, "Unified Addressing"), or the device's.
             let (source, target, len) = match *transfer {
                 Transfer::Upload { src, dst, len } => (src.expose_provenance() as u64, dst.0, len),
                 Transfer::Download { src, dst, len } => (src.0, dst.expose_provenance() as u64, len),
@@ -94,8 +94,8 @@ impl Lists {
     }
 }
 
-/// Whether the outcome of one call for so many copies is final: the call was accepted, or the device is lost. After
-/// any other error the copies are to be submitted one by one.
+/// Whether a call for so many copies is final: it was accepted, or the device is lost. After any
+/// other error each copy is submitted by itself.
 pub(super) fn concluded(
     device: &str,
     said: Result<()>,
@@ -133,7 +133,7 @@ impl Cuda {
             Ok(current) => current,
             Err(error) => return Some(Err(error)),
         };
-        // One set of attributes for all copies, from the first on. The driver finds out by itself where memory lies.
+        // One set of attributes for all copies. The driver finds out by itself where memory lies.
         let mut attributes =
             CUmemcpyAttributes { source_order: IN_STREAM_ORDER, source: [0; 2], target: [0; 2], flags: 0 };
         let mut first = 0;
@@ -167,7 +167,7 @@ mod tests {
     use crate::device::DevicePtr;
     use crate::error::{DeviceError, ErrorClass};
 
-    /// A lost device ends all copies of a call with its error. After other errors each copy is submitted by itself.
+    /// A lost device ends all copies of a call. After other errors each is submitted by itself.
     #[test]
     fn a_lost_device_is_asked_no_more() {
         let error = |class| {

@@ -1,14 +1,14 @@
 //! Graphs that keep the buffers that they use.
 //!
-//! A captured kernel or copy uses its buffer with each launch of the graph, so the buffer is needed for as long as the
-//! graph, its executable forms and their launches exist. The driver counts these itself for *user objects*
-//! (`cuUserObjectCreate`, CUDA 11.3): a graph's reference is inherited by everything that is made from the graph, and
-//! after the last one is released the driver calls back, on a thread of its own. No driver call is allowed there, so
-//! the callback only runs [`GraphEnd`], which sends the buffers to one of the crate's threads.
+//! A captured kernel or copy uses its buffer with each launch, so the buffer is needed for as long
+//! as the graph, its executable forms and their launches exist. The driver counts these for *user
+//! objects* (`cuUserObjectCreate`, CUDA 11.3): everything that is made from a graph inherits its
+//! reference, and after the last release the driver calls back, on a thread of its own. No driver
+//! call is allowed there, so the callback only runs [`GraphEnd`], which sends the buffers on.
 //!
-//! The graph gets a reference of its own (the crate's is not moved to it by `CU_GRAPH_USER_OBJECT_MOVE`), and the crate
-//! releases its reference in any case. So nothing is released twice where the driver reports an error for a call that
-//! it has carried out.
+//! The graph gets a reference of its own (not the crate's, as by `CU_GRAPH_USER_OBJECT_MOVE`), and
+//! the crate releases its reference in any case. So nothing is released twice where the driver
+//! reports an error for a call that it has carried out.
 
 use std::ffi::{c_uint, c_void};
 
@@ -18,7 +18,7 @@ use crate::device::{GraphEnd, StreamHandle};
 use crate::error::{Error, Result};
 use crate::foreign;
 
-/// cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which must be given: the program cannot wait for the destructor.
+/// cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which is required: none can wait for the call.
 const NO_DESTRUCTOR_SYNC: c_uint = 1;
 /// cuda.h: CU_STREAM_CAPTURE_STATUS_ACTIVE.
 const ACTIVE: c_uint = 1;
@@ -27,12 +27,12 @@ const ACTIVE: c_uint = 1;
 unsafe extern "C" fn graph_ended(object: *mut c_void) {
     // SAFETY: `keep` made the object out of such a box, and the driver calls this once.
     let ended = unsafe { Box::from_raw(object.cast::<GraphEnd>()) };
-    // Unwinding into the driver would be undefined behaviour. After a panic the driver needs no answer.
+    // Unwinding into the driver would be undefined behaviour. After a panic it needs no answer.
     _ = foreign::survive("the end of a graph could not be reported: its buffers are leaked", ended);
 }
 
 impl Cuda {
-    /// The graph of the capture that a stream is in, if it is in one that is active. A spoiled one is not.
+    /// The graph of the active capture that a stream is in. A spoiled capture is not active.
     fn captured_graph(&self, on: StreamHandle) -> Result<Option<CUgraph>> {
         let (mut status, mut id): (c_uint, u64) = (0, 0);
         let mut graph: CUgraph = std::ptr::null_mut();
@@ -40,10 +40,10 @@ impl Cuda {
         let mut count = 0_usize;
         let _current = self.current()?;
         let (v2, v3) = (self.api.capture_info_v2, self.api.capture_info_v3);
-        // Every argument is given: without a place for the edges the call fails where there are any.
+        // Every argument is given: without a place for edges the call fails where there are any.
         if let Some(ask) = v3 {
-            // SAFETY: a stream that is alive, and places for all results. The lists stay the driver's, and are not
-            // read.
+            // SAFETY: a stream that is alive, and places for all results. The lists stay the
+            // driver's, and are not read.
             let code = unsafe {
                 ask.call(
                     stream(on),
@@ -92,9 +92,9 @@ impl Cuda {
             // SAFETY: there is no object, so the callback never takes the box.
             drop(unsafe { Box::from_raw(boxed) });
         })?;
-        // SAFETY: the graph of an active capture may be given references, by the manual on cuStreamGetCaptureInfo.
+        // SAFETY: an active capture's graph may get references (manual on cuStreamGetCaptureInfo).
         let retained = self.said("cuGraphRetainUserObject", unsafe { retain.call(graph, object, 1, 0) });
-        // SAFETY: the reference that the object was made with. Where the graph has none, the callback comes now.
+        // SAFETY: the reference of the creation. Where the graph has none, the callback comes now.
         let released = self.said("cuUserObjectRelease", unsafe { release.call(object, 1) });
         if let Err(error) = released {
             crate::foreign::warn!(

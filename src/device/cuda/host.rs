@@ -2,25 +2,26 @@
 //!
 //! # Registering
 //!
-//! `cuMemHostRegister` takes ranges that start and end anywhere, refuses those that overlap a registered one by a byte,
-//! and allows two on one page. A copy that starts in one registration and ends outside of it is refused, even where
-//! another registration begins: so a range that is copied in one piece is registered in one piece. Every range is
-//! registered as portable, that is, for every context of the process.
+//! `cuMemHostRegister` takes ranges that start and end anywhere, refuses those that overlap a
+//! registered one, and allows two on one page. A copy that leaves one registration is refused, even
+//! into the next one: so a range that is copied in one piece is registered in one piece. Every
+//! range is registered as portable, that is, for every context of the process.
 //!
-//! No flag asks for a mapping into the device's address space. Where addresses are unified, as they are on every
-//! platform that this crate supports, all registered memory is mapped (runtime API manual, `cudaHostRegisterDefault`;
-//! seen on driver 580).
+//! No flag asks for a mapping into the device's address space. Where addresses are unified, as they
+//! are on every platform that this crate supports, all registered memory is mapped (runtime API
+//! manual, `cudaHostRegisterDefault`; seen on driver 580).
 //!
 //! # Refusals
 //!
-//! The driver says little about why it refuses: code 1 stands for a range that is not mapped, for one that cannot be
-//! written to, for a shared mapping of a file whose file system does not let its pages be pinned for writing (ext4 and
-//! its like on newer kernels; memory file systems do), and for memory that the driver allocated. The error lists the
-//! remedies. Of memory that the crate has mapped itself none of that can be true. Drivers say 1 of it, too, where pages
-//! cannot be pinned at the moment, and the same call succeeds later (sglang issues 7666 and 39744, 1Cat-vLLM 598).
+//! The driver says little about why it refuses: code 1 stands for a range that is not mapped, one
+//! that cannot be written to, a shared mapping of a file whose file system does not let its pages
+//! be pinned for writing (ext4 and its like on newer kernels; memory file systems do), and for
+//! memory of the driver. The error lists the remedies. For memory that the crate has mapped, 1
+//! means that pages cannot be pinned now; the call succeeds later (sglang issues 7666 and 39744,
+//! 1Cat-vLLM 598).
 //!
-//! On machines in confidential-computing mode `cuMemHostRegister` always answers 801, and `cuMemHostAlloc` works (vLLM
-//! issue 55428).
+//! On machines in confidential-computing mode `cuMemHostRegister` always answers 801, and
+//! `cuMemHostAlloc` works (vLLM issue 55428).
 
 use std::ffi::c_int;
 

@@ -12,30 +12,30 @@
 //! | `pointers.rs` | the check of memory that the crate did not allocate |
 //! | `adopt.rs`, `graph.rs` | contexts and streams that the program made; buffers tied to a captured graph |
 //!
-//! The crate calls this through [`Driver`]. The public modules `cuda` and `cudarc` also call what only CUDA has: by
-//! [`Driver::as_any`] they get the [`Cuda`] itself.
+//! The crate calls this through [`Driver`]. The public modules `cuda` and `cudarc` also call what
+//! only CUDA has: by [`Driver::as_any`] they get the [`Cuda`] itself.
 //!
 //! # Contexts
 //!
-//! The crate works in the device's primary context, the one that the runtime API, cudarc and the frameworks use too. It
-//! is retained when the device is opened, and released after the last reference to the driver is dropped. A context
-//! that the program made can be [adopted](adopt()) instead; the crate never destroys that. On the crate's own threads
-//! the context is always current. On other threads each call pushes it, unless it is current already, and pops it
-//! again, so the caller's context is as it was. The two calls that are made most often do without, since sixteen
-//! threads that push and pop take 1.7 us each (H100, driver 580): `cuEventQuery` and `cuStreamIsCapturing` take the
+//! The crate works in the device's primary context, the one that the runtime API, cudarc and the
+//! frameworks use too. It is retained when the device is opened, and released after the driver's
+//! last reference. A context of the program's can be [adopted](adopt()) instead, and is never
+//! destroyed. It is always current on the crate's threads. Elsewhere each call pushes it, unless it
+//! is current, and pops it. The two most frequent calls do without, since sixteen threads that push
+//! and pop take 1.7 us each (H100, driver 580): `cuEventQuery` and `cuStreamIsCapturing` take the
 //! context of their handle, and name no error of a context in the driver API manual.
 //!
 //! # Captures
 //!
-//! While any thread captures a graph in global mode, many calls are forbidden to every thread and would spoil the
-//! capture (CUDA says: invalidate it); a query of an event is one of them. In relaxed mode a thread declares that its
-//! calls have nothing to do with any capture. The crate's threads are in that mode all the time, and others for the
-//! length of a call that needs it.
+//! While any thread captures a graph in global mode, many calls are forbidden to every thread and
+//! would spoil the capture (CUDA says: invalidate it); a query of an event is one of them. In
+//! relaxed mode a thread declares that its calls have nothing to do with any capture. The crate's
+//! threads are in that mode all the time, and others for the length of a call that needs it.
 //!
 //! # What is leaked
 //!
-//! Where the driver has shut down first (a process that exits, a fork), the crate calls nothing any more and leaves
-//! everything as it is.
+//! Where the driver has shut down first (a process that exits, a fork), the crate calls nothing any
+//! more and leaves everything as it is.
 
 mod adopt;
 mod api;
@@ -76,13 +76,13 @@ const DISABLE_TIMING: u32 = 2;
 /// cuda.h: CU_STREAM_CAPTURE_MODE_RELAXED.
 const RELAXED: u32 = 2;
 
-/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: host and device may use managed memory at the same time.
+/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: both may use managed memory at once.
 const CONCURRENT_MANAGED_ACCESS: c_int = 89;
 /// cuda.h: CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, from CUDA 12.2 on.
 const HOST_NUMA_ID: c_int = 134;
 
 thread_local! {
-    /// Whether this is one of the crate's threads, which has the context current and never leaves relaxed mode.
+    /// Whether the crate's: with the context current and in relaxed mode, always.
     static CUDA_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -96,7 +96,7 @@ pub(crate) struct Cuda {
     device: CUdevice,
     context: CUcontext,
     numa_node: Option<u32>,
-    /// Whether this is the device's primary context, which the crate has retained once. Another one is the program's.
+    /// Whether it is the primary context, which the crate has retained once; else the program's.
     primary: bool,
     /// Whether batches of copies can have addresses of host memory: see [`batch`].
     host_batches: bool,
@@ -117,8 +117,7 @@ unsafe impl Sync for Cuda {}
 /// Opens GPU `ordinal`, counted as the driver counts those that the process may see.
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable driver or without any GPU, [`Error::UnknownDevice`] for a bad ordinal, and
-/// what the driver says where it cannot make a context.
+/// As for [opening a device](Error#opening-a-device).
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("cuda:{ordinal}").into();
     let api = CudaApi::get(&name, Some(ordinal))?;
@@ -165,8 +164,8 @@ fn pci_address(api: &CudaApi, device: CUdevice) -> Option<String> {
     Some(bus.to_str().ok()?.to_ascii_lowercase())
 }
 
-/// The most bytes that one registration may have. The kernel module fails from 512 GiB on (its list of pages outgrows
-/// what it can allocate in one piece), and Linux 6.11 to 6.13 fails from 2 GiB on.
+/// The most bytes of one registration. The kernel module fails from 512 GiB on (its list of pages
+/// outgrows one piece), and Linux 6.11 to 6.13 fails from 2 GiB on.
 fn longest_pin(kernel: Option<(u32, u32)>) -> usize {
     match kernel {
         Some((6, 11..=13)) => 1 << 30,
@@ -191,21 +190,21 @@ fn exchange_mode(api: &CudaApi, mut mode: u32) -> Option<u32> {
     (code == CudaCode::SUCCESS).then_some(mode)
 }
 
-/// While this exists, the crate's context is current on this thread. Its drop restores the caller's context and capture
-/// mode.
+/// While this exists, the crate's context is current on this thread. Its drop restores the caller's
+/// context and capture mode.
 #[must_use]
 struct CudaCurrent<'a> {
     api: &'a CudaApi,
     pushed: bool,
     /// The caller's capture mode, where it was changed.
     mode: Option<u32>,
-    /// Dropped last: the process's exit waits for all of it. `None`: the exit has begun, and every call is refused.
+    /// Dropped last: the process's exit waits for it. `None`: it has begun, and refuses every call.
     _pass: Option<Pass>,
 }
 
 impl<'a> CudaCurrent<'a> {
-    /// Relaxed mode, for calls that a capture on another thread could forbid, or that could spoil it. `pushed`: whether
-    /// the caller has pushed a context, which the drop is to pop.
+    /// Relaxed mode, for calls that a capture on another thread could forbid, or that could spoil
+    /// it. `pushed`: whether the drop pops a context that the caller has pushed.
     fn relaxed(api: &'a CudaApi, pushed: bool) -> Self {
         let mut current = Self { api, pushed, mode: None, _pass: exit::pass() };
         current.relax();
@@ -275,13 +274,13 @@ impl Cuda {
         self.said("cuCtxGetCurrent", unsafe { self.api.ctx_get.call(&raw mut current) })?;
         let pushed = current != self.context;
         if pushed {
-            // SAFETY: the retained primary context, or an adopted one that stays alive until this is dropped.
+            // SAFETY: the retained primary context, or an adopted one that outlives this.
             self.said("cuCtxPushCurrent", unsafe { self.api.ctx_push.call(self.context) })?;
         }
         Ok(CudaCurrent { api: self.api, pushed, mode: None, _pass: pass })
     }
 
-    /// Makes this context current, for a call that a capture on another thread could forbid, or that could spoil it.
+    /// Makes this context current, for a call that a capture elsewhere could forbid or suffer from.
     fn relaxed(&self) -> Result<CudaCurrent<'_>> {
         let mut current = self.current()?;
         current.relax();
@@ -319,8 +318,8 @@ impl Driver for Cuda {
 
     fn enter_thread(&self) {
         let _pass = exit::pass();
-        // Where one of these fails the thread is like any other, and each call sets its context and mode itself.
-        // SAFETY: the retained primary context, or an adopted one that stays alive until this is dropped.
+        // After a failure the thread is like any other: each call sets context and mode itself.
+        // SAFETY: the retained primary context, or an adopted one that outlives this.
         if unsafe { self.api.ctx_set.call(self.context) } != CudaCode::SUCCESS {
             return;
         }
@@ -375,7 +374,7 @@ impl Driver for Cuda {
 
     unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
         let _current = self.relaxed()?;
-        // Where the device does not know the flag, memory that can be written to is registered without it.
+        // Where the device lacks the flag, memory that can be written to is registered without it.
         let flags = match read_only && self.has(READ_ONLY_REGISTER)? {
             true => REGISTER_PORTABLE | REGISTER_READ_ONLY,
             false => REGISTER_PORTABLE,
@@ -428,7 +427,7 @@ impl Driver for Cuda {
         let _current = self.relaxed()?;
         match kind {
             HostKind::Locked(_) => {
-                // SAFETY: the caller promises that it is host memory of the driver's, freed once and not in use.
+                // SAFETY: the caller promises host memory of the driver's, freed once, unused.
                 self.said("cuMemFreeHost", unsafe { self.api.host_free.call(base.as_ptr().cast()) })
             }
             HostKind::Managed => {
@@ -515,8 +514,8 @@ impl Driver for Cuda {
         let (api, stream) = (self.api, stream(handle));
         match transfer {
             Transfer::Upload { src, dst, len } => {
-                // SAFETY: the caller promises the source; the target is within an allocation that the copy's handle
-                // keeps.
+                // SAFETY: the caller promises the source; the target is within an allocation that
+                // the copy's handle keeps.
                 self.said("cuMemcpyHtoDAsync", unsafe {
                     api.copy_to_device.call(dst.0, src.cast(), len, stream)
                 })
@@ -532,10 +531,10 @@ impl Driver for Cuda {
                 self.said("cuMemcpyDtoDAsync", unsafe { api.copy_on_device.call(dst.0, src.0, len, stream) })
             }
             Transfer::OnHost { src, dst, len } => {
-                // `cuMemcpyAsync` would keep the caller for as long: between host memory it is "fully synchronous with
-                // respect to the host" (driver API manual, "API synchronization behavior").
+                // `cuMemcpyAsync` would take as long: it is "fully synchronous with respect to the
+                // host" here (driver API manual, "API synchronization behavior").
                 self.synchronize(handle)?;
-                // SAFETY: the caller promises both ranges, and the stream's earlier work is complete.
+                // SAFETY: the caller promises both ranges; the stream's earlier work is complete.
                 unsafe { dst.copy_from_nonoverlapping(src, len) };
                 Ok(())
             }
@@ -566,8 +565,8 @@ impl Driver for Cuda {
                 continue;
             }
             for (place, transfer) in call.iter().enumerate() {
-                // SAFETY: the caller's promise covers each transfer. A copy that an earlier call may have submitted
-                // writes the same bytes again.
+                // SAFETY: the caller's promise covers each transfer. A copy that an earlier call
+                // may have submitted writes the same bytes again.
                 if let Err(error) = unsafe { self.copy(handle, *transfer) } {
                     failed(place, error);
                 }
@@ -587,7 +586,7 @@ impl Driver for Cuda {
     unsafe fn copy_blocking(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
         // One pass for both: the process's exit waits until the copy is complete.
         let _pass = exit::pass();
-        // SAFETY: the caller's promise holds until this returns, and `wait_out` waits until the copy is complete.
+        // SAFETY: the caller's promise holds until this returns, and `wait_out` waits for the copy.
         let copied = unsafe { self.copy(handle, transfer) };
         // After an error too: the copy may be under way all the same.
         wait_out(&self.name, || self.synchronize(handle)).and(copied)
@@ -631,7 +630,7 @@ impl Driver for Cuda {
     }
 
     fn capturing(&self, on: StreamHandle) -> Result<bool> {
-        // The default streams are those of the current context. Other handles say which context they are of.
+        // The default streams are those of the current context. Other handles name their context.
         let _current = (on.0 <= adopt::PER_THREAD as u64).then(|| self.current()).transpose()?;
         let mut status: u32 = 0;
         // SAFETY: a stream that is alive, and a place for a number.
@@ -654,7 +653,7 @@ impl Drop for Cuda {
         let (api, device, primary) = (self.api, self.device, self.primary);
         // A number, so that the closure can go to another thread.
         let (context, kernels) = (self.context as usize, kernels);
-        // The calls may block. On one of the crate's own threads they are made right here, else on a thread of its own.
+        // The calls may block. One of the crate's threads makes them here, else one of its own.
         self.ending.end(&self.name, CUDA_THREAD.get(), move || {
             if let Some(kernels) = kernels {
                 kernels.unload(api, context as CUcontext);
@@ -663,8 +662,8 @@ impl Drop for Cuda {
                 return true;
             }
             let _relaxed = CudaCurrent::relaxed(api, false);
-            // After an error the driver is shutting down, and nothing is left to do. SAFETY: retained once when this
-            // was made.
+            // After an error the driver is shutting down, and nothing is left to do. SAFETY:
+            // retained once when this was made.
             unsafe { api.primary_release.call(device) == CudaCode::SUCCESS }
         });
     }

@@ -1,16 +1,16 @@
 //! The check of an address that the crate did not allocate.
 //!
-//! One call answers it: `cuPointerGetAttributes`, which unlike `cuPointerGetAttribute` does not fail for an address
-//! that the driver does not know. (Seen on driver 580: for such an address it returns success, gives no type, and
-//! leaves the range as it was.) An unknown address is one of three things. Ordinary host memory is found in the
-//! process's own table of mappings. Otherwise the memory was freed, or it came from a kernel's `malloc`: the driver
-//! owns that heap as a whole and does not know its parts, and no copy call accepts them. These two look the same from
-//! outside, so the error names both.
+//! One call answers it: `cuPointerGetAttributes`, which unlike `cuPointerGetAttribute` does not
+//! fail for an unknown address. (Seen on driver 580: it then returns success, gives no type, and
+//! leaves the range as it was.) An unknown address is one of three things. Ordinary host memory is
+//! found in the process's own table of mappings. Otherwise the memory was freed, or it came from a
+//! kernel's `malloc`: the driver owns that heap as a whole and does not know its parts, and no copy
+//! call accepts them. These two look the same, so the error names both.
 //!
-//! The type of memory is that of cuda.h's `CUmemorytype`. Managed memory has the type `POINTER_DEVICE` and an attribute
-//! of its own. Memory of pools and of `cuMemMap` belongs to no context (null), and may be used in any context of its
-//! device. For `cuMemMap` the driver gives the whole reservation as the range, mapped or not: a copy to a part that is
-//! not mapped fails later.
+//! The type of memory is that of cuda.h's `CUmemorytype`. Managed memory has the type
+//! `POINTER_DEVICE` and an attribute of its own. Memory of pools and of `cuMemMap` belongs to no
+//! context (null), and may be used in any of its device. For `cuMemMap` the driver gives the whole
+//! reservation as the range, mapped or not: a copy to an unmapped part fails later.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -58,7 +58,7 @@ impl Cuda {
             (&raw mut found.size).cast(),
         ];
         let _current = self.relaxed()?;
-        // SAFETY: as many names as places, and each place is of the type that cuda.h gives for its name.
+        // SAFETY: as many names as places, each place of the type that cuda.h gives for its name.
         let code = unsafe {
             self.api.pointer_attributes.call(names.len() as c_uint, names.as_ptr(), places.as_ptr(), ptr.0)
         };

@@ -1,8 +1,8 @@
 //! Closing a device: [`Device::close`].
 //!
-//! Each thing gives back its own when it is dropped, on the device's region thread. So `close` drops one handle and
-//! waits for the end of the driver itself ([`crate::device::ending`]), which comes after all others. The counts are
-//! looked at only for the report, and to find out whether waiting can help at all.
+//! Each thing gives back its own when it is dropped, on the device's region thread. So `close`
+//! drops one handle and waits for the end of the driver itself ([`crate::device::ending`]). The
+//! counts are looked at only for the report, and to find out whether waiting can help at all.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -19,32 +19,32 @@ use crate::stream::timeline::reaper::Listing;
 /// The time between two looks at whether waiting can help at all.
 const CLOSE_POLL: Duration = Duration::from_millis(20);
 
-/// What keeps a device open, or could not be given back: see [`Device::close`]. `Display` gives it in one line.
+/// What keeps a device open, or could not be given back: see [`Device::close`].
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct HeldBy {
-    /// The number of handles to the device: each [`Device`], and those in every [`Stream`](crate::Stream),
-    /// [`Pool`](crate::Pool) and [`Copier`](crate::Copier).
+    /// The number of handles to the device: each [`Device`], and those in every
+    /// [`Stream`](crate::Stream), [`Pool`](crate::Pool) and [`Copier`](crate::Copier).
     pub handles: usize,
     /// The number of streams, adopted ones included.
     pub streams: usize,
     /// The number of streams on which something is in flight.
     pub busy_streams: usize,
-    /// The number of buffers that are checked out or in flight and whose memory the device pinned, quarantined ones
-    /// included. [`Pool::stuck`](crate::Pool::stuck) tells of each.
+    /// The number of buffers that are checked out or in flight and whose memory the device pinned,
+    /// also quarantined ones. [`Pool::stuck`](crate::Pool::stuck) tells of each.
     pub buffers: u64,
-    /// The number of quarantined buffers: they never come back, since the device cannot be shown to be done with them.
+    /// The number of quarantined buffers: they never come back.
     pub quarantined: u64,
     /// The bytes of the quarantined buffers.
     pub quarantined_bytes: usize,
-    /// Bytes of device memory that has a handle, or that the device cannot be shown to be done with. The memory of
-    /// [`Device::raw_memory`] counts.
+    /// Bytes of device memory that has a handle, or that the device cannot be shown to be done
+    /// with. The memory of [`Device::raw_memory`] counts.
     pub memory_bytes: usize,
-    /// Bytes of values that are registered ([`Device::register`]), or that could not be unregistered.
+    /// Bytes of values that are, or stay, registered ([`Device::register`]).
     pub registered_bytes: usize,
     /// The number of jobs that the device's region thread has still to do.
     pub jobs: usize,
-    /// The number of things that the driver did not take back, or that the device may still use. Each was logged.
+    /// Things that the driver did not take back or the device may still use. Each was logged.
     pub leaked: u64,
     /// The error that the device was lost with, if it was.
     pub lost: Option<Error>,
@@ -78,9 +78,9 @@ impl fmt::Display for HeldBy {
     }
 }
 
-/// A device that is not closed, or whose driver did not get everything back: the error of [`Device::close`]. It keeps
-/// nothing open, and dropping it changes nothing: the device closes by itself when everything that keeps it open has
-/// ended.
+/// A device that is not closed, or whose driver did not get everything back: the error of
+/// [`Device::close`]. It keeps nothing open, and dropping it changes nothing: the device closes by
+/// itself when everything that keeps it open has ended.
 pub struct CloseError(Box<Closing>);
 
 /// A close that is under way, or is over. It keeps nothing open.
@@ -111,8 +111,8 @@ impl CloseError {
         &self.0.held
     }
 
-    /// Whether the device was let go of all the same: nothing keeps it open and no call follows, but something was
-    /// leaked.
+    /// Whether the device was let go of all the same: nothing keeps it open and no call follows,
+    /// but something was leaked.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.0.ended
@@ -157,7 +157,7 @@ impl std::error::Error for CloseError {}
 
 impl Closing {
     fn look(&mut self) {
-        // A reference that is held for a moment here may be the last one: its drop only sends a job.
+        // A reference that is held for a moment here may be the last: its drop only sends a job.
         let streams = self.listing.known();
         let pools: Vec<_> = self.pools.lock().iter().filter_map(Weak::upgrade).collect();
         self.held = HeldBy {
@@ -201,12 +201,12 @@ impl Closing {
             self.ended = self.holds.wait(end.map_or(poll, |end| end.min(poll)));
             self.look();
             if self.ended {
-                // The job that let go of the device may not have ended, but it has made its last call.
+                // The job that let go of the device may not have ended, but has made its last call.
                 self.held.jobs = 0;
                 let is_clean = self.held.leaked == 0 && self.held.lost.is_none();
                 return if is_clean { Ok(()) } else { Err(CloseError(self)) };
             }
-            // No thread moves a device by hand any more, but a thread in the middle of its last calls goes on.
+            // No thread moves a device by hand any more, but one in its last calls goes on.
             let HeldBy { handles, busy_streams, buffers, memory_bytes, registered_bytes, .. } = self.held;
             let is_kept = handles + busy_streams + memory_bytes + registered_bytes > 0 || buffers > 0;
             // The device may have ended during the look.
@@ -220,29 +220,29 @@ impl Closing {
 }
 
 impl Device {
-    /// Drops this handle and waits, for at most `timeout`, until everything that the device had in its driver was given
-    /// back and the device let go of: memory freed and unpinned, values unregistered, streams and events destroyed, and
-    /// the context released (`cuDevicePrimaryCtxRelease`, `aclrtResetDevice`). A server that wants to leave its driver
-    /// in order calls this before `main` returns and the driver's own exit handlers run.
+    /// Drops this handle and waits, for at most `timeout`, until the driver has everything back and
+    /// the device was let go of: memory freed and unpinned, values unregistered, streams and events
+    /// destroyed, and the context released (`cuDevicePrimaryCtxRelease`, `aclrtResetDevice`). A
+    /// server calls this before `main` returns and the driver's own exit handlers run.
     ///
-    /// **Nothing is closed by force.** A device is open for as long as anything needs it: other handles, those of a
-    /// later [`Device::open`] too, pools, buffers, device memory, copies in flight. So stop what submits,
-    /// [shut the pools down](crate::Pool::shutdown), drop everything that came from the device, and call this last.
-    /// When nothing is left but what never comes back (quarantined buffers, memory that a stream was lost with), the
-    /// call returns at once: such memory keeps the device open until the process ends.
+    /// **Nothing is closed by force.** A device is open for as long as anything needs it: other
+    /// handles, pools, buffers, device memory, copies in flight. So stop what submits, [shut the
+    /// pools down](crate::Pool::shutdown), drop everything that came from the device, and call this
+    /// last. When nothing is left but what never comes back (quarantined buffers, memory that a
+    /// stream was lost with), the call returns at once: that keeps the device open for ever.
     ///
-    /// The call blocks the thread: a task makes it on another one (tokio's `spawn_blocking`). On threads of this crate,
-    /// in a waker, and in the drop of an owner that was left with the crate, it does not wait.
+    /// The call blocks: a task makes it on another thread (`spawn_blocking`). It does not wait on
+    /// threads of this crate, in a waker, and in the drop of an owner that was left with the crate.
     ///
     /// # Ordering
-    /// After `Ok` this crate makes no call for this opening of the device, and every call that it made has returned.
-    /// Owners and values that were left with buffers, streams and memory have been dropped: what the crate's threads
-    /// did for the device *happens before* this returns.
+    /// After `Ok` every call of this crate for this opening of the device has returned, and none
+    /// follows. Owners and values that were left with buffers, streams and memory have been
+    /// dropped: what the crate's threads did for the device *happens before* this returns.
     ///
     /// # Errors
-    /// [`CloseError`] says what keeps the device open, or, where it was let go of ([`CloseError::is_closed`]), what
-    /// could not be given back or that the device was lost. In the child of a fork it comes at once: everything there
-    /// belongs to the parent.
+    /// [`CloseError`] says what keeps the device open, or, where it was let go of
+    /// ([`CloseError::is_closed`]), what could not be given back or that the device was lost. In
+    /// the child of a fork it comes at once: everything there belongs to the parent.
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
         let context = self.context();
         let closing = Box::new(Closing {
@@ -263,8 +263,7 @@ impl Device {
         let _entered = span.enter();
         let until = Instant::now().checked_add(timeout);
         if context.is_by_hand() {
-            // After its last handle is dropped no thread moves the device any more. (`reap` records events, which are
-            // work too.)
+            // No thread moves the device any more. (`reap` records events, which are work too.)
             while (self.reap() | context.advance()) && until.is_none_or(|until| Instant::now() < until) {}
         }
         drop(self);

@@ -1,5 +1,5 @@
-//! The contract's calls ([`Driver`]). Each begins with [`HostDriver::enter`], and checks its arguments. What a call
-//! queues is run by the stream's thread ([`super::node`]).
+//! The contract's calls ([`Driver`]). Each begins with [`HostDriver::enter`], and checks its
+//! arguments. The stream's thread ([`super::node`]) runs what a call queues.
 
 use std::any::Any;
 use std::fmt;
@@ -20,8 +20,8 @@ use crate::foreign::Owned;
 use crate::locks::MutexGuard;
 use crate::os;
 
-/// One opening of a device, as the rest of the crate sees it. When it is dropped, streams that were not destroyed end
-/// without running what they have queued.
+/// One opening of a device, as the rest of the crate sees it. When it is dropped, streams that were
+/// not destroyed end without running what they have queued.
 pub(crate) struct HostDriver {
     node: Arc<Node>,
     name: Arc<str>,
@@ -67,8 +67,8 @@ fn event(handle: EventHandle) -> ManuallyDrop<Arc<AtomicU64>> {
 }
 
 impl HostDriver {
-    /// Every call begins with this: it takes a fault that was armed for the call, refuses the call of a dead device,
-    /// and locks the node. A failure that it returns is for the operation that the call queues.
+    /// Every call begins with this: it takes a fault that was armed for it, refuses it on a dead
+    /// device, and locks the node. A returned failure is for the queued operation.
     fn enter(&self, call: Call) -> Result<(MutexGuard<'_, State>, Option<Failure>)> {
         #[cfg(all(test, not(loom)))]
         self.node.hook.get().into_iter().for_each(|hook| hook(call));
@@ -147,8 +147,8 @@ impl HostDriver {
         Ok(())
     }
 
-    /// A call that destroys something, which `destroy` does. A dead device refuses the call, and lets go of the thing
-    /// all the same.
+    /// A call that destroys something, which `destroy` does. A dead device refuses the call, and
+    /// lets go of the thing all the same.
     fn destroy(&self, call: Call, destroy: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
         let entered = self.enter(call).map(drop);
         let goes = entered.as_ref().map_or_else(Error::is_device_lost, |()| true);
@@ -191,7 +191,7 @@ impl HostDriver {
         })
     }
 
-    /// Queues a function of the program's. Ranges of device memory are named by their addresses and lengths.
+    /// Queues a function of the program's, with ranges of device memory (addresses and lengths).
     pub(crate) fn launch(
         &self,
         stream: StreamHandle,
@@ -207,7 +207,7 @@ impl HostDriver {
         })
     }
 
-    /// Enters a range of host memory, and locks the pages that it is on unless it is managed memory.
+    /// Enters a range of host memory, and locks its pages unless it is managed memory.
     fn lock(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
         let (range, owner) = (range(base, len), (self.device, kind));
         let entered = self.node.state.lock().enter(&range, owner);
@@ -217,7 +217,7 @@ impl HostDriver {
         }
         let (pages, len) = on_pages(base, len);
         os::lock(pages, len).inspect_err(|_| {
-            // Also while a copy uses it: memory that went unpinned is pinned again while buffers are out.
+            // Also while a copy uses it: unpinned memory is pinned again while buffers are out.
             self.node.state.lock().ranges.remove(&range.start);
         })
     }
@@ -266,7 +266,7 @@ impl Driver for HostDriver {
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()> {
         let left = self.enter(Call::FreeHost)?.0.leave(&range(base, len), (self.device, Some(kind)));
         left.or_else(|text| self.refuse(Call::FreeHost, text))?;
-        // SAFETY: mapped when it was allocated, and not in use, as the caller promises. Unmapping unlocks it.
+        // SAFETY: mapped when it was allocated, and by the caller unused. Unmapping unlocks it.
         unsafe { os::unmap(base, len) }
     }
 
@@ -294,7 +294,7 @@ impl Driver for HostDriver {
             return self.unknown(Call::Free, "memory", ptr.0);
         };
         state.units[block.device].used -= block.len;
-        // Unmapping takes time, so no lock is held. The last reference may be that of a queued operation.
+        // Unmapping takes time, so no lock is held. A queued operation may have the last one.
         drop(state);
         drop(block);
         Ok(())
@@ -356,7 +356,7 @@ impl Driver for HostDriver {
     }
 
     fn wait_event(&self, stream: StreamHandle, handle: EventHandle) -> Result<()> {
-        // Relaxed: it is written under the lock where it gets a number; one that has ended is not waited for.
+        // Relaxed: the number is written under the lock; one that has ended is not waited for.
         self.queue(Call::WaitEvent, stream, |_| Ok(Work::Wait(event(handle).load(Ordering::Relaxed))))
     }
 }

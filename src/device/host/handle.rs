@@ -25,7 +25,7 @@ pub struct HostUsage {
     pub allocated_bytes: usize,
     /// Bytes of host memory that the device has pinned.
     pub pinned_bytes: usize,
-    /// Bytes of host memory that the device has allocated itself. Those that are page-locked count as pinned, too.
+    /// Bytes of host memory that the device has allocated; page-locked ones are pinned, too.
     pub host_bytes: usize,
     /// The number of operations queued or running.
     pub queued: usize,
@@ -33,8 +33,8 @@ pub struct HostUsage {
 
 /// A machine with host devices. Clones are the same machine.
 ///
-/// The [module's page](crate::host) says what its devices do. All methods may be called from any thread. In the child
-/// of a fork they do nothing, and report nothing.
+/// The [module's page](crate::host) says what its devices do. All methods may be called from any
+/// thread. In the child of a fork they do nothing, and report nothing.
 ///
 /// ```
 /// # use pinpool::{Device, Pool, Unpinned};
@@ -59,8 +59,7 @@ impl HostNode {
     /// A new node.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) if the configuration makes no sense;
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::Argument`](crate::Error::Argument) if the configuration makes no sense.
     pub fn new(config: HostConfig) -> Result<Self> {
         crate::os::watch_forks()?;
         config.check()?;
@@ -73,15 +72,15 @@ impl HostNode {
         static SYSTEM: OnceLock<HostNode> = OnceLock::new();
         let new = || Self(Node::new(&HostConfig::new()));
         if crate::os::watch_forks().is_err() {
-            // In the child of a fork none is put there: the fork may have copied the cell while another thread of the
-            // parent was filling it.
+            // In the child of a fork none is put there: the fork may have copied the cell while
+            // another thread of the parent was filling it.
             return SYSTEM.get().cloned().unwrap_or_else(new);
         }
         SYSTEM.get_or_init(new).clone()
     }
 
-    /// Looks at the node or changes it. In the child of a fork it does nothing: locks may be held there by threads that
-    /// do not exist.
+    /// Looks at the node or changes it. In the child of a fork it does nothing: locks may be held
+    /// there by threads that do not exist.
     fn with<R: Default>(&self, change: impl FnOnce(&mut State) -> R) -> R {
         if crate::os::forked() { R::default() } else { change(&mut self.0.state.lock()) }
     }
@@ -103,8 +102,8 @@ impl HostNode {
         self.with(|state| state.queued(device as usize))
     }
 
-    /// Arms a fault. It strikes once. Of several that are due for one call, the first armed strikes, and the others
-    /// strike later calls.
+    /// Arms a fault. It strikes once. Of several that are due for one call, the first armed
+    /// strikes, and the others strike later calls.
     pub fn fail(&self, fault: Fault) {
         self.with(|state| state.armed.push(fault));
         self.0.alert.store(true, Ordering::Relaxed);
@@ -115,8 +114,8 @@ impl HostNode {
         self.with(|state| state.armed.drain(..).count())
     }
 
-    /// Begins to record calls to the node's devices, and forgets those recorded before. The record grows with each
-    /// call.
+    /// Begins to record calls to the node's devices, and forgets those recorded before. The record
+    /// grows with each call.
     pub fn start_trace(&self) {
         self.with(|state| state.trace = Some(Vec::new()));
         self.0.alert.store(true, Ordering::Relaxed);
@@ -128,22 +127,22 @@ impl HostNode {
         self.with(|state| state.trace.clone().unwrap_or_default())
     }
 
-    /// Kills the device. When this returns, its copies do not touch host memory any more. The call waits for
-    /// the parts of copies that are under way, 1 MiB at most per stream.
+    /// Kills the device. When this returns, its copies do not touch host memory any more. The call
+    /// waits for the parts of copies that are under way, 1 MiB at most per stream.
     pub fn kill(&self, device: u32) {
         if device < self.devices() {
             self.0.kill(&mut self.0.state.lock(), device as usize, "the device was killed");
         }
     }
 
-    /// Keeps the device's queued operations from running, on all its streams and those made later. Operations that are
-    /// running come to their end.
+    /// Keeps the device's queued operations from running, on all its streams and those made later.
+    /// Operations that are running come to their end.
     pub fn hang(&self, device: u32) {
         self.on(device, |unit| unit.hung = true);
     }
 
-    /// Lets everything on the device run again: it undoes [`hang`](Self::hang), [`hang_stream`](Self::hang_stream) and
-    /// [`Failure::Stall`](super::Failure::Stall).
+    /// Lets everything on the device run again: it undoes [`hang`](Self::hang),
+    /// [`hang_stream`](Self::hang_stream) and [`Failure::Stall`](super::Failure::Stall).
     pub fn resume(&self, device: u32) {
         self.on(device, |unit| {
             unit.hung = false;
@@ -152,14 +151,14 @@ impl HostNode {
         });
     }
 
-    /// Keeps one stream's operations from running. Streams that were not destroyed are counted from 0 in the order in
-    /// which they were created. `false`: there is no such stream.
+    /// Keeps one stream's operations from running. Streams that were not destroyed are counted from
+    /// 0 in the order in which they were created. `false`: there is no such stream.
     pub fn hang_stream(&self, device: u32, nth: usize) -> bool {
         self.hold(device, nth, Some(0))
     }
 
-    /// Undoes [`hang_stream`](Self::hang_stream) and [`Failure::Stall`](super::Failure::Stall) for one stream, counted
-    /// in the same way. `false`: there is no such stream.
+    /// Undoes [`hang_stream`](Self::hang_stream) and [`Failure::Stall`](super::Failure::Stall) for
+    /// one stream, counted in the same way. `false`: there is no such stream.
     pub fn resume_stream(&self, device: u32, nth: usize) -> bool {
         self.hold(device, nth, None)
     }

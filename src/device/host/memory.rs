@@ -1,15 +1,15 @@
 //! Device memory, and the function that moves bytes.
 //!
-//! *Addresses.* A device's memory is a set of mappings of this process, behind addresses that mean nothing to the CPU:
-//! they count upwards, with gaps, and are never used again. So an address that is stale, of another device, or past an
-//! end is refused when a copy is submitted, and hits no other allocation.
+//! *Addresses.* A device's memory is a set of mappings of this process, behind addresses that mean
+//! nothing to the CPU: they count upwards, with gaps, and are never used again. So a stale address,
+//! another device's, or one past an end is refused at submission, and hits no other allocation.
 //!
-//! *Races.* A program may tell two streams to write the same bytes at once. On an accelerator the result is garbage;
-//! here it must not be a data race in the process, since safe code can ask for it. So each MiB of an allocation has a
-//! lock, which a copy holds while it reads or writes there. A copy within the device holds two, in the order of their
-//! addresses.
+//! *Races.* A program may tell two streams to write the same bytes at once. On an accelerator the
+//! result is garbage; here it must not be a data race in the process, since safe code can ask for
+//! it. So each MiB of an allocation has a lock, which a copy holds while it reads or writes there.
+//! A copy within the device holds two, in the order of their addresses.
 //!
-//! *Lifetime.* A queued operation keeps the mapping that it uses, also when the memory is freed before its turn.
+//! *Lifetime.* A queued operation keeps its mapping, also when the memory is freed before.
 
 use std::ops::Range;
 use std::ptr::{NonNull, from_ref};
@@ -66,7 +66,7 @@ pub(super) enum Place {
     Device(Arc<Block>, usize),
 }
 
-// SAFETY: an address, which the submitter promised for any thread that makes the copy (`Driver::copy`).
+// SAFETY: an address, which the submitter promised for any copying thread (`Driver::copy`).
 unsafe impl Send for Place {}
 
 impl Place {
@@ -97,18 +97,18 @@ impl Place {
 /// Copies a part of `len` bytes, from `at` on, and returns its length: 1 MiB at most.
 ///
 /// # Safety
-/// `at` is less than `len`, and both places have `len` bytes. Host memory is valid; nothing else writes it, or touches
-/// it if it is the target.
+/// `at` is less than `len`, and both places have `len` bytes. Host memory is valid; nothing else
+/// writes it, or touches it if it is the target.
 pub(super) unsafe fn copy_part(from: &Place, to: &Place, at: usize, len: usize) -> usize {
     let ((most, first), (room, second)) = (from.part(at), to.part(at));
     let part = most.min(room).min(len - at);
-    // All copies take two locks in the same order, so they cannot deadlock. One lock may be that of both sides.
+    // All copies take two locks in one order: no deadlock. One lock may be that of both sides.
     let order = |lock: Option<&Mutex<()>>| lock.map(from_ref);
     let (first, second) = if order(first) < order(second) { (second, first) } else { (first, second) };
     let _first = first.map(Mutex::lock);
     let _second = second.filter(|_| order(first) != order(second)).map(Mutex::lock);
-    // SAFETY: both sides have `part` bytes from `at` on, which the caller promises. The locks keep other copies away
-    // from device memory, the caller keeps other code away from host memory. Overlapping sides are allowed.
+    // SAFETY: the caller promises `part` bytes from `at` on at both sides, and keeps other code
+    // away from host memory; the locks keep other copies from the device's. Sides may overlap.
     unsafe { std::ptr::copy(from.pointer(at), to.pointer(at), part) };
     part
 }

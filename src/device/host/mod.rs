@@ -1,9 +1,9 @@
 //! The host device, in plain Rust. [`crate::host`] is its page.
 //!
-//! The files, in the order in which to read them. This one: how a node is set up, and what can be made to fail.
-//! `memory`: device memory, and the function that moves bytes. `node`: the machine, the streams' threads, and how a
-//! device dies. `driver`: the contract's calls. `handle`: the public handle to a node. The crate calls this through
-//! `Driver`, and a program through `HostNode`.
+//! The files, in the order in which to read them. This one: how a node is set up, and what can be
+//! made to fail. `memory`: device memory. `node`: the machine, the streams' threads, and how a
+//! device dies. `driver`: the contract's calls. `handle`: the public handle to a node. The crate
+//! calls this through `Driver`, and a program through `HostNode`.
 
 mod driver;
 mod handle;
@@ -54,17 +54,17 @@ impl HostConfig {
         self
     }
 
-    /// The memory of each device, in bytes. The default is three quarters of the memory that is available when the node
-    /// is made, divided among its devices, and at least 64 MiB each. It is taken from the system as it is used.
+    /// The memory of each device, in bytes. The default is three quarters of the available memory,
+    /// divided among the devices, and at least 64 MiB each. It is taken as it is used.
     pub fn memory(mut self, bytes: usize) -> Self {
         self.memory = Some(bytes);
         self
     }
 
-    /// Each stream's thread waits before each copy and each host function, for a random time up to `max`. With a `max`
-    /// of zero it only yields to other threads, which is for tests that make many copies.
+    /// Each stream's thread waits before each copy and host function, for a random time up to
+    /// `max`. A `max` of zero only yields to other threads, for tests that make many copies.
     ///
-    /// Each stream's delays follow from the seed; their effect depends on how the threads are scheduled.
+    /// Each stream's delays follow from the seed; their effect depends on the scheduler.
     pub fn late(mut self, max: Duration, seed: u64) -> Self {
         self.late = Some((max, seed));
         self
@@ -95,7 +95,7 @@ impl Default for HostConfig {
 
 macro_rules! calls {
     ($($(#[$doc:meta])* $call:ident $name:literal,)*) => {
-        /// A call that a device serves. A [`Fault`] is armed for one, and a trace is a list of them.
+        /// A call that a device serves. A [`Fault`] is armed for one; a trace lists them.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Call {
             $($(#[$doc])* $call,)*
@@ -172,13 +172,13 @@ pub enum Failure {
     /// Kills the device, as [`HostNode::kill`] does, and fails with class
     /// [`DeviceLost`](crate::ErrorClass::DeviceLost).
     DeviceLost,
-    /// Fails with class [`Transient`](crate::ErrorClass::Transient), but the operation is queued and runs all the same.
-    /// For a call that queues nothing, and for an allocation, this is the same as [`Failure::Transient`].
+    /// Fails with class [`Transient`](crate::ErrorClass::Transient), but the operation is queued
+    /// and runs. Without an operation, and for an allocation, this is [`Failure::Transient`].
     RunsAnyway,
     /// Fails with class [`Capture`](crate::ErrorClass::Capture); nothing happens.
     Capture,
-    /// Succeeds, but the operation and all that follow it on that stream do not run until [`HostNode::resume`] or
-    /// [`HostNode::resume_stream`]. For a call that queues nothing, this is no fault at all.
+    /// Succeeds, but the operation and all that follow it on that stream wait for
+    /// [`HostNode::resume`], [`HostNode::resume_stream`]. Without an operation this is no fault.
     Stall,
 }
 

@@ -1,16 +1,17 @@
-//! The machine: its devices with their streams and memory, the streams' threads, and how a device dies.
+//! The machine: devices with streams and memory, the streams' threads, how a device dies.
 //!
-//! All that a node has is in its [`State`], under one lock. A stream is a channel to a thread, which runs operations in
-//! the order in which they were submitted. Each operation has a number, under which [`State::queued`] has it until it
-//! has ended. An event is one atomic number: that of its last recording until the stream has come to that recording,
-//! and 0 from then on. So asking about it is one load. A stream that waits for an event waits for that number to leave
-//! `queued`. No circle can form, since an operation waits only for one that was submitted before it.
+//! All that a node has is in its [`State`], under one lock. A stream is a channel to a thread,
+//! which runs operations in their order. Each has a number, under which [`State::queued`] has it
+//! until it has ended. An event is one atomic number: that of its last recording until the stream
+//! has come there, and 0 from then on, so asking about it is one load. A stream that waits for an
+//! event waits for that number to leave `queued`: an earlier one, so no circle can form.
 //!
-//! Bytes are moved without the lock, in parts of 1 MiB at most, and before each part the thread looks, under the lock,
-//! whether the device is alive. [`Node::kill`] notes the cause of death, takes what has not begun out of `queued`, and
-//! waits until no copy of the device is in it any more: from then on none touches host memory. Each call that answers
-//! that the device is dead waits for the same, because its caller may free at once what copies were using. A host
-//! function is called without the lock and not waited for, so that a device can be killed while one waits.
+//! Bytes are moved without the lock, in parts of 1 MiB at most; before each part the thread looks,
+//! under the lock, whether the device is alive. [`Node::kill`] notes the cause of death, takes what
+//! has not begun out of `queued`, and waits until no copy of the device is in it: from then on none
+//! touches host memory. Each call that answers that the device is dead waits for the same: its
+//! caller may free at once what copies used. A host function is called without the lock and not
+//! waited for.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -80,7 +81,7 @@ pub(super) struct Unit {
     pub(super) hung: bool,
     /// Streams in the order of creation. One that was destroyed is here until its thread has ended.
     pub(super) streams: BTreeMap<u64, Stream>,
-    /// The number of streams made so far, and of those that were not destroyed when their driver was dropped.
+    /// Streams made so far, and those that were not destroyed when their driver was dropped.
     created: u64,
     pub(super) left: usize,
     /// The number of events that were not destroyed.
@@ -96,7 +97,7 @@ impl Unit {
         self.streams.values_mut().filter(|stream| stream.queue.is_some())
     }
 
-    /// Destroys a stream. What is queued still runs, unless the device is dead. `false`: there is no such stream.
+    /// Destroys a stream. What is queued still runs on a live device. `false`: no such stream.
     pub(super) fn destroy(&mut self, id: u64) -> bool {
         self.streams.get_mut(&id).and_then(|stream| stream.queue.take()).is_some()
     }
@@ -128,8 +129,7 @@ impl State {
         self.last
     }
 
-    /// Counts the call, and takes the fault that strikes it: the one that was armed first. Others that are due strike
-    /// later calls.
+    /// Counts the call, and takes the fault that strikes it: the first armed that is due.
     pub(super) fn strike(&mut self, device: usize, call: Call) -> Option<Failure> {
         self.trace.iter_mut().for_each(|trace| trace.push(call));
         let mut strikes = None;
@@ -227,8 +227,8 @@ pub(super) struct Node {
     ended: Condvar,
     /// A device or a stream was resumed, or operations are not to run any more.
     pub(super) resumed: Condvar,
-    /// Whether asking about an event takes more than a look at it: a fault was armed, a trace was begun, or a device is
-    /// dead. Relaxed: who sets it synchronises with other threads' calls itself.
+    /// Whether asking about an event takes more than a look: a fault was armed, a trace was begun,
+    /// or a device is dead. Relaxed: who sets it synchronises with other threads' calls itself.
     pub(super) alert: AtomicBool,
     /// The longest delay before a copy, and the seed of the delays.
     late: Option<(Duration, u64)>,
@@ -337,7 +337,7 @@ impl Node {
             } else if matches!(work, Work::Wait(other) if state.queued.contains_key(other)) {
                 self.ended.wait(&mut state);
             } else if let Some((max, seed)) = delay.take().filter(|_| moves) {
-                // After the delay the loop looks again: the device may have been hung or killed meanwhile.
+                // After the delay the loop looks again: the device may be hung or dead by then.
                 until = Some(Instant::now() + random(seed, *max));
                 MutexGuard::unlocked(&mut state, std::thread::yield_now);
             } else if let Some(until) = until.filter(|until| Instant::now() < *until) {
@@ -363,13 +363,14 @@ impl Node {
             return self.kill(&mut state, device, cause);
         }
         match work {
-            // SAFETY: the places were checked when this was submitted. The submitter promised (`Driver::copy`) that
-            // host memory is valid and not in use until an event after this operation is complete, and no such event
-            // completes before the operation has ended. A device that dies says so only when it touches no memory.
+            // SAFETY: the places were checked at submission. The submitter promised
+            // (`Driver::copy`) that host memory is valid and unused until a later event is
+            // complete, and none completes before the operation has ended. A dying device says so
+            // when it touches no memory.
             Work::Copy(from, to, len) => unsafe { self.copy(&mut state, device, &from, &to, len) },
             Work::Launch(kernel) => self.call(&mut state, device, kernel),
-            // Release: pairs with the acquire in `HostDriver::query`, so that who asks sees all effects of what came
-            // before. An event that was recorded again has another number by now.
+            // Release: pairs with the acquire in `HostDriver::query`: who asks sees all effects of
+            // what came before. An event that was recorded again has another number by now.
             Work::Record(event) => {
                 _ = event.compare_exchange(number, 0, Ordering::Release, Ordering::Relaxed);
             }
@@ -398,15 +399,15 @@ impl Node {
         }
     }
 
-    /// Calls a host function with copies of the bytes, and writes back those that it may write. So the function never
-    /// shares memory with a copy of another stream.
+    /// Calls a host function with copies of the bytes, and writes back those that it may write. So
+    /// the function never shares memory with a copy of another stream.
     fn call(&self, state: &mut MutexGuard<'_, State>, device: usize, kernel: Kernel) {
         let Kernel { reads, writes, function } = kernel;
         let mut fetch = |places: &[(Place, usize)]| -> Vec<Vec<u8>> {
             let fetch_one = |(place, len): &(Place, usize)| {
                 let mut bytes = vec![0; *len];
                 let to = Place::Host(bytes.as_mut_ptr());
-                // SAFETY: the place was checked with this length; the vector has that length, and is not used yet.
+                // SAFETY: the place was checked with this length, which the unused vector has, too.
                 unsafe { self.copy(state, device, place, &to, *len) };
                 bytes
             };

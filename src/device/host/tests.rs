@@ -1,4 +1,4 @@
-//! The rules of the host device's page, on its driver. The crate's contract with all devices is tested in `tests`.
+//! The rules of the host device's page, on its driver. `tests` has the contract of all devices.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ impl Rig {
 
     /// Copies zeros to the host memory.
     fn download(&self) -> Result<()> {
-        // SAFETY: the tests keep the host memory until the copy has ended, and look at it only then.
+        // SAFETY: the tests keep the host memory until the copy's end, and look at it only then.
         unsafe { self.driver.copy(self.stream, self.to_host()) }
     }
 
@@ -104,7 +104,7 @@ fn memory_stays_pinned_while_a_copy_uses_it() {
     let (other, base) = (rig.node.driver(1).unwrap(), NonNull::from(&rig.host[0]).cast());
     // SAFETY: the memory lives until the end.
     unsafe { other.register(base, 8, false).unwrap() };
-    // SAFETY: as above, and where a copy uses it or another device has pinned it, the call is refused.
+    // SAFETY: as above, and the call is refused where a copy or another device uses it.
     let unpin = |driver: &Arc<dyn Driver>| unsafe { driver.unpin(base, 8) };
     let block = rig.node.0.state.lock().memory[&rig.memory.0].clone();
     let held = block.locks[0].lock();
@@ -251,7 +251,7 @@ fn copies_within_a_device_that_cross_do_not_deadlock() {
     rig.close();
 }
 
-/// Memory that went unpinned is pinned again while copies use it. If it cannot be locked, nothing of it is pinned.
+/// Memory that went unpinned is pinned again under copies. All of it is locked, or nothing.
 #[test]
 fn memory_that_cannot_be_locked_is_not_pinned_although_a_copy_uses_it() {
     const LEN: usize = 4096;

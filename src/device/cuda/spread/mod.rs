@@ -1,21 +1,21 @@
 //! Bytes spread over device memory, and collected there, by kernels of the crate's own.
 //!
-//! A copy between the host and one contiguous place on the device runs at the link's speed, and copies of many small
-//! pieces do not. So pieces travel packed, and a kernel moves them to their places on the device, or from there.
+//! A copy to or from one contiguous place on the device runs at the link's speed, copies of many
+//! small pieces do not. So pieces travel packed, and a kernel moves them to or from their places.
 //!
-//! The kernels are `kernels.cu`; `kernels.ptx` is made of that and is a part of this crate, so that neither building
-//! nor running needs a toolkit: the driver itself compiles it for the GPU. `.ci/ptx` checks that the one is made of the
-//! other. The PTX is of version 6.0 for GPUs from Volta (sm_70) on. Where the driver refuses it there are no kernels,
-//! and the crate does without.
+//! The kernels are `kernels.cu`; `kernels.ptx` is made of that and is a part of this crate, so that
+//! neither building nor running needs a toolkit: the driver compiles it for the GPU. `.ci/ptx`
+//! checks that the one is made of the other. The PTX is of version 6.0 for GPUs from Volta (sm_70)
+//! on. Where the driver refuses it, the crate does without kernels.
 //!
 //! # Loading
 //!
-//! Loading a module or a function allocates device memory, and may wait for the kernels of others. A launch does
-//! neither: [`load_spread`](crate::device::Driver::load_spread) loads both functions. Since CUDA 11.7 drivers may put
-//! off the loading of a function. Then `cuModuleGetFunction` loads it, or, since CUDA 12.4, `cuFuncLoad` for certain.
+//! Loading a module or a function allocates device memory, and may wait for the kernels of others.
+//! A launch does neither: [`load_spread`](crate::device::Driver::load_spread) loads both. Drivers
+//! from CUDA 11.7 on may put that off: `cuModuleGetFunction` loads, from 12.4 on `cuFuncLoad`.
 //!
-//! The module is unloaded when the driver object ends. The context may live on: an adopted one is the program's, and
-//! other libraries retain the primary one, too. Each opening of the device would leave a module there.
+//! The module is unloaded with the driver object. The context may live on, adopted or retained by
+//! another library, and each opening of the device would leave a module there.
 
 #![allow(unsafe_code)]
 
@@ -30,8 +30,8 @@ use crate::error::{Error, ErrorClass, Result};
 /// The source of the kernels, as a string of C's.
 const PTX: &str = concat!(include_str!("kernels.ptx"), "\0");
 
-/// Of a launch. On an H200 16 blocks reach the link's speed with pieces of 1 KiB and more, and 4 or 64 blocks slow
-/// other kernels more.
+/// Of a launch. On an H200 16 blocks reach the link's speed with pieces of 1 KiB and more, and 4 or
+/// 64 blocks slow other kernels more.
 const BLOCKS: c_uint = 16;
 /// Of a block; the kernels are compiled for no more.
 const THREADS: c_uint = 512;
@@ -64,8 +64,8 @@ impl Kernels {
             return;
         }
         let _current = CudaCurrent::relaxed(api, true);
-        // After an error the module goes with its context. SAFETY: loaded once in this context, unloaded once; no
-        // launch is under way, since every stream has been destroyed.
+        // After an error the module goes with its context. SAFETY: loaded once in this context,
+        // unloaded once; no launch is under way, since every stream was destroyed.
         unsafe { api.module_unload.call(self.module) };
     }
 }
@@ -161,8 +161,8 @@ impl Cuda {
         };
         let mut parameters = [(&raw mut list).cast::<c_void>()];
         let _current = self.relaxed()?;
-        // SAFETY: a function of this context with one parameter, which is read before the call returns; the caller
-        // promises the memory that it names.
+        // SAFETY: a function of this context with one parameter, which is read before the call
+        // returns; the caller promises the memory that it names.
         let code = unsafe {
             self.api.launch_kernel.call(
                 function,
