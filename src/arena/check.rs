@@ -1,7 +1,7 @@
-//! The check of every invariant of the arena, for [`Pool::check`](crate::Pool::check) and the tests.
+//! The check of every invariant of the arena, for [`Pool::check`](crate::Pool::check).
 //!
-//! It walks the page map of each extent from run to run, and each run's descriptors in the order of their addresses,
-//! and compares the sums with what the arena has counted.
+//! It walks the page map of each extent from run to run, and each run's descriptors in the order of
+//! their addresses, and compares the sums with what the arena has counted.
 
 use std::collections::HashSet;
 
@@ -26,8 +26,8 @@ fn must(holds: bool, says: impl FnOnce() -> String) -> Result<(), String> {
 }
 
 impl Arena {
-    /// Checks every invariant. `outside` are the free descriptors in thread caches and transfer caches, by address.
-    /// `visit` sees every descriptor, the bytes of its segment, and whether the segment is free.
+    /// Checks every invariant. `outside` are the free descriptors in thread and transfer caches, by
+    /// address. `visit` sees every descriptor, its bytes, and whether it is free.
     ///
     /// # Errors
     /// The first violation, in words.

@@ -7,34 +7,35 @@
 //!   segment | s | s | s | s |       | s                | ssssssssssss |
 //! ```
 //!
-//! Runs of whole [`PAGE`]s cover an extent completely. A run is free, or belongs to one size class, or to one segment
-//! that is large or aligned (a *single segment*). The arena joins a free run with its free neighbours at once, but
-//! never across an extent's edge: a driver refuses a copy that crosses two registrations. It keeps free runs ordered by
-//! size and then address. So a request takes the smallest run that fits (best fit) in logarithmic time, however many
-//! holes there are. Runs of small segments are cut from the low end of a free run, and large segments from its high
-//! end, so that the two do not scatter each other.
+//! Runs of whole [`PAGE`]s cover an extent completely. A run is free, or belongs to one size class,
+//! or to one segment that is large or aligned (a *single segment*). The arena joins a free run with
+//! its free neighbours at once, but never across an extent's edge: a driver refuses a copy that
+//! crosses two registrations. Free runs are ordered by size and then address. So a request takes
+//! the smallest that fits (best fit) in logarithmic time, however many holes there are. Small
+//! segments' runs are cut from the low end of a free run, large segments from its high end, so
+//! neither scatters the other.
 //!
-//! A class takes segments from its run at the lowest address first, so that its other runs drain. The first run of a
-//! class is a page, or as many as one segment needs. Each further run has as many segments as the class has already, up
-//! to the class's [`Shape`](crate::segment::Shape). So the first buffer of a class does not keep all the memory of a
-//! small pool, and a class that is used a lot has few runs.
+//! A class takes segments from its run at the lowest address first, so that its others drain. The
+//! first run of a class is a page, or what one segment needs. Each further run has as many segments
+//! as the class has already, up to its [`Shape`](crate::segment::Shape). So the first buffer of a
+//! class does not take a small pool's memory, and a busy class has few runs.
 //!
-//! A run whose segments are all back is dissolved at once. So no class keeps memory in which nothing is in use, and
-//! what serves a class again and again without a new run is what thread caches hold.
+//! A run whose segments are all back is dissolved at once: no class keeps unused memory. What
+//! serves a class again and again without a new run is what thread caches hold.
 //!
-//! The tables take 4 bytes a page, 32 bytes a segment ([`Descriptor`]) and some 80 bytes a run. Together they are below
-//! 1% of the memory for segments of 4 KiB and more. The arena never reads or writes the pinned memory itself.
+//! The tables take 4 bytes a page, 32 bytes a segment ([`Descriptor`]) and some 80 bytes a run:
+//! below 1% of the memory for segments of 4 KiB and more. The arena never touches pinned memory.
 //!
 //! # Invariants
 //!
 //! - Segments do not overlap. Each lies inside one run, and each run inside one extent.
 //! - Two free runs of an extent are never neighbours.
-//! - A segment that its run's list does not hold counts as given out, also while a thread cache or a transfer cache
-//!   holds it. A run is dissolved only when none of its segments is given out, so descriptors outside are alive.
+//! - A segment that is not in its run's list counts as given out, also in a thread or transfer
+//!   cache. A run with such a segment is not dissolved, so descriptors outside are alive.
 //! - Given out, free and cut bytes are the total, at any time.
 //!
-//! [`Arena::check`] walks all of them. Read on in `pages` (extents and free runs) and `windows` (runs that are withheld
-//! for a request that waits). Only the central pool calls the arena, and always under its lock.
+//! [`Arena::check`] walks all of them. Read on in `pages` (extents and free runs) and `windows`
+//! (runs that are withheld for a waiter). Only the central pool calls the arena, under its lock.
 
 #![allow(unsafe_code)]
 
@@ -56,7 +57,7 @@ use crate::segment::{CLASSES, Class, PAGE, Placement, SEGMENT_ALIGN};
 
 pub(crate) use windows::{ClassSet, PageRange, Window, WindowId, set_of};
 
-/// The bit of a page-map entry at the edge of a free run. The bits below [`HELD`] are the run's length in pages.
+/// The bit of a page-map entry at a free run's edge. Those below [`HELD`] are its pages.
 const FREE: u32 = 1 << 31;
 /// The bit of such an entry that says that the free run lies in a window.
 const HELD: u32 = 1 << 30;
@@ -75,8 +76,8 @@ struct ArenaExtent {
     pages: u32,
     region: RegionId,
     pinned: bool,
-    /// For the first and the last page of each run: the run's number, or [`FREE`], perhaps [`HELD`], and the run's
-    /// length. Other entries are stale.
+    /// For the first and the last page of each run: the run's number, or [`FREE`], perhaps
+    /// [`HELD`], and the run's length. Other entries are stale.
     map: Vec<u32>,
     /// A segment in it is quarantined.
     stuck: bool,
@@ -100,7 +101,7 @@ struct Run {
     stuck: bool,
 }
 
-/// The bytes of the arena, by use. Segments in thread caches and transfer caches count as given out.
+/// The arena's bytes, by use. Segments in thread and transfer caches count as given out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ArenaBytes {
     pub(crate) total: usize,
@@ -145,15 +146,15 @@ pub(crate) struct Arena {
     out: usize,
     /// Free bytes outside of windows: in free runs, and in the runs' lists.
     unheld: usize,
-    /// See [`take_peak`](Self::take_peak). A cell, since whoever takes it changes nothing that a waiter could have.
+    /// See [`take_peak`](Self::take_peak). A cell, since taking it changes nothing for waiters.
     peak: Cell<usize>,
-    /// The generation of new descriptors. It is above those of all dissolved runs, so that a state word of a dissolved
-    /// run equals no later one.
+    /// The generation of new descriptors. It is above those of all dissolved runs, so that a state
+    /// word of a dissolved run equals no later one.
     generation: u64,
 }
 
-// SAFETY: the raw pointers point to descriptor tables that the arena owns (Descriptor is Sync), and to memory that it
-// only does arithmetic on.
+// SAFETY: the raw pointers point to descriptor tables that the arena owns (Descriptor is Sync), and
+// to memory that it only does arithmetic on.
 unsafe impl Send for Arena {}
 
 impl Arena {
@@ -191,10 +192,10 @@ impl Arena {
         }
     }
 
-    // --- runs --------------------------------------------------------------------------------------------------------
+    // --- runs ------------------------------------------------------------------------------------
 
-    /// Makes a run of `pages` pages at page `first`, with descriptors of `count` segments of a class, or of a single
-    /// segment. The new descriptors are in no list.
+    /// Makes a run of `pages` pages at page `first`, with descriptors of `count` segments of a
+    /// class, or of a single segment. The new descriptors are in no list.
     fn make_run(&mut self, extent: u32, first: u32, pages: u32, class: Option<Class>, count: usize) -> u32 {
         let base = self.extents[extent as usize].base;
         // SAFETY: `first` is a page of the extent, whose mapping is as long as its map.
@@ -233,9 +234,9 @@ impl Arena {
         unsafe { run.descriptors.add(index as usize) }
     }
 
-    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. The caller adds the
-    /// run to those of its class. It has pages for so many segments, up to the class's shape. Where no free run is as
-    /// long, it takes the longest free run, if that holds a segment.
+    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first.
+    /// The caller adds the run to those of its class. It has pages for so many segments, up to the
+    /// class's shape. Failing that, it takes the longest free run, if that holds a segment.
     fn cut_run(&mut self, class: Class, segments: usize) -> Option<u32> {
         let (stride, shape) = (class.stride(), class.shape());
         let longest = self.largest_free_pages() as u32;
@@ -277,8 +278,8 @@ impl Arena {
     /// Frees a run's descriptors.
     fn drop_table(&mut self, run: &Run) {
         let table = std::ptr::slice_from_raw_parts_mut(run.descriptors.as_ptr(), run.count as usize);
-        // SAFETY: `make_run` leaked this box, and a run's table is freed once. No descriptor of it is used again: no
-        // cache hands one out, and the run's list is not read any more.
+        // SAFETY: `make_run` leaked this box, and a run's table is freed once. No descriptor of it
+        // is used again: no cache hands one out, and the run's list is not read any more.
         let table = unsafe { Box::from_raw(table) };
         // The generations of later descriptors start above all of these.
         let highest = table.iter().map(|descriptor| descriptor.word().generation()).max();
@@ -306,10 +307,10 @@ impl Arena {
         (out, out as usize * Self::segment_bytes(run))
     }
 
-    // --- segments ----------------------------------------------------------------------------------------------------
+    // --- segments --------------------------------------------------------------------------------
 
-    /// Takes up to `count` segments of a class, neighbours where possible: from the class's run at the lowest address,
-    /// or from a new run.
+    /// Takes up to `count` segments of a class, neighbours where possible: from the class's run at
+    /// the lowest address, or from a new run.
     pub(crate) fn take_batch(&mut self, class: Class, count: u32) -> Chain {
         self.take_listed(class, count, self.carved[class.index()].max(1) as usize)
     }
@@ -349,7 +350,7 @@ impl Arena {
         }
     }
 
-    /// Takes the first of `alike` segments for a placement. A run that is cut for it has no more than these.
+    /// Takes the first of `alike` segments for a placement. A run cut for it has no more.
     pub(crate) fn take_one_of(&mut self, placement: Placement, alike: usize) -> Option<NonNull<Descriptor>> {
         match placement {
             Placement::Class(class) => self.take_listed(class, 1, alike).pop(),
@@ -385,11 +386,11 @@ impl Arena {
         self.extents[run.extent as usize].pinned
     }
 
-    /// Puts a segment back into its run. Its state is HOST already. Returns the window that it lies in.
+    /// Puts a segment, in state HOST already, back into its run. Returns the window it lies in.
     ///
     /// # Safety
-    /// The descriptor is of this arena, alive, free and in no list. The caller does not use it afterwards: it may be
-    /// freed when this returns.
+    /// The descriptor is of this arena, alive, free and in no list. The caller does not use it
+    /// afterwards: it may be freed when this returns.
     pub(crate) unsafe fn give(&mut self, descriptor: NonNull<Descriptor>) -> Option<WindowId> {
         // SAFETY: alive by this function's contract.
         let number = unsafe { descriptor.as_ref() }.run();
@@ -412,7 +413,7 @@ impl Arena {
         window
     }
 
-    /// Puts the segments of a chain back into their runs. They were cached, so none of them lies in a window.
+    /// Puts a chain's segments back into their runs. They were cached, so none lies in a window.
     ///
     /// # Safety
     /// As for [`Arena::give`], for each descriptor.
@@ -424,10 +425,10 @@ impl Arena {
         }
     }
 
-    // --- looking -----------------------------------------------------------------------------------------------------
+    // --- looking ---------------------------------------------------------------------------------
 
-    /// The descriptor at an address in the run of this number, and the bytes that its segment was given. `None`: the
-    /// run has no such descriptor.
+    /// The descriptor at an address in the run of this number, and the bytes that its segment was
+    /// given. `None`: the run has no such descriptor.
     pub(crate) fn descriptor_at(&self, run: u32, address: usize) -> Option<(&Descriptor, usize)> {
         let run = self.runs.get(run as usize)?;
         let index = address.checked_sub(run.descriptors.as_ptr().addr())? / size_of::<Descriptor>();
@@ -439,7 +440,7 @@ impl Arena {
         Some((descriptor, Self::segment_bytes(run)))
     }
 
-    /// Visits each run that has segments of a class: the class, how many there are, and how many of them are free.
+    /// Visits each class that has runs: the class, the number of its segments, and of free ones.
     pub(crate) fn for_each_class(&self, mut visit: impl FnMut(Class, u64, u64)) {
         for (_, run) in &self.runs {
             if let Some(class) = run.class {

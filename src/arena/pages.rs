@@ -1,17 +1,17 @@
 //! Pages: adding and removing extents, and dividing them into free runs and runs in use.
 //!
-//! Each extent has a map with an entry for each page. Only the entries of a run's first and last page are valid. So
-//! freeing pages takes two look-ups to see whether the neighbours in the extent are free, and joins those that are. A
-//! set beside the maps keeps all free runs ordered by size and then address, to find the smallest that fits.
+//! Each extent has a map with an entry for each page. Only those of a run's first and last page are
+//! valid, so freeing pages takes two look-ups to find and join free neighbours. A set beside the
+//! maps keeps all free runs ordered by size and then address.
 
 use super::*;
 
 impl Arena {
-    /// Adds an extent of `len` bytes at `base`. Both are multiples of [`PAGE`], and `len` is at most [`MAX_EXTENT`].
+    /// Adds an extent of `len` bytes, at most [`MAX_EXTENT`], at `base`: multiples of [`PAGE`].
     ///
     /// # Safety
-    /// The memory stays mapped until [`Arena::retire`] has removed the extent or the arena is dropped, and nothing but
-    /// the arena's segments uses it.
+    /// The memory stays mapped until [`Arena::retire`] has removed the extent or the arena is
+    /// dropped, and nothing but the arena's segments uses it.
     pub(crate) unsafe fn add_extent(
         &mut self,
         region: RegionId,
@@ -33,16 +33,16 @@ impl Arena {
         self.insert_free(extent, 0, pages);
     }
 
-    /// Notes that the extent at `base` is pinned, which was not. Nothing, if it is not here any more.
+    /// Notes that the extent at `base`, if it is still here, is now pinned, too.
     pub(crate) fn pinned_after_all(&mut self, base: NonNull<u8>) {
         if let Some((_, extent)) = self.extents.iter_mut().find(|(_, e)| e.base == base && !e.pinned) {
             extent.pinned = true;
         }
     }
 
-    /// Removes a region's extents, if no segment of them is given out: their memory is the caller's again. Returns
-    /// their bytes. `None` also for a region that is not here any more: of several callers that remove one region only
-    /// the first gets it.
+    /// Removes a region's extents, if no segment of them is given out: their memory is the caller's
+    /// again. Returns their bytes. `None` also for a region that is gone: of several callers that
+    /// remove one region only the first gets it.
     pub(crate) fn retire(&mut self, region: RegionId) -> Option<usize> {
         let found = self.regions().remove(&region).filter(|found| found.idle)?;
         let is_mine = |(i, e): (usize, &ArenaExtent)| (e.region == region).then_some((i, e.pages));
@@ -90,8 +90,8 @@ impl Arena {
         self.unheld -= pages as usize * PAGE;
     }
 
-    /// Takes `pages` pages from the smallest free run that fits: aligned ones from its high end, or the first ones.
-    /// What lies before and after them stays free. Returns the extent and the first page. `align` is in pages.
+    /// Takes `pages` pages from the smallest free run that fits: aligned ones from its high end, or
+    /// the first ones. The rest stays free. Returns extent and first page. `align` is in pages.
     pub(super) fn take_pages(&mut self, pages: usize, align: usize, high: bool) -> Option<(u32, u32)> {
         let pages = u32::try_from(pages).ok()?;
         let mut fitting = self.free.range((pages, 0, 0)..);
@@ -107,8 +107,8 @@ impl Arena {
         Some((extent, start))
     }
 
-    /// Frees pages outside of windows, and joins them with the free runs beside them. Returns the first page of the run
-    /// that they make.
+    /// Frees pages outside of windows, and joins them with the free runs beside them. Returns the
+    /// first page of the run that they make.
     pub(super) fn give_pages(&mut self, extent: u32, mut first: u32, mut pages: u32) -> u32 {
         let e = &self.extents[extent as usize];
         let free = |entry: Option<&u32>| {
@@ -128,7 +128,7 @@ impl Arena {
         first
     }
 
-    /// The number of segments for a placement that the extents have room for if nothing else is in them.
+    /// The number of segments of a placement for which the extents have room when empty.
     pub(crate) fn fits(&self, placement: Placement) -> usize {
         let (need, align) = placement.fresh_pages();
         let in_extent = |(_, e): (usize, &ArenaExtent)| {

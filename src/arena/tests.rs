@@ -1,11 +1,10 @@
-//! Tests of the arena, many of them property tests. The arena only does arithmetic on addresses, so no memory is
-//! mapped.
+//! Tests of the arena. It only does arithmetic on addresses, so no memory is mapped.
 
 use super::*;
 use proptest::prelude::*;
 use std::collections::HashSet;
 
-/// The address of a page. No thread accesses the memory there: the arena only does arithmetic on it.
+/// The address of a page. No thread accesses it: the arena only does arithmetic on it.
 fn base(page: usize) -> NonNull<u8> {
     NonNull::new(std::ptr::without_provenance_mut(page * PAGE)).unwrap()
 }
@@ -67,7 +66,7 @@ fn tables_stay_below_one_percent() {
     }
 }
 
-/// The first run of a class is a page, or what one segment needs, and each further one doubles what the class has.
+/// A class's first run is a page, or what one segment needs; each further one doubles it.
 #[test]
 fn runs_double_up_to_their_shape() {
     for len in [100, 2000, 4096, 40_000, 300_000] {
@@ -117,9 +116,9 @@ fn replace(arena: &mut Arena, at: usize, by: isize, run: u32) {
 /// A change of the arena and of what is cached that `check` must notice.
 type Spoil = fn(&mut Arena, &mut HashSet<usize>);
 
-/// What `check` says of an arena after `spoil` has changed it. The arena has 64 pages: a run of a class with four of
-/// its segments out and three free, then a free run, and behind it an aligned segment. With `window`, the first 40
-/// pages are withheld.
+/// What `check` says of an arena after `spoil` has changed it. The arena has 64 pages: a run of a
+/// class with four of its segments out and three free, then a free run, and behind it an aligned
+/// segment. With `window`, the first 40 pages are withheld.
 fn violation(window: bool, spoil: Spoil) -> String {
     let mut arena = arena(&[64]);
     for _ in 0..4 {
@@ -255,7 +254,7 @@ fn regions_are_told_apart() {
     arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
 }
 
-// --- windows ---------------------------------------------------------------------------------------------------------
+// --- windows -------------------------------------------------------------------------------------
 
 fn withhold_ranges(arena: &mut Arena, ranges: Vec<PageRange>) -> WindowId {
     arena.withhold(Window::new(0, ranges, false))
@@ -286,8 +285,8 @@ fn a_large_pool_is_searched_at_some_places_and_wholly_where_these_have_no_window
 
 #[test]
 fn regions_with_the_fewest_bytes_out_are_replaced_first() {
-    // Three regions with an extent each, the last of which has a quarantined segment. Segments are given the shortest
-    // free run that has room for them.
+    // Three regions with an extent each, the last of which has a quarantined segment. Segments are
+    // given the shortest free run that has room for them.
     let replaced = |out: [usize; 2], pages: usize, most: usize| {
         let mut arena = arena(&[16, 64, 15]);
         let [last, ..] = [15, out[0], out[1]].map(|n| take(&mut arena, n * PAGE - 32, 4096).unwrap());
@@ -314,13 +313,13 @@ fn so_many_fit_as_can_be_taken() {
     }
 }
 
-/// The fewest bytes out that a range of at least `need` pages may have, of which the first is aligned: tries all ranges
-/// of whole runs and free pages.
+/// The fewest bytes out that a range of at least `need` pages may have, of which the first is
+/// aligned: tries all ranges of whole runs and free pages.
 fn fewest_out(arena: &Arena, need: usize, align: usize) -> Option<usize> {
     let mut fewest = None;
     for (_, e) in &arena.extents {
         let page = e.base.as_ptr().addr() / PAGE;
-        // Of each page: its bytes out, whether it may lie in a window, and whether a range may begin or end there.
+        // Of each page: bytes out, whether a window may have it, and whether a range may end there.
         let mut pages: Vec<(usize, bool, bool)> = Vec::new();
         while pages.len() < e.pages as usize {
             let entry = e.map[pages.len()];
@@ -361,9 +360,9 @@ fn out_in(arena: &Arena, range: PageRange) -> usize {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
-    /// Segments are as long and as aligned as asked for, and do not overlap. Those inside of windows are given to no
-    /// one, and windows never meet. The search for a window, which slides, finds no worse range than trying all of them
-    /// one by one, and a window whose segments are all back has the pages that it was chosen for.
+    /// Segments are as long and as aligned as asked for, and do not overlap. Those inside of
+    /// windows are given to no one, and windows never meet. The search for a window finds no worse
+    /// range than trying all, and one whose segments are back has its pages.
     #[test]
     fn any_order_of_takes_gives_and_windows_keeps_the_invariants(
         extents in prop::collection::vec(1usize..400, 1..3),

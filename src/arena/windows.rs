@@ -1,25 +1,25 @@
 //! Windows: ranges of extents that are withheld for a request that waits.
 //!
-//! A window is a range of pages that a waiting request chose because it is likely to be free soonest: fewest bytes of
-//! it are given out, and nothing of it is quarantined. What is free in it, and what comes back to it, is given to no
-//! other request. Everything outside of it serves everybody. So the request is served when the last segment that was
-//! given out in the window has come back, and a request that fits outside of the window does not wait for it. Where no
-//! range is long enough for several buffers of one request, its window has several ranges.
+//! A window is a range of pages that a waiting request chose because it is likely to be free
+//! soonest: the fewest bytes of it are out, and none quarantined. What is free in it or comes back
+//! to it is given to no other request; everything else serves everybody. So the request is served
+//! when the last segment in the window has come back, and a request that fits outside does not wait
+//! for it. Where no range is long enough for several buffers, the window has several.
 //!
 //! ```text
 //!   extent  | run | free | run A | free | run B | run C | run | free |
 //!   window             |<------------------------->|
 //! ```
 //!
-//! A range is made of whole runs, and of free pages between them and at its edges. A run in a window is *marked*: its
-//! class does not take from it, and it is dissolved when all of its segments are back. The free pages of a range are
-//! free runs that the set of free runs does not have; they are joined when the window ends. A range for one segment is
-//! served when all of its runs are back: if fewer were enough, a shorter range with fewer bytes out would have been
-//! chosen.
+//! A range is made of whole runs, and of free pages between them and at its edges. A run in a
+//! window is *marked*: its class does not take from it, and it is dissolved when all of its
+//! segments are back. The free pages of a range are free runs outside of the set of free runs; they
+//! are joined when the window ends. A range for one segment is served when all of its runs are
+//! back: if fewer were enough, a shorter range with fewer bytes out would have been chosen.
 
 use super::*;
 
-/// In a pool of more runs than these together, a search for a window compares so many ranges at so many places.
+/// In a pool of more runs than these, a search compares so many ranges at so many places.
 const COMPARED: usize = 64;
 const PLACES: usize = 4;
 
@@ -41,7 +41,7 @@ pub(crate) struct PageRange {
     pub(super) extent: u32,
     pub(super) first: u32,
     pub(super) end: u32,
-    /// Where the run or the free pages begin that the first page lies in, while the range is not withheld.
+    /// Where the run or free pages of its first page begin, while the range is not withheld.
     pub(super) begin: u32,
 }
 
@@ -90,10 +90,10 @@ struct Item {
 }
 
 impl Arena {
-    /// Chooses the range that is likely to be free soonest, of at least `need` pages of which the first is aligned to
-    /// `align` pages: that with the fewest bytes out, among those that are compared. These are all, or in a large pool
-    /// some at a few places, which differ from search to search: a search holds up all threads. `None`: windows,
-    /// quarantined segments and the ranges to `avoid` leave no such range.
+    /// Chooses the range of at least `need` pages, the first aligned to `align` pages, that is
+    /// likely to be free soonest: with the fewest bytes out among those compared. These are all, or
+    /// in a large pool some at a few places that differ each time: a search holds up all threads.
+    /// `None`: windows, quarantined segments and the ranges to `avoid` leave no such range.
     pub(crate) fn choose_window(
         &mut self,
         need: usize,
@@ -119,8 +119,8 @@ impl Arena {
         best.map(|found| found.1)
     }
 
-    /// Compares `most` ranges of an extent, from the run or the free pages on that begin at a page, with the best one
-    /// so far.
+    /// Compares `most` ranges of an extent, from the run or the free pages on that begin at a page,
+    /// with the best one so far.
     fn compare(
         &self,
         extent: u32,
@@ -185,8 +185,8 @@ impl Arena {
         Item { first, end, out, open: run.window.is_none() && !run.stuck, run: Some(entry) }
     }
 
-    /// Notes that a segment was quarantined. Returns the window that it lies in, which can never be free as a whole any
-    /// more.
+    /// Notes that a segment was quarantined. Returns the window that it lies in, which can never be
+    /// free as a whole any more.
     ///
     /// # Safety
     /// The descriptor is of this arena, and never comes back.
@@ -199,12 +199,12 @@ impl Arena {
         run.window
     }
 
-    // --- withholding -------------------------------------------------------------------------------------------------
+    // --- withholding -----------------------------------------------------------------------------
 
-    /// Withholds the ranges of a window, which were chosen or released just now. Nothing in them may be cached.
+    /// Withholds a window's ranges, chosen or released just now. Nothing in them is cached.
     pub(crate) fn withhold(&mut self, mut window: Window) -> WindowId {
         (window.out, window.classes) = (0, 0);
-        // In this order a release knows where each begins: what is joined with it later lies behind it.
+        // In this order a release knows where each begins: what it is joined with lies behind.
         window.ranges.sort_unstable();
         let ranges = window.ranges.clone();
         let id = self.windows.insert(window);
@@ -277,7 +277,7 @@ impl Arena {
         map[(first + pages - 1) as usize] = FREE | HELD | pages;
     }
 
-    // --- looking -----------------------------------------------------------------------------------------------------
+    // --- looking ---------------------------------------------------------------------------------
 
     /// The window that a segment lies in.
     ///
@@ -296,9 +296,9 @@ impl Arena {
         })
     }
 
-    /// Ranges that cover whole regions of so many bytes together, those with the fewest bytes out: when they are free,
-    /// the regions can be replaced. `None`: windows and quarantined segments leave too few, or more than `most` ranges
-    /// would be needed.
+    /// Ranges that cover whole regions of so many bytes together, those with the fewest bytes out:
+    /// when they are free, the regions can be replaced. `None`: windows and quarantined segments
+    /// leave too few, or more than `most` ranges would be needed.
     pub(crate) fn replaceable(&self, bytes: usize, most: usize) -> Option<Vec<PageRange>> {
         let region_of = |extent: u32| self.extents[extent as usize].region;
         let mut out = BTreeMap::<RegionId, usize>::new();

@@ -1,31 +1,32 @@
-//! What is cached: how much a thread may cache, where its batches come from, where they go when its lists are full,
-//! and when cached segments go back to their runs.
+//! What is cached: how much a thread may cache, where its batches come from, where they go when its
+//! lists are full, and when cached segments go back to their runs.
 //!
 //! # Exchange
 //!
-//! A thread that finds its cache empty takes a batch that another thread has left in the class's transfer cache
-//! ([`crate::freelist::transfer`]), without the central pool's lock. A thread that finds its list full leaves half of
-//! it there, or in its runs, under the lock, where there is no room. Neither can overtake a waiter: what a waiter has a
-//! right to is in no cache, since it was taken out when the waiter came or chose its window, and no segment of a closed
-//! class is kept before this module has looked (`waiting`).
+//! A thread that finds its cache empty takes a batch that another thread has left in the class's
+//! transfer cache ([`crate::freelist::transfer`]), without the central pool's lock. A thread with a
+//! full list leaves half of it there, or else in its runs, under the lock. Neither can overtake a
+//! waiter: what a waiter has a right to is in no cache, since it was taken out when the waiter came
+//! or chose its window, and no segment of a closed class is kept before a look (`waiting`).
 //!
 //! # Reclaiming
 //!
-//! A request that finds no free memory needs what is cached back in its runs, and that costs the threads that cached it
-//! something: an owner that is shut out of its cache meanwhile takes the slow path once, and an owner whose list is
-//! then empty misses once more. So [`CentralPool::reclaim`] begins with what other threads will hardly miss, and stops
-//! as soon as the request is served:
+//! A request that finds no free memory needs what is cached back in its runs, at a cost for the
+//! threads that cached it: an owner that is shut out of its cache takes the slow path once, and one
+//! whose list is then empty misses once more. So [`CentralPool::reclaim`] begins with what other
+//! threads will hardly miss, and stops as soon as the request is served:
 //!
 //! 1. the transfer caches, and the cache of the thread that asks;
 //! 2. the caches of idle threads, which use the pool less than once in a millisecond;
-//! 3. for a segment of a class: half of that class's segments in the thread cache that has most of them;
-//! 4. everything that is cached, unless it is certain that this would not serve the request. (A part of it would not
-//!    do: a large request needs neighbours, and these may be in any cache.)
+//! 3. for a segment of a class: half of the class in the thread cache that has most of it;
+//! 4. everything that is cached, unless it is certain that this would not serve the request. (A
+//!    large request needs neighbours, and these may be in any cache.)
 //!
-//! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as the pool may grow, it
-//! grows instead and leaves its threads' caches alone: threads that took segments from each other for good would each
-//! wait ten times as long as for a hit in a pool that has grown once. Where the pool can grow no more, every request
-//! may reclaim everything. So may one that does not wait for the growth, except a copier's, which is tried again.
+//! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as
+//! the pool may grow, it grows and leaves its threads' caches alone: threads that took segments
+//! from each other for good would each wait ten times as long as for a hit. Where the pool can grow
+//! no more, every request may reclaim everything. So may one that does not wait for the growth,
+//! unless it is a copier's.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -40,11 +41,11 @@ use crate::segment::{Class, Placement};
 /// The most segments of a class that a thread cache has room for, and the least.
 const MOST_CACHED: usize = 64;
 const LEAST_CACHED: usize = 2;
-/// A class is alone in a thread cache while the other classes have room for no more than this part of its bytes.
+/// A class is alone in a thread cache if others have room for no more than this part of it.
 const SHARE_OF_OTHERS: usize = 16;
-/// The part of a thread cache's bytes that several classes have together, and the bytes that they have at least. What
-/// threads cache of many sizes is most of what a pool pins beyond what is in use: it lies scattered, and large segments
-/// find no place in between.
+/// The part of a thread cache's bytes that several classes have together, and their least bytes.
+/// What threads cache of many sizes is most of what a pool pins beyond what is in use: it lies
+/// scattered, and large segments find no place in between.
 const SHARE_OF_SEVERAL: usize = 8;
 const LEAST_OF_SEVERAL: usize = 8 << 20;
 
@@ -62,7 +63,7 @@ fn empty(arena: &mut Arena, mut held: HeldCache<'_>) -> bool {
     let mut any = false;
     held.drain_all(|_, chain| {
         any = true;
-        // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
+        // SAFETY: segments in a thread cache are free and alive; draining takes them off its lists.
         unsafe { arena.give_chain(chain) };
     });
     any
@@ -74,10 +75,10 @@ impl CentralPool {
         lease::obtain(self)
     }
 
-    // --- taking ------------------------------------------------------------------------------------------------------
+    // --- taking ----------------------------------------------------------------------------------
 
-    /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the
-    /// lock, and never before a waiter, which has a right to nothing that is cached. `None` in the child of a fork.
+    /// Takes a segment from this thread's cache, filled from a transfer cache if empty. Without the
+    /// lock, and never before a waiter: it has a right to nothing cached. `None` in a fork's child.
     pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
         let mut held = self.gate.enter(self.cache()?)?;
         // Some callers have not tried for a hit: a thread that has completed copies since.
@@ -107,19 +108,18 @@ impl CentralPool {
                 Some(mut held) => held.fill(class, chain),
                 None => chain,
             };
-            // SAFETY: just taken from their run, so alive and free, and the chain is their only list.
+            // SAFETY: just taken from their run: alive and free, and the chain is their only list.
             unsafe { core.arena.give_chain(rest) };
         }
         Some(descriptor)
     }
 
-    /// The number of segments of a class that this thread cache may hold. 0 while a request for a segment of the class
-    /// waits.
+    /// How many segments of a class this thread cache may hold: 0 while a request waits for it.
     ///
-    /// A class that is used for the first time gets room for half of the bytes that are left, or for [`LEAST_CACHED`]
-    /// segments where the half is less. Where these do not fit either, other classes lose their room and what is in it:
-    /// those first that have the most beyond these segments. (So rooms get smaller until all classes have one, if that
-    /// is possible at all, and a class with few bytes keeps its room.) A room stays as it is until then.
+    /// A class that is first used gets room for half of the bytes that are left, or for
+    /// [`LEAST_CACHED`] segments if that is more. Where these do not fit, other classes lose their
+    /// room and what is in it, those first that have the most beyond these segments. (So rooms get
+    /// smaller until all classes have one, if possible, and a class with few bytes keeps its room.)
     fn room(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
         if core.queue.awaited() & set_of(class) != 0 {
@@ -141,7 +141,7 @@ impl CentralPool {
             };
             let most = listed().max_by_key(|class| (beyond(class, LEAST_CACHED), beyond(class, 0)));
             let Some(most) = most.filter(|class| held.room(*class) > 0) else { break };
-            // SAFETY: segments in a thread cache are free and alive, and this takes them off their list.
+            // SAFETY: segments in a thread cache are free and alive; this takes them off it.
             unsafe { core.arena.give_chain(held.revoke(most)) };
             core.serve();
         }
@@ -153,11 +153,11 @@ impl CentralPool {
         held.room(class)
     }
 
-    // --- returning ---------------------------------------------------------------------------------------------------
+    // --- returning -------------------------------------------------------------------------------
 
-    /// Returns a segment into this thread's cache, in which there is made room if need be: the class gets its room, or
-    /// half of the list goes to a transfer cache, or to its runs. `false`: the segment is still out, and the caller
-    /// returns it under the lock. So it is where a waiting request may have a right to the segment.
+    /// Returns a segment into this thread's cache, and makes room there if need be: the class gets
+    /// its room, or half of the list goes to a transfer cache or its runs. `false`: the segment is
+    /// still out, maybe for a waiter, and the caller returns it under the lock.
     ///
     /// # Safety
     /// The descriptor is alive, out, of this class, in no list, and owned by the caller.
@@ -173,13 +173,12 @@ impl CentralPool {
             if self.is_open(class) {
                 held.open(class);
             }
-            // SAFETY: this function's contract, and that no request has a right to it was seen inside the gate.
+            // SAFETY: this function's contract; inside the gate no request had a right to it.
             if unsafe { held.put_closed(class, descriptor, len) } {
                 return true;
             }
             drop(held);
-            // The room is made before the segment is returned: as long as the segment is out, the central pool is
-            // alive. Once it counts as returned, the central pool may be freed.
+            // Made before the segment is returned: after that the central pool may be freed.
             if is_made || !self.make_room(cache, class) {
                 return false;
             }
@@ -191,18 +190,18 @@ impl CentralPool {
     fn make_room(&self, cache: &ThreadCache, class: Class) -> bool {
         let Some(mut held) = self.gate.enter(cache) else { return false };
         let half = held.room(class).div_ceil(2);
-        // A half that finds no room there stays in the list until this thread has the lock, so that a check or another
-        // thread that reclaims finds it at any time.
+        // A half that finds no room there stays in the list until this thread has the lock, so that
+        // a check or another thread that reclaims finds it at any time.
         if half > 0 && held.offload(class, half, &self.transfers[list_of(class)]) > 0 {
             return true;
         }
         drop(held);
         let mut core = self.lock();
         if half == 0 {
-            // The class has no room in this cache yet, as in a thread that has only returned segments so far.
+            // The class has no room here yet, as in a thread that has only returned segments.
             return self.room(&mut core, cache, class) > 0;
         }
-        // Where the gate keeps the owner out, the whole cache was reclaimed meanwhile, this half included.
+        // If the gate keeps the owner out, the whole cache was reclaimed, this half included.
         if let Some(mut held) = self.gate.enter(cache) {
             // SAFETY: drained from this thread's cache, so free and alive.
             unsafe { core.arena.give_chain(held.drain(class, half)) };
@@ -210,9 +209,9 @@ impl CentralPool {
         true
     }
 
-    // --- reclaiming --------------------------------------------------------------------------------------------------
+    // --- reclaiming ------------------------------------------------------------------------------
 
-    /// Takes a segment for each of `wants` after reclaiming what is cached, in the steps of the head of this module.
+    /// Takes a segment for each of `wants` after reclaiming, in the steps of this module's head.
     pub(super) fn reclaim(
         &self,
         core: &mut Core,
@@ -240,9 +239,9 @@ impl CentralPool {
         None
     }
 
-    /// Whether there would be `bytes` bytes with the segments in transfer caches and these thread caches. An estimate,
-    /// as long as owners work: one may have a segment more, and a batch that is being moved may count twice or not at
-    /// all.
+    /// Whether there would be `bytes` bytes with the segments in transfer caches and these thread
+    /// caches. An estimate while owners work: one may have a segment more, and a batch that is
+    /// being moved may count twice or not at all.
     fn could_help(&self, core: &Core, bytes: usize, caches: &[Arc<ThreadCache>]) -> bool {
         let cached = |class: Class| {
             let listed = caches.iter().map(|cache| cache.cached(class) as usize).sum::<usize>();
@@ -252,8 +251,8 @@ impl CentralPool {
         all > 0 && arena.free - arena.withheld + all >= bytes
     }
 
-    /// Reclaims what other threads will hardly miss: the transfer caches, this thread's cache, and the caches of idle
-    /// threads (these only if that may help a request for `bytes` bytes). `false`: there was nothing.
+    /// Reclaims what other threads will hardly miss: the transfer caches, this thread's cache, and
+    /// those of idle threads (if that may help with `bytes` bytes). `false`: nothing was.
     fn reclaim_idle(&self, core: &mut Core, mine: Option<&ThreadCache>, bytes: usize) -> bool {
         let mut any = self.drain_transfers(core);
         any |= mine.is_some_and(|cache| empty(&mut core.arena, CacheTable::mine(cache)));
@@ -265,8 +264,8 @@ impl CentralPool {
         any
     }
 
-    /// For a segment of a class, moves half of the class's segments in the thread cache that has most of them to their
-    /// runs. `false`: there were none.
+    /// For a segment of a class, moves half of the class's segments in the thread cache that has
+    /// most of them to their runs. `false`: there were none.
     fn reclaim_half(&self, core: &mut Core, wants: &[Want]) -> bool {
         let [Want { placement: Placement::Class(class), .. }] = *wants else { return false };
         let Core { arena, table, stats, .. } = core;
@@ -274,7 +273,7 @@ impl CentralPool {
         let Some(most) = most.filter(|most| most.cached(class) > 0) else { return false };
         self.gate.revoke(std::slice::from_ref(most), |mut held| {
             let half = most.cached(class).div_ceil(2) as u32;
-            // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
+            // SAFETY: segments in a thread cache are free and alive; draining takes them off it.
             unsafe { arena.give_chain(held.drain(class, half)) };
         });
         stats.reclaims += 1;
@@ -304,8 +303,8 @@ impl CentralPool {
         self.drain_transfers(core) || any
     }
 
-    /// Moves all batches in transfer caches to their runs. A batch that an owner is moving meanwhile is left. `false`:
-    /// there was nothing.
+    /// Moves all batches in transfer caches to their runs. A batch that an owner is moving
+    /// meanwhile is left. `false`: there was nothing.
     fn drain_transfers(&self, core: &mut Core) -> bool {
         let mut any = false;
         for transfer in &self.transfers {

@@ -1,10 +1,10 @@
-//! The census: the bytes and counts of a central pool, by size class too, and a list of what is known to be out for
-//! long.
+//! The census: the bytes and counts of a central pool, by size class too, and a list of what is
+//! known to be out for long.
 //!
-//! A snapshot adds up what the thread caches have counted, under the central pool's lock and without stopping their
-//! owners. It reads each thread cache's numbers once and derives everything from that one reading. So the parts sum to
-//! the whole at any time. Each part is exact while no call on the fast path is under way, and otherwise off by no more
-//! than such calls move: a segment each, or as many as a list may hold.
+//! A snapshot adds up what the thread caches have counted, under the central pool's lock and
+//! without stopping their owners. It reads each thread cache's numbers once and derives everything
+//! from that, so the parts sum to the whole at any time. Each part is exact while no call on the
+//! fast path is under way, and else off by what they move: a segment each, or a list's length.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ impl CentralPool {
         (core.snapshot(takes, puts, out), classes)
     }
 
-    /// The most bytes that were in use or cached at a time since the call before, or since the pool was built.
+    /// The most bytes in use or cached at a time since the last call, or since the pool was built.
     pub(crate) fn take_peak(&self) -> usize {
         self.lock().arena.take_peak()
     }
@@ -77,7 +77,7 @@ impl CentralPool {
         }
     }
 
-    /// The segments that the ledger has, or that are quarantined, for at least `threshold`, in no particular order.
+    /// The segments that the ledger has, or that are quarantined, for `threshold` or longer.
     pub(crate) fn out_for(&self, threshold: Duration) -> Vec<OutSegment> {
         let core = self.lock();
         let ledger = &core.ledger;
@@ -94,21 +94,21 @@ impl CentralPool {
         out.collect()
     }
 
-    /// Counts a change of the bytes that a copier has in flight without entries of their own. No timeline counts them.
+    /// Counts bytes of copies that a copier has in flight without entries or a timeline's count.
     pub(crate) fn unlisted_in_flight(&self, change: isize) {
         // Relaxed, here and below: sums, not signals.
         self.unlisted.fetch_add(change as u64, StdOrdering::Relaxed);
     }
 
-    /// Counts a change of the bytes that one timeline alone holds in flight, and of those that are claimed. The caller
-    /// holds that timeline's lock.
+    /// Counts a change of the bytes that one timeline alone holds in flight, and of those that are
+    /// claimed. The caller holds that timeline's lock.
     pub(crate) fn change_flight(&self, bytes: isize, claimed: isize) {
         for (sum, change) in self.flight.iter().zip([bytes, claimed]).filter(|(_, change)| *change != 0) {
             sum.fetch_add(change as u64, StdOrdering::Relaxed);
         }
     }
 
-    /// Bytes that timelines hold in flight, each of them one timeline alone, and those of them that are claimed.
+    /// Bytes that timelines hold in flight, each on one alone, and those of them that are claimed.
     pub(crate) fn flight(&self) -> (usize, usize) {
         let [bytes, claimed] = self.flight.each_ref().map(|sum| sum.load(StdOrdering::Relaxed) as usize);
         (bytes, claimed)
@@ -123,7 +123,7 @@ impl CentralPool {
         made
     }
 
-    /// The bytes that a copier has in flight without entries of their own, and whether no change of them is under way.
+    /// The bytes in flight of copiers without entries, and whether no change of them is under way.
     pub(crate) fn unlisted_bytes(&self) -> (usize, bool) {
         // Acquire: pairs with `in_one`.
         let stable = self.halfway.load(StdOrdering::Acquire) == 0;
@@ -136,7 +136,7 @@ impl Core {
         self.ledger.enter(segment.name(), segment.descriptor().run(), segment.len(), origin);
     }
 
-    /// What was counted of each class, under the lock and by all threads. Exact while all owners are shut out.
+    /// What was counted of each class, under the lock and by threads. Exact without owners.
     pub(super) fn tally(&self) -> ClassTally {
         let mut tally = self.classes.clone();
         self.table.caches().for_each(|cache| count_on(&mut tally, cache));
@@ -149,8 +149,8 @@ impl Core {
         count_on(&mut self.classes, cache);
     }
 
-    /// The bytes and counts, where so many bytes are out. A call under way may be counted on one side only: `out` is
-    /// clamped to what is possible.
+    /// The bytes and counts, where so many bytes are out. A call under way may be counted on one
+    /// side only: `out` is clamped to what is possible.
     fn snapshot(&self, takes: u64, puts: u64, out: u64) -> CentralSnapshot {
         let bytes = self.arena.bytes();
         let requested = |sum: u64, cache: &Arc<ThreadCache>| sum.wrapping_add(cache.requested());
@@ -176,9 +176,9 @@ impl Core {
         }
     }
 
-    /// The classes that were ever used, smallest first, and last the segments without one. Of the segments that a
-    /// class's runs were cut into, those are free that are not out, and those cached that are neither out nor in the
-    /// runs' lists.
+    /// The classes that were ever used, smallest first, and last the segments without one. Of the
+    /// segments that a class's runs were cut into, those are free that are not out, and those
+    /// cached that are neither out nor in the runs' lists.
     fn by_class(&self, tally: &ClassTally) -> Vec<ClassStats> {
         let mut cut = [(0, 0); CLASSES];
         self.arena.for_each_class(|class, segments, in_runs| {

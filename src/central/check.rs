@@ -1,9 +1,9 @@
-//! The check of every invariant of a central pool, for [`Pool::check`](crate::Pool::check) and the tests.
+//! The check of all that a central pool promises, for [`Pool::check`](crate::Pool::check).
 //!
-//! The check holds the lock and shuts all owners out of their thread caches, so nothing moves. It first collects what
-//! thread caches and transfer caches hold, each descriptor once. Then the arena's own check must find that exactly
-//! these segments, and those that are out, are missing from their runs' lists. And as many segments must be out as
-//! takes exceed returns.
+//! The check holds the lock and shuts all owners out of their thread caches, so nothing moves. It
+//! first collects what thread caches and transfer caches hold, each descriptor once. The arena's
+//! own check must then find that exactly these segments, and those that are out, are missing from
+//! their runs' lists. And as many segments must be out as takes exceed returns.
 
 use std::collections::HashSet;
 
@@ -12,8 +12,8 @@ use crate::freelist::{Descriptor, listed};
 use crate::segment::{CLASSES, Class};
 
 impl CentralPool {
-    /// Checks every invariant while all owners are shut out. `visit` sees each segment's state (`None`: free) and
-    /// bytes.
+    /// Checks every invariant while all owners are shut out. `visit` sees each segment's state
+    /// (`None`: free) and bytes.
     ///
     /// # Errors
     /// The first violation, in words.

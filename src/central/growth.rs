@@ -1,21 +1,21 @@
-//! Growth: where a central pool's memory comes from and where it goes. A request that finds no memory has a region
-//! pinned while the capacity has room, one region at a time. Where the capacity is used up and the request fits into no
-//! region, idle regions are unpinned to make room for one that fits.
+//! Growth: where a central pool's memory comes from and where it goes. A request that finds no
+//! memory has a region pinned while the capacity has room, one at a time. Where it has none and no
+//! region holds the request, idle regions are unpinned to make room for one that does.
 //!
-//! A plan is made under the lock and counts at once: a new region's bytes as *growing*, and regions that are to go not
-//! at all. So what is pinned never exceeds the capacity, no matter how many threads plan: the region thread of the
-//! device carries plans out, and was told to unpin these regions before anything that it is told to pin from now on. On
-//! a device without threads the caller does it, after the unlock. Each extent serves waiters as soon as it is pinned.
+//! A plan is made under the lock and counts at once: a new region's bytes as *growing*, and regions
+//! that are to go not at all. So what is pinned never exceeds the capacity, however many threads
+//! plan: the region thread unpins these regions before it pins more. On a device without threads
+//! the caller does it, after the unlock. Each extent serves waiters as soon as it is pinned.
 //!
 //! # The rule
 //!
-//! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head; where there is no
-//!    room for it, or a region as short was refused, for the first waiter that the room is enough for.
-//! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many bytes, down to what
-//!    the waiter needs, and then after a pause that doubles. (Without a clock the next call on the slow path is the
-//!    pause.)
-//! 3. A request that only growing can serve gets the error of a growth that was as short as it could be, or that will
-//!    not be tried again.
+//! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head;
+//!    where there is no room for that, or one as short was refused, for the first waiter that fits.
+//! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many
+//!    bytes, down to what the waiter needs, and then after a pause that doubles. (Without a clock
+//!    the next call on the slow path is the pause.)
+//! 3. A request that only growing can serve gets the error of a growth that was as short as it
+//!    could be, or that will not be tried again.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
@@ -68,30 +68,30 @@ pub(super) fn least(wants: &[Want]) -> usize {
 }
 
 impl CentralPool {
-    /// Counts bytes as growing that the caller is about to have pinned. The capacity is not looked at.
+    /// Counts bytes as growing that the caller has pinned next, whatever the capacity.
     pub(crate) fn plan_bytes(&self, bytes: usize) {
         self.lock().growing += bytes;
     }
 
-    /// Whether the capacity has room for another region for these wants, and the last growth did not fail. Then the
-    /// caches of busy threads are not reclaimed: see `caches`.
+    /// Whether the capacity has room for another region for these wants, and the last growth did
+    /// not fail. Then the caches of busy threads are not reclaimed: see `caches`.
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         let core = self.lock();
         core.config.step > 0 && core.refused().is_none() && core.room_beside() >= least(wants)
     }
 
-    /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`:
-    /// memory is being pinned (or, on a device without threads, is pinned).
+    /// Has another region pinned for these wants, in place of idle regions where the capacity is
+    /// used up. `true`: memory is being pinned (or, on a device without threads, is pinned).
     ///
-    /// While memory is being pinned no other region is planned, nor if memory has come since there were `extents`
-    /// [extents](Self::extents), which the caller asked before it tried: many threads often miss at once, and one
-    /// region may serve them all. If it does not, the queue's head has another one pinned.
+    /// No other region is planned meanwhile, nor if memory has come since there were `extents`
+    /// [extents](Self::extents), as the caller knew before it tried: threads often miss together,
+    /// and one region may serve them all. If it does not, the queue's head has another one pinned.
     pub(crate) fn grow(self: &Arc<Self>, wants: &[Want], extents: u64) -> bool {
         let mut core = self.lock();
         if core.growing > 0 || self.extents() != extents {
             return true;
         }
-        // While others wait, a request that is not in the queue takes no idle region away from them.
+        // While others wait, a request outside of the queue takes no idle region away from them.
         let may_move = core.queue.is_empty();
         let planned = core.plan(wants, may_move);
         drop(core);
@@ -100,11 +100,11 @@ impl CentralPool {
 
     /// The number of extents that were ever added.
     pub(crate) fn extents(&self) -> u64 {
-        // Relaxed: written under the lock. A caller that reads a number and then locks finds those extents.
+        // Relaxed: written under the lock, where a caller that has read a number finds them.
         self.extents.load(StdOrdering::Relaxed)
     }
 
-    /// Has the region thread pin bytes that were planned. Each extent serves requests as soon as it is pinned.
+    /// Has the region thread pin planned bytes. Each extent serves requests when it is pinned.
     pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
         if let Some(regions) = &self.regions {
             regions.pin(bytes, self.clone());
@@ -114,8 +114,8 @@ impl CentralPool {
     /// Pins memory of the caller and serves requests from it. Waits for the region thread.
     ///
     /// # Errors
-    /// [`Error::Exhausted`] if the capacity has no room for it now, [`Error::Impossible`] if never, [`Error::Closed`],
-    /// and what the region thread answers. The error carries the memory back.
+    /// [`Error::Exhausted`] if the capacity has no room for it now, [`Error::Impossible`] if never,
+    /// [`Error::Closed`], and what the region thread answers. The error carries the memory back.
     pub(crate) fn adopt<T>(self: &Arc<Self>, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -142,8 +142,8 @@ impl CentralPool {
         regions.adopt(adoptee, &owner)
     }
 
-    /// Gives idle regions back, the newest first, as long as `keep` bytes stay. Returns how many bytes go. None goes
-    /// while a request waits, since memory is short, nor while memory is being pinned: more of the region may follow.
+    /// Gives idle regions back, the newest first, as long as `keep` bytes stay, and returns how
+    /// many bytes go. None goes while a request waits or memory is being pinned.
     pub(crate) fn trim(&self, keep: usize) -> usize {
         let mut core = self.lock();
         self.reclaim_all(&mut core);
@@ -161,12 +161,12 @@ impl CentralPool {
 }
 
 impl Owner for CentralPool {
-    /// Adds an extent and serves waiters from it. A pool that was closed meanwhile does not need the rest.
+    /// Adds an extent and serves waiters from it. A closed pool does not need the rest.
     unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) -> bool {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(len);
-        // SAFETY: this function's contract. The regions live until the central pool is freed, or `Core::retire` has
-        // removed what is in them.
+        // SAFETY: this function's contract. The regions live until the central pool is freed, or
+        // `Core::retire` has removed what is in them.
         unsafe { core.arena.add_extent(region, base, len, pinned) };
         self.extents.fetch_add(1, StdOrdering::Relaxed);
         core.seek_windows();
@@ -177,8 +177,8 @@ impl Owner for CentralPool {
         self.lock().arena.pinned_after_all(base);
     }
 
-    /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. A waiter gets this error if
-    /// no segment that may come back can serve it.
+    /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. A waiter
+    /// gets this error if no segment that may come back can serve it.
     fn grown(&self, missing: usize, error: Option<&Error>) {
         let mut core = self.lock();
         core.growing = core.growing.saturating_sub(missing);
@@ -195,8 +195,8 @@ impl Owner for CentralPool {
 }
 
 impl Core {
-    /// Plans a region as the rule at the head of this module says, to be carried out after the unlock. `true`: one is
-    /// planned. For each waiter idle regions are replaced at most once, since that may not help.
+    /// Plans a region as the rule at the head of this module says, for after the unlock. `true`:
+    /// one is planned. For each waiter idle regions are replaced at most once: it may not help.
     pub(super) fn grow_for_queue(&mut self) -> bool {
         let Some(head) = self.queue.head().filter(|_| self.config.step > 0) else { return false };
         let (waiter, room) = (&self.queue.waiting[&head], self.room_beside());
@@ -216,7 +216,7 @@ impl Core {
         self.grow_for(key, key == head && may_move)
     }
 
-    /// Plans a region for a waiter, which the guard of the lock has pinned after the unlock. `false`: there is no room.
+    /// Plans a region for a waiter, pinned after the unlock. `false`: there is no room.
     pub(super) fn grow_for(&mut self, key: Ticket, may_move: bool) -> bool {
         let (wants, before) = (self.queue.wants(key).to_vec(), self.arena.bytes().total);
         let Some(bytes) = self.plan(&wants, may_move) else { return false };
@@ -231,7 +231,7 @@ impl Core {
         self.refusal.as_ref().filter(|_| self.growing == 0)
     }
 
-    /// Notes that a growth failed. If that was tried after a pause, the next pause is twice as long.
+    /// Notes that a growth failed. If it came after a pause, the next pause is twice as long.
     pub(super) fn refuse(&mut self, error: Error, missing: usize) {
         self.stats.growth_failures += 1;
         let pause = match self.refusal.take().filter(|_| !self.queue.is_empty()) {
@@ -266,8 +266,8 @@ impl Core {
         self.config.capacity.saturating_sub(held) / page() * page()
     }
 
-    /// Bytes that could be pinned now for a request that has no windows: without those that are to be pinned in place
-    /// of regions that are withheld, together with the bytes of these regions.
+    /// Bytes that could be pinned now for a request that has no windows: without those that are to
+    /// be pinned in place of regions that are withheld, together with the bytes of these regions.
     pub(super) fn room_beside(&self) -> usize {
         let replacing = self.arena.windows.iter().filter(|(_, window)| window.replaces);
         let missing =
@@ -275,10 +275,10 @@ impl Core {
         self.room().saturating_sub(sum(missing))
     }
 
-    /// Plans a region for these wants, and returns its bytes, which the caller has pinned. They count as growing until
-    /// [`CentralPool::grown`]. Where the capacity has no room for it, idle regions are removed, the newest first, if
-    /// `may_move` and if that helps. But none is removed while another region is being pinned, nor for wants that the
-    /// present regions can serve once segments come back.
+    /// Plans a region for these wants, and returns its bytes, which the caller has pinned. They
+    /// count as growing until [`CentralPool::grown`]. If the capacity has no room and `may_move`,
+    /// idle regions are removed, the newest first, where that helps. None is removed while another
+    /// region is being pinned, nor for wants that the present regions can serve later.
     pub(super) fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<usize> {
         let (least, mut left) = (least(wants), self.room_beside());
         if self.config.step == 0 {
@@ -321,10 +321,10 @@ impl Core {
         }
     }
 
-    /// The bytes of a region that serves these wants. An upper bound: it counts the worst case of each alignment, and
-    /// regions start well aligned.
+    /// The bytes of a region that serves these wants. An upper bound: it counts the worst case of
+    /// each alignment, and regions start well aligned.
     pub(super) fn need(&self, wants: &[Want]) -> usize {
-        // A segment does not cross the edge of an extent: what does not fit before an edge comes after it.
+        // A segment crosses no edge of an extent: what does not fit before one comes after it.
         let extent = self.config.largest + 32;
         let need = wants.iter().fold(0usize, |at, w| {
             let (pages, align) = w.placement.fresh_pages();

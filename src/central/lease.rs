@@ -1,13 +1,13 @@
 //! Leases: which thread caches of which pools this thread has, in two thread-locals.
 //!
-//! `CURRENT_CACHE` is the thread cache of the pool that this thread used last. A hit reads nothing else: the gate's
-//! comparison tells whether the cache belongs to the right pool. `LEASES` owns the leases and ends them when the thread
-//! ends. It has a destructor, which costs a check on each access.
+//! `CURRENT_CACHE` is the thread cache of the pool that this thread used last. A hit reads nothing
+//! else: the gate's comparison tells whether it is the right pool's. `LEASES` owns the leases and
+//! ends them with the thread. It has a destructor, which costs a check on each access.
 //!
-//! A buffer may be dropped inside the destructor of another thread-local, after `LEASES` is destroyed. Then
-//! `CURRENT_CACHE` is empty, `LEASES` cannot be reached, and the return goes to the runs under the central pool's lock.
-//! A thread cache belongs to the gate whose address it has. No other central pool can have that address: the weak count
-//! of the lease keeps the allocation, and `CURRENT_CACHE` is emptied before the lease ends.
+//! A buffer may be dropped inside the destructor of another thread-local, after `LEASES` is
+//! destroyed. Then `CURRENT_CACHE` is empty, and the return goes to the runs, locked. A thread
+//! cache belongs to the gate whose address it has. No other central pool can have that address: the
+//! lease's weak count keeps the allocation, until `CURRENT_CACHE` is empty.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};
@@ -54,7 +54,7 @@ pub(super) fn forget() {
 }
 
 fn set_current(cache: *const ThreadCache) {
-    // It has no destructor, so this cannot fail (except under loom, where then nothing is left to be set).
+    // It has no destructor, so this cannot fail (but under loom, with nothing left to set).
     let _ = CURRENT_CACHE.try_with(|current| current.set(cache));
 }
 
@@ -65,22 +65,22 @@ pub(super) fn current<'a>() -> Option<&'a ThreadCache> {
     let cache = CURRENT_CACHE.get();
     #[cfg(loom)]
     let cache = CURRENT_CACHE.try_with(Cell::get).ok().filter(|cache| !cache.is_null())?;
-    // SAFETY: it is `NO_CACHE`, which is static, or a lease in `LEASES` keeps it alive on this thread; the end of the
-    // lease resets `CURRENT_CACHE` first. The caller uses it only within a call on this thread. Neither is null.
+    // SAFETY: it is `NO_CACHE`, which is static, or a lease in `LEASES` keeps it alive on this
+    // thread and resets `CURRENT_CACHE` at its end. It is used within a call on this thread.
     Some(unsafe {
         std::hint::assert_unchecked(!cache.is_null());
         &*cache
     })
 }
 
-/// This thread's cache of the central pool, with a new lease if it has none. The cache becomes the current one. `None`
-/// while this thread's locals are being destroyed, in the child of a fork, and where a closed pool would have to make a
-/// lease.
+/// This thread's cache of the central pool, with a new lease if it has none. It becomes the current
+/// one. `None` while this thread's locals are being destroyed, in the child of a fork, and where a
+/// closed pool would have to make a lease.
 ///
 /// The caller must not hold the central pool's lock.
 pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
     let cache = current().filter(|cache| cache.belongs_to(&central.gate));
-    // The fork has emptied `CURRENT_CACHE` in the child. Since the child gets no cache here either, it never has a hit.
+    // A fork empties `CURRENT_CACHE` in the child, which gets no cache here, so never a hit.
     if cache.is_some() || crate::os::forked() {
         return cache;
     }
@@ -109,7 +109,7 @@ impl Leases {
     }
 }
 
-/// Ends this thread's leases, as the end of the thread does. For models: loom's `join` does not wait for thread-locals.
+/// Ends this thread's leases, as its end does. Loom's `join` does not wait for thread-locals.
 #[cfg(all(test, loom))]
 pub(crate) fn end() {
     drop(LEASES.with(|leases| Leases(RefCell::new(leases.0.take()))));

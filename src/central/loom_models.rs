@@ -1,9 +1,9 @@
-//! Loom models of the central pool: leases and their end, reclaiming, transfer caches, closing, counting and waiting.
+//! Loom models of the central pool: leases, reclaiming, transfer caches, closing, waiting.
 //!
-//! Each model has a central pool like that of a real pool, over addresses that no thread accesses. In place of its
-//! memory each segment has a cell, and the thread that has the segment out writes to it. A thread leases, uses and
-//! gives up its thread cache through loom's thread-locals, in the way of real threads. `sync::Mutex` fails a model that
-//! locks a central pool which was freed.
+//! Each model has a central pool like a real one, over addresses that no thread accesses. In place
+//! of its memory each segment has a cell, and the thread that has the segment out writes to it. A
+//! thread leases, uses and gives up its thread cache through loom's thread-locals, in the way of
+//! real threads. `sync::Mutex` fails a model that locks a freed central pool.
 
 use std::sync::Arc;
 use std::task::{Wake as TaskWake, Waker};
@@ -24,7 +24,7 @@ use crate::telemetry::ledger::CheckoutSite;
 const LEN: usize = 1300;
 /// The number of segments of that class in a page.
 const ALL: usize = 3;
-/// Bytes of a thread cache that give room for two segments of a class. (A batch is then one segment.)
+/// Bytes of a thread cache with room for two segments of a class. (A batch is then one.)
 const TWO: usize = 2 * 2 * 1344;
 
 /// A central pool, and the memory of its segments.
@@ -48,7 +48,7 @@ struct Out {
 }
 
 impl Store {
-    /// With so many pages, each an extent. By hand every owner counts as idle; with a clock no owner gets idle.
+    /// With so many pages, each an extent. By hand every owner is idle; with a clock none gets so.
     fn new(pages: usize, transfer_cache: usize, by_hand: bool) -> Self {
         let config = CentralConfig {
             capacity: pages * PAGE,
@@ -133,8 +133,8 @@ impl Store {
         }
     }
 
-    /// Ends this thread's leases and closes the central pool, with all segments back. Checks that every segment is
-    /// accounted for and that the outstanding reference was dropped once.
+    /// Ends this thread's leases and closes the central pool, with all segments back. Checks that
+    /// every segment is accounted for and that the outstanding reference was dropped once.
     fn finish(self) {
         lease::end();
         self.central.close();
@@ -189,7 +189,7 @@ fn task(thread: thread::Thread) -> Waker {
     Arc::new(Task(thread)).into()
 }
 
-// --- threads that end ------------------------------------------------------------------------------------------------
+// --- threads that end ----------------------------------------------------------------------------
 
 #[test]
 fn loom_exit_against_reclaim() {
@@ -203,10 +203,10 @@ fn loom_exit_against_reclaim() {
     });
 }
 
-// --- transfer caches -------------------------------------------------------------------------------------------------
+// --- transfer caches -----------------------------------------------------------------------------
 
-/// Moves a segment of this thread's cache to the transfer cache, as a thread with a full list does, unless another
-/// thread has the lock of the transfer cache. Returns the number of segments that were moved.
+/// Moves a segment of this thread's cache to the transfer cache, as a thread with a full list does,
+/// unless another thread has its lock. Returns the number of segments that were moved.
 fn offload(store: &Store) -> u32 {
     step();
     let class = store.class();
@@ -237,7 +237,7 @@ fn loom_transfer_passes_on() {
     });
 }
 
-// --- closing ---------------------------------------------------------------------------------------------------------
+// --- closing -------------------------------------------------------------------------------------
 
 #[test]
 fn loom_close_counts() {
@@ -262,7 +262,7 @@ fn close_counts() {
     store.finish();
 }
 
-/// A thread that returns all segments: more than its cache can hold. Without transfer caches the rest goes to the runs.
+/// A thread that returns more segments than its cache can hold: the rest goes elsewhere.
 fn overflow(store: &Store) -> JoinHandle<()> {
     let outs = store.take_all::<ALL>();
     worker(move || outs.into_iter().for_each(Out::put))
@@ -294,7 +294,7 @@ fn loom_check_finds_everything() {
     });
 }
 
-// --- counting --------------------------------------------------------------------------------------------------------
+// --- counting ------------------------------------------------------------------------------------
 
 #[test]
 fn loom_sums_hold() {
@@ -335,7 +335,7 @@ fn loom_ledger_closes() {
         let other = worker(move || out.put());
         step();
         let found = store.central.out_for(Duration::ZERO);
-        // A segment that is out has its entry, except between the end of the entry and the return of the segment.
+        // A segment that is out has its entry, but not between the entry's end and its return.
         assert!(found.iter().all(|one| one.descriptor == descriptor), "{found:?}");
         other.join().unwrap();
         assert_eq!(store.central.histograms().1.count(), 1, "the time of the checkout was counted once");
@@ -344,7 +344,7 @@ fn loom_ledger_closes() {
     });
 }
 
-// --- waiting ---------------------------------------------------------------------------------------------------------
+// --- waiting -------------------------------------------------------------------------------------
 
 #[test]
 fn loom_wait_is_woken() {

@@ -1,44 +1,44 @@
 //! The central pool: a store of segments, and how requests get them. Each pool has one.
 //!
-//! It joins thread caches, transfer caches, the arena and the queue of waiters. It tries to serve a request in this
-//! order, cheapest first:
+//! It joins thread caches, transfer caches, the arena and the queue of waiters. It tries to serve a
+//! request in this order, cheapest first:
 //!
-//! 1. *hit*: this thread's cache has a segment ([`crate::freelist::cache`]: plain loads and stores);
-//! 2. *exchange*: this thread's cache takes a batch that another thread left in a transfer cache, under the lock
-//!    of that one (`caches`);
-//! 3. *batch*: under the lock, a batch of neighbours from a run; the request gets one, and the thread cache the others;
-//! 4. *reclaim*: cached segments that other threads will hardly miss go back to their runs, and the request is tried
-//!    again (`caches`);
-//! 5. the rest is the pool's decision: to grow (`growth`), to reclaim the caches of busy threads too, to wait
-//!    (`waiting`, `queue`), or to do without.
+//! 1. *hit*: this thread's cache has a segment ([`crate::freelist::cache`]: loads and stores);
+//! 2. *exchange*: this thread's cache takes a batch that another thread left in a transfer cache,
+//!    under the lock of that one (`caches`);
+//! 3. *batch*: under the lock, a batch of a run: one for the request, others for the thread cache;
+//! 4. *reclaim*: cached segments that other threads will hardly miss go back to their runs, and the
+//!    request is tried again (`caches`);
+//! 5. the rest is the pool's decision: to grow (`growth`), to reclaim the caches of busy threads
+//!    too, to wait (`waiting`, `queue`), or to do without.
 //!
-//! Returns go the same way down. A segment to which a waiting request may have a right goes to the lock instead, so
-//! that it meets the queue (`waiting`).
+//! Returns go the same way down. A segment to which a waiting request may have a right goes to the
+//! lock instead, so that it meets the queue (`waiting`).
 //!
 //! # How long a central pool lives
 //!
-//! A buffer holds a bare pointer to its central pool, since a reference count would cost more than everything else in a
-//! hit together. All buffers together hold one strong count, *the outstanding reference*, which the core keeps. When
-//! the pool closes, the mode word makes every return slow from then on. So the segments that are still out can be
-//! counted exactly, and the return of the last one takes the outstanding reference out of the core and drops it. A
-//! buffer that never comes back (leaked, or quarantined) keeps the central pool and its memory until the process ends.
+//! A buffer holds a bare pointer to its central pool: a reference count would cost more than a hit.
+//! All buffers together hold one strong count, *the outstanding reference*, which the core keeps.
+//! When the pool closes, the mode word makes every return slow from then on. So the segments out
+//! are counted exactly, and the last one's return drops the outstanding reference. A buffer that
+//! never comes back (leaked, or quarantined) keeps the central pool until the process ends.
 //!
 //! # Invariants
 //!
 //! - Each segment is in one place: in its run, in a thread cache, in a transfer cache, or out.
-//! - Takes and returns are counted where they happen: in thread caches, and under the lock for the slow path. Bytes out
-//!   are takes less returns, times stride; free bytes are the rest. So the parts sum to the whole at any time.
-//! - Nothing that lies in a window is cached, and no segment of a class that a request waits for, once waiters have
-//!   rights (`waiting`).
+//! - Takes and returns are counted where they happen: in thread caches, and under the lock. Bytes
+//!   out are takes less returns, times stride; free bytes are the rest. So the parts always sum up.
+//! - Nothing that lies in a window is cached, and no segment of a class that a request waits for,
+//!   once waiters have rights (`waiting`).
 //! - No waiter could be served by what is free outside of windows.
-//! - Whoever changes the core under the lock may free memory, or room for memory, that a waiter could have. So the
-//!   guard of the lock serves the queue before it lets the lock go, and nothing else locks the core.
-//! - No driver call and no foreign code under the lock. Tasks are woken after the unlock, by the guard's deferral
-//!   ([`crate::foreign`]). Regions that were planned are pinned after the unlock too, by the guard itself: foreign code
-//!   further out on this thread may wait for that memory.
+//! - Whoever changes the core may free memory, or room for it, that a waiter could have. So the
+//!   guard of the lock serves the queue before it unlocks, and nothing else locks the core.
+//! - No driver call and no foreign code under the lock. Tasks are woken after the unlock, by the
+//!   guard's deferral ([`crate::foreign`]). The guard itself has planned regions pinned after the
+//!   unlock: foreign code further out on this thread may wait for that memory.
 //!
-//! Read on in `lease` (which cache this thread has), `caches`, `queue` and `waiting`, `growth`, `raw` (the segment as a
-//! value), `census`, `check`. The pool calls all of it. Buffers and timelines hold [`Segment`]s and return them.
+//! Read on in `lease` (which cache this thread has), `caches`, `queue` and `waiting`, `growth`,
+//! `raw` (the segment as a value), `census`, `check`. The pool calls all of it.
 
 #![allow(unsafe_code)]
 
@@ -95,16 +95,16 @@ pub(crate) struct CentralConfig {
     pub(crate) largest: usize,
     /// Bytes to grow by. 0: the central pool never grows.
     pub(crate) step: usize,
-    /// The devices are moved by hand: no timer runs, and the clock decides nothing, so that a seed reproduces a run.
+    /// The devices are moved by hand: without timers or clocks, so that a seed reproduces a run.
     pub(crate) by_hand: bool,
     /// The devices served, by [`crate::device::context::Context::id`], with their names.
     pub(crate) serves: Vec<(u64, Arc<str>)>,
-    /// Every checkout is entered in the ledger. Then `thread_cache` is 0, and thread caches hold nothing.
+    /// Every checkout is entered in the ledger. Then `thread_cache` is 0: nothing is cached.
     pub(crate) track: bool,
 }
 
 impl CentralConfig {
-    /// [`Error::Mismatch`] about `what`, a pool or a buffer of one, unless the pool serves the device.
+    /// [`Error::Mismatch`] about `what`, a pool or its buffer, unless the pool serves the device.
     pub(crate) fn check_serves(&self, what: &'static str, device: &Context) -> Result<()> {
         if self.serves.iter().any(|(id, _)| *id == device.id()) {
             return Ok(());
@@ -127,13 +127,13 @@ pub(crate) struct CentralPool {
     transfers: Vec<TransferCache>,
     /// The returns that may be for a waiter.
     closed: Closed,
-    /// Bytes that a copier has in flight without entries of their own, on several timelines perhaps.
+    /// Bytes that a copier has in flight without entries of their own, maybe on several timelines.
     unlisted: StdAtomicU64,
-    /// Bytes of copies that are in flight on one timeline alone, over all timelines, and those of them that are
-    /// claimed. In a cache line of their own: every copy changes them, next to a driver call that costs many times as
-    /// much.
+    /// Bytes of copies in flight on one timeline alone, over all timelines, and those of them that
+    /// are claimed. In a cache line of their own: every copy changes them, beside a driver call
+    /// that costs many times as much.
     flight: crossbeam::utils::CachePadded<[StdAtomicU64; 2]>,
-    /// Changes of `unlisted` that are under way together with a change of a segment's word. Only checks read it.
+    /// Changes of `unlisted` under way together with one of a segment's word. Only for checks.
     halfway: StdAtomicU64,
     /// The number of extents that were ever added. Written under the lock.
     extents: StdAtomicU64,
@@ -157,11 +157,11 @@ struct Core {
     queue: WaitQueue,
     /// What is withheld for whom.
     windows: Windows,
-    /// Takes and returns on the slow path, by class, and those of thread caches that have left the table.
+    /// Takes and returns by class, of the slow path and of thread caches that have left the table.
     classes: ClassTally,
     ledger: Ledger,
-    /// Requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may take and
-    /// the slow path return).
+    /// Requested bytes that the slow path gave out, less those that it took back (wrapping, since a
+    /// hit may take and the slow path return).
     requested: u64,
     /// Bytes of quarantined segments.
     quarantined: usize,
@@ -268,44 +268,44 @@ impl CentralPool {
         &self.config
     }
 
-    // --- taking ------------------------------------------------------------------------------------------------------
+    // --- taking ----------------------------------------------------------------------------------
 
-    /// A hit: takes a segment from this thread's cache. `None`: the caller goes on with [`CentralPool::refill`] and
-    /// [`CentralPool::try_take`].
+    /// A hit: takes a segment from this thread's cache. `None`: the caller goes on with
+    /// [`CentralPool::refill`] and [`CentralPool::try_take`].
     ///
-    /// Gives the descriptor, which fits into a register, and not a [`Fresh`]: see the note in `Pool`.
+    /// Gives the descriptor, which fits into a register: see the note in `Pool`.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
         let hit = self.gate.enter_by_permit(lease::current()?).and_then(|mut inside| inside.take(class, len));
         hit.or_else(|| self.hit_other(class, len))
     }
 
-    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute a fence of their
-    /// own. (Also where the list is empty, so that a hit looks at its outcome once.)
+    /// [`CentralPool::hit`] where this thread has used another pool since, or where owners execute
+    /// a fence. (Also where the list is empty: a hit looks at its outcome once.)
     #[cold]
     #[inline(never)]
     fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
         self.gate.enter(self.cache()?)?.take(class, len)
     }
 
-    /// Turns a request into a [`Want`], and refuses what this central pool can never serve. Lengths and alignments are
-    /// in bytes.
+    /// Turns a request into a [`Want`], and refuses what this central pool can never serve. Lengths
+    /// and alignments are in bytes.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
-        // A length that overflows is too long for any pool. The error tells what is the longest for this one.
+        // A length that overflows is too long for any pool. The error tells this one's longest.
         let placement = Placement::of(len, align).map_err(|error| match error {
             Error::TooLong { len, largest } => {
                 Error::TooLong { len, largest: largest.min(self.config.largest) }
             }
             error => error,
         })?;
-        // Where regions are aligned to less than `align`, a part of an extent before the segment is lost.
+        // Of regions aligned to less than `align`, an extent's start may be lost.
         let lost = self.regions.as_ref().map_or(0, |regions| align.saturating_sub(regions.aligned()));
         let largest = self.config.largest.saturating_sub(lost);
         if len > largest {
             return Err(Error::TooLong { len, largest });
         }
         let placement = match placement {
-            // The length fits into an extent and the class's stride does not: the segment gets a run of its own.
+            // The length fits an extent and the class's stride does not: it has its own run.
             Placement::Class(class) if class.stride() > largest + 32 => {
                 Placement::Pages { span: segment::span(len)?, align: 1 }
             }
@@ -319,8 +319,8 @@ impl CentralPool {
         if self.closed() { Err(Error::Closed) } else { Ok(()) }
     }
 
-    /// Takes a segment for each of `wants`, or none at all: from what is free, or is cached within the reclaim level,
-    /// and no waiter has a right to. `None`: not now.
+    /// Takes a segment for each of `wants`, or none at all: from what is free, or is cached within
+    /// the reclaim level, and no waiter has a right to. `None`: not now.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`].
@@ -349,18 +349,18 @@ impl CentralPool {
         Ok(granted.or_else(|| self.reclaim(&mut core, wants, cache, level)))
     }
 
-    // --- returning ---------------------------------------------------------------------------------------------------
+    // --- returning -------------------------------------------------------------------------------
 
-    /// Returns a segment. If it is the last one that is out of a closed pool, this frees the central pool.
+    /// Returns a segment. The last one that is out of a closed pool frees the central pool.
     ///
     /// # Safety
-    /// `this` is the descriptor's central pool. The descriptor is out and owned by the caller; `len` is the length that
-    /// it was taken for, `list` its list (or [`LISTS`], to note the return in the ledger). The caller touches neither
-    /// `this` nor the descriptor afterwards.
+    /// `this` is the descriptor's central pool. The descriptor is out and owned by the caller;
+    /// `len` is the length that it was taken for, `list` its list (or [`LISTS`], to note the return
+    /// in the ledger). The caller touches neither `this` nor the descriptor afterwards.
     #[inline(always)]
     pub(crate) unsafe fn put(this: NonNull<Self>, descriptor: NonNull<Descriptor>, len: usize, list: usize) {
-        // SAFETY: a descriptor that is out keeps its central pool alive (by the outstanding reference) until it is
-        // counted as returned.
+        // SAFETY: a descriptor that is out keeps its central pool alive (by the outstanding
+        // reference) until it is counted as returned.
         let central = unsafe { this.as_ref() };
         if let Some(mut inside) = lease::current().and_then(|cache| central.gate.enter_by_permit(cache)) {
             // SAFETY: alive, out, in no list, and owned by the caller, which passes it on.
@@ -382,8 +382,7 @@ impl CentralPool {
         // SAFETY: alive, and owned by the caller.
         let segment = unsafe { descriptor.as_ref() };
         if list == LISTS {
-            // The ledger may have an entry: its segments are handed out without a list, so that their return comes
-            // here.
+            // The ledger may have an entry: its segments have no list, so their return comes here.
             central.lock().as_is().ledger.close(descriptor.addr().get());
             segment.untrack();
         }
@@ -400,10 +399,10 @@ impl CentralPool {
         drop(last);
     }
 
-    /// Counts a segment as quarantined. It stays taken, and waiters that need its memory get an error.
+    /// Counts a segment as quarantined. It stays taken; waiters that need it get an error.
     ///
     /// # Safety
-    /// This is the descriptor's central pool, and the descriptor is in a state that only the caller leaves.
+    /// This is the descriptor's central pool; only the caller leaves the descriptor's state.
     unsafe fn quarantine(&self, descriptor: NonNull<Descriptor>) {
         let mut core = self.lock();
         // SAFETY: a descriptor that is out is alive.
@@ -418,7 +417,7 @@ impl CentralPool {
         core.fail_hopeless();
     }
 
-    // --- threads -----------------------------------------------------------------------------------------------------
+    // --- threads ---------------------------------------------------------------------------------
 
     fn begin_lease(&self) -> Option<Arc<ThreadCache>> {
         if self.closed() {
@@ -427,22 +426,22 @@ impl CentralPool {
         Some(self.lock().table.lease(&self.gate))
     }
 
-    /// Ends the lease of a thread that ends, by a call on that thread. What its cache holds goes back to the runs.
+    /// Ends the lease of a thread that ends, on that thread. Its cache's segments go to the runs.
     fn end_lease(&self, cache: &Arc<ThreadCache>) {
         if crate::os::forked() {
             return;
         }
         let mut core = self.lock();
         let Core { arena, table, .. } = &mut *core;
-        // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
+        // SAFETY: segments in a thread cache are free and alive; draining takes them off it.
         table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) });
         core.count_on(cache);
     }
 
-    // --- the end -----------------------------------------------------------------------------------------------------
+    // --- the end ---------------------------------------------------------------------------------
 
-    /// Closes the central pool. From here on no checkout succeeds, waiters get [`Error::Closed`], and the last return
-    /// frees the central pool.
+    /// Closes the central pool. From here on no checkout succeeds, waiters get [`Error::Closed`],
+    /// and the last return frees the central pool.
     pub(crate) fn close(self: &Arc<Self>) {
         if crate::os::forked() {
             return;
@@ -479,14 +478,14 @@ impl CentralPool {
         })
     }
 
-    // --- looking -----------------------------------------------------------------------------------------------------
+    // --- looking ---------------------------------------------------------------------------------
 
     /// Whether the memory of this central pool keeps the device with this context open.
     pub(crate) fn keeps(&self, context: u64) -> bool {
         self.regions.as_ref().is_some_and(|regions| regions.keep(context))
     }
 
-    /// Whether the memory at this address is the driver's managed memory. The address lies in a segment that is out.
+    /// Whether this address, in a segment that is out, is the driver's managed memory.
     pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
         self.regions.as_ref().is_some_and(|regions| regions.is_managed(at))
     }
@@ -532,8 +531,8 @@ impl Core {
         }
     }
 
-    /// After closing: counts `n` segments as back. When none is out any more, returns the outstanding reference, to be
-    /// dropped after the unlock.
+    /// After closing: counts `n` segments as back. When none is out any more, returns the
+    /// outstanding reference, to be dropped after the unlock.
     #[must_use]
     fn came_back(&mut self, n: u64) -> Option<Arc<CentralPool>> {
         let left = self.left.as_mut()?;
@@ -571,8 +570,8 @@ impl CentralPool {
 }
 
 impl Locked<'_> {
-    /// The core for a check, or for a change of nothing that a waiter could have (the ledger, counts): the queue is not
-    /// served.
+    /// The core for a check, or for a change of nothing that a waiter could have (the ledger,
+    /// counts): the queue is not served.
     fn as_is(&mut self) -> &mut Core {
         &mut self.core
     }

@@ -1,15 +1,15 @@
 //! The queue: the requests that wait for memory, and which of them is next.
 //!
-//! First come, first served, among those that what is free can serve. A request that cannot be served has a right to
-//! its *window* alone ([`crate::arena`], `windows`): what is free elsewhere serves everybody, later requests included.
+//! First come, first served, among those that free memory can serve. Others have a right to their
+//! *window* alone ([`crate::arena`], `windows`): what is free elsewhere serves everybody.
 //!
-//! Requests of one size class wait for the same segments, so they are served strictly in order, and the first of them
-//! has the window. Each request for whole pages, and each for several buffers, has a window of its own as long as the
-//! memory outside of all windows lasts. Several buffers are granted together or not at all.
+//! Requests of one size class wait for the same segments: they are served strictly in order, and
+//! the first of them has the window. A request for whole pages or several buffers has a window of
+//! its own as long as the memory lasts. Several buffers are granted together or not at all.
 //!
-//! Waiters are found by their tickets, and by what they need: in a tree, and in a tree for each size. So a join, a
-//! grant and a leave take logarithmic time, and a return that serves no waiter looks at the sizes that are waited for
-//! and not at the waiters. The queue only decides. It belongs to the central pool's core, under its lock.
+//! A tree finds waiters by their tickets, another those of a size. So a join, a grant and a leave
+//! take logarithmic time, and a return that serves no waiter looks at the sizes that are waited
+//! for, not at the waiters. The queue only decides. The central pool's core has it, under its lock.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,8 +34,8 @@ pub(crate) struct Want {
     pub(crate) placement: Placement,
 }
 
-/// The bytes that segments for these wants take. It saturates: many requests together can ask for more bytes than there
-/// are addresses.
+/// The bytes that segments for these wants take. It saturates: many requests together can ask for
+/// more bytes than there are addresses.
 pub(super) fn bytes(wants: &[Want]) -> usize {
     super::sum(wants.iter().map(|want| want.placement.bytes()))
 }
@@ -177,8 +177,8 @@ impl WaitQueue {
         Some(waiter)
     }
 
-    /// The first waiter, from a ticket on, that what is free outside of windows can probably serve and that leads the
-    /// waiters of its size.
+    /// The first waiter, from a ticket on, that what is free outside of windows can probably serve
+    /// and that leads the waiters of its size.
     pub(super) fn next(&self, arena: &Arena, from: Ticket) -> Option<Ticket> {
         let largest = u32::try_from(arena.largest_free_pages()).unwrap_or(u32::MAX);
         let short = self.sizes.range(..=Size::Pages(largest, usize::MAX));
@@ -189,8 +189,8 @@ impl WaitQueue {
     }
 }
 
-/// The pages that a window for these wants must have, and the alignment of the first. For several buffers these are the
-/// pages that [`take_all`] takes, and those that alignments may cost.
+/// The pages that a window for these wants must have, and the alignment of the first. For several
+/// buffers these are the pages that [`take_all`] takes, and those that alignments may cost.
 pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     if let [want] = wants {
         return want.placement.fresh_pages();
@@ -207,8 +207,8 @@ pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     (of_classes.fold(pages, usize::saturating_add), 1)
 }
 
-/// Takes a segment for each of `wants`, or none at all. Takes the longest segments first, and cuts no run that is
-/// longer than several need. (A longer one takes pages that another of the wants may need.)
+/// Takes a segment for each of `wants`, or none at all: the longest segments first, and from no run
+/// that is cut longer than several need. (It would take pages that another of them needs.)
 pub(super) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>>> {
     if let [want] = wants {
         return Some(vec![arena.take(want.placement)?]);
@@ -235,8 +235,8 @@ pub(super) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<
 /// Gives back what [`take_all`] took and nobody has seen.
 pub(super) fn give_all(arena: &mut Arena, taken: impl Iterator<Item = NonNull<Descriptor>>) {
     for descriptor in taken {
-        // SAFETY: just taken from outside of all windows: alive, in no list, its state still HOST, and no other thread
-        // has seen it.
+        // SAFETY: just taken from outside of all windows: alive, in no list, its state still HOST,
+        // and no other thread has seen it.
         let _ = unsafe { arena.give(descriptor) };
     }
 }

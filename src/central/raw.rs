@@ -6,8 +6,8 @@ use super::CentralPool;
 use crate::freelist::{Descriptor, LISTS};
 use crate::segment::Class;
 
-/// The right to a segment that is out. It has no `Drop`: its holder decides what becomes of the segment. Forgetting it
-/// leaks the segment, and nothing else.
+/// The right to a segment that is out. It has no `Drop`: its holder decides what becomes of the
+/// segment. Forgetting it leaks the segment, and nothing else.
 ///
 /// # Invariant
 /// The descriptor is of this central pool and out, so both are alive.
@@ -16,14 +16,14 @@ use crate::segment::Class;
 pub(crate) struct Segment {
     central: NonNull<CentralPool>,
     descriptor: NonNull<Descriptor>,
-    /// The requested bytes, and in the lowest bits the index of the segment's list in a thread cache ([`LISTS`] for a
-    /// segment without a class, and for one whose return the ledger is to see). So a return need not load the index
-    /// from the descriptor before it touches the list.
+    /// The requested bytes, and in the lowest bits the index of the segment's list in a thread
+    /// cache ([`LISTS`] for a segment without a class, and for one whose return the ledger is to
+    /// see). So a return need not load the index from the descriptor before it touches the list.
     tag: u64,
 }
 
-/// Bits of a tag that hold the list: a byte, which processors can extract by itself. The length of the longest extent
-/// has 43 bits, so a length has room above.
+/// Bits of a tag that hold the list: a byte, which processors can extract by itself. The length of
+/// the longest extent has 43 bits, so a length has room above.
 const LIST: u32 = 8;
 const _: () = assert!(LISTS < 1 << LIST);
 
@@ -33,23 +33,23 @@ pub(crate) fn tag(len: usize, list: usize) -> u64 {
     (len as u64) << LIST | list as u64
 }
 
-// SAFETY: the central pool and the descriptor are Sync, and a segment is owned by one place at a time.
+// SAFETY: the central pool and the descriptor are Sync; one place at a time owns a segment.
 unsafe impl Send for Segment {}
 // SAFETY: a shared segment only gives out addresses and atomics.
 unsafe impl Sync for Segment {}
 
-/// A segment that was just checked out: host-ready, nothing written, and no [alias](Segment::alias). A buffer is made
-/// of it.
+/// A segment that was just checked out: host-ready, nothing written, and no
+/// [alias](Segment::alias). A buffer is made of it.
 #[derive(Debug)]
 #[must_use = "a forgotten segment is lost to the pool"]
 pub(crate) struct Fresh(Segment);
 
 impl Fresh {
-    /// Makes a segment of a descriptor that was taken just now, or that [`Segment::into_descriptor`] gave.
+    /// Makes a segment of a descriptor that was just taken or is [`Segment::into_descriptor`]'s.
     ///
     /// # Safety
-    /// The descriptor is of a segment of this central pool, and is used once. No byte of the segment counts as written.
-    /// The [tag] is that of the length that the segment was taken for and of the descriptor's list.
+    /// The descriptor is of a segment of this central pool, and is used once. No byte counts as
+    /// written. The [tag] is that of the requested length and the descriptor's list.
     #[inline(always)]
     pub(crate) unsafe fn of_tag(central: &CentralPool, descriptor: NonNull<Descriptor>, tag: u64) -> Self {
         Self(Segment { central: NonNull::from(central), descriptor, tag })
@@ -64,7 +64,7 @@ impl Fresh {
         &self.0
     }
 
-    /// Sends the segment's return to the slow path, where the ledger sees it: the segment is handed out without a list.
+    /// Hands the segment out without a list: its return takes the slow path, to the ledger.
     pub(super) fn track(&mut self) {
         self.0.descriptor().track();
         self.0.tag = tag(self.0.len(), LISTS);
@@ -128,13 +128,13 @@ impl Segment {
         !crate::os::forked() && unsafe { self.central().lock().arena.pinned(self.descriptor) }
     }
 
-    /// A second value for the same segment: the handle and the timeline, which meet in its state word, have one each.
+    /// A second value for the same segment: handle and timeline, which meet in its word, have one.
     pub(crate) fn alias(&self) -> Self {
         Self { ..*self }
     }
 
-    /// Changes the requested length, in the statistics too: a segment in flight that is claimed for another request has
-    /// that request's length from then on.
+    /// Changes the requested length, in the statistics too: a segment in flight that is claimed for
+    /// another request has that request's length from then on.
     pub(crate) fn rebook(&mut self, len: usize) {
         let mut core = self.central().lock();
         let requested = &mut core.as_is().requested;
@@ -146,7 +146,7 @@ impl Segment {
     /// Returns the segment to the pool.
     ///
     /// # Safety
-    /// The caller owns the segment in its present state, no device uses it, and no alias of it is used again.
+    /// The caller owns the segment, no device uses it, and no alias of it is used again.
     #[inline(always)]
     pub(crate) unsafe fn release(self) {
         // SAFETY: the invariant, and this function's contract.

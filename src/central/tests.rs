@@ -1,5 +1,5 @@
-//! What the central pool decides under its lock: whether a request may wait, what is pinned for it, what is withheld
-//! for it, and what a check notices. All on an arena whose memory is not touched.
+//! What the central pool decides under its lock: whether a request may wait, what is pinned for it,
+//! what is withheld for it, and what a check notices. All on an arena without memory.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ fn add(central: &CentralPool, region: usize, pages: usize) {
     unsafe { central.add_extent(RegionId(region as u64), base, pages * PAGE, true) };
 }
 
-/// A central pool with extents of so many pages, each of which is a region. It has no room for more.
+/// A central pool with extents of so many pages, each a region, and no room for more.
 fn pool(extents: &[usize]) -> Arc<CentralPool> {
     let config = CentralConfig {
         capacity: extents.iter().sum::<usize>() * PAGE,
@@ -111,13 +111,13 @@ fn has_window(central: &CentralPool, key: usize) -> bool {
     central.core.lock().arena.windows.iter().any(|(_, window)| window.owner == key)
 }
 
-// --- growth ----------------------------------------------------------------------------------------------------------
+// --- growth --------------------------------------------------------------------------------------
 
 #[test]
 fn a_wait_is_hopeless_if_nothing_can_end_it() {
     let need = 300 * PAGE;
-    // The regions, the capacity, whether the pool grows, what is being pinned, what is quarantined; and whether a wait
-    // for the whole of a region is hopeless, and one for 300 pages.
+    // The regions, the capacity, whether the pool grows, what is being pinned, what is quarantined;
+    // and whether a wait for the whole of a region is hopeless, and one for 300 pages.
     let cases = [
         (1, 8 * MIB, 0, 0, 0, [false, false], "there is room"),
         (1, MIB, 0, 0, 0, [false, true], "the pool does not grow"),
@@ -150,7 +150,7 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
     let mut core = central.core.lock();
     // Before an aligned segment pages may be lost.
     let aligned = Want { len: PAGE, placement: Placement::Pages { span: 3 * PAGE, align: 8 } };
-    // The pages of an extent, of the room and of a step; what is asked for; the pages that are planned.
+    // The pages of an extent, of the room and of a step; what is asked for; what is planned.
     let cases: [([usize; 3], &[Want], Option<usize>); 9] = [
         ([1024, 768, 2], &[small(100)], Some(2)),
         ([1024, 768, 2], &[pages(3)], Some(3)),
@@ -236,8 +236,8 @@ fn idle_regions_make_way_newest_first() {
     assert_eq!((core.growing, left), (2 * MIB, vec![0, 3]), "region 3 is in use");
 }
 
-/// Regions that are withheld to be replaced may come back while other memory is being pinned, and be all that there is
-/// when that is done.
+/// Regions that are withheld to be replaced may come back while other memory is being pinned, and
+/// be all that there is when that is done.
 #[test]
 fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
     for extent in [true, false] {
@@ -262,7 +262,7 @@ fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
     }
 }
 
-// --- windows ---------------------------------------------------------------------------------------------------------
+// --- windows -------------------------------------------------------------------------------------
 
 #[test]
 fn returns_look_at_closed_classes_until_the_waiter_is_gone() {
@@ -377,7 +377,7 @@ fn what_a_leaving_waiter_was_granted_may_be_the_last_segment_of_a_closed_pool() 
     assert_eq!(weak.strong_count(), 0);
 }
 
-// --- counts ----------------------------------------------------------------------------------------------------------
+// --- counts --------------------------------------------------------------------------------------
 
 #[test]
 fn what_is_given_back_at_once_was_never_in_use() {
@@ -404,7 +404,7 @@ fn a_thread_keeps_nothing_of_pools_that_are_gone_once_it_uses_another() {
     assert_eq!(caches.map(|cache| cache.strong_count()), [0, 0, 1]);
 }
 
-// --- checks ----------------------------------------------------------------------------------------------------------
+// --- checks --------------------------------------------------------------------------------------
 
 /// A central pool with one segment out, and one cached by this thread.
 fn cached() -> Arc<CentralPool> {

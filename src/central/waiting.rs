@@ -1,45 +1,45 @@
-//! Waiting for memory: joining and leaving the queue, serving it, windows and closed classes, and ending waits that
-//! nothing can serve any more. [`super::queue`] decides which waiter is next.
+//! Waiting for memory: joining and leaving the queue, serving it, windows and closed classes, and
+//! ending waits that nothing can serve any more. [`super::queue`] decides which waiter is next.
 //!
 //! # The rule
 //!
-//! A waiter has a right to what is free in its window, and to what comes back there. A waiter for one segment of a
-//! class has a right to each segment of the class that comes back outside of other windows, too. Everything else serves
-//! everybody, from thread caches as always. What is free outside of windows when the lock is let go serves no waiter:
-//! the guard of the lock sees to that.
+//! A waiter has a right to what is free in its window, and to what comes back there. A waiter for
+//! one segment of a class has a right to each segment of the class that comes back outside of other
+//! windows, too. Everything else serves everybody. What is free outside of windows when the lock is
+//! let go serves no waiter: the guard of the lock sees to that.
 //!
 //! # Looks
 //!
-//! Returns do not look at everything that a new request would find: segments that are cached, and pages beside a window
-//! that make a longer range of it. So as long as a request waits, the timer looks at the queue every 100 ms, and takes
-//! all of these.
+//! Returns do not look at everything that a new request would find: cached segments, and pages that
+//! lengthen a window. So while a request waits, the timer looks every 100 ms, and takes these.
 //!
 //! # Closed classes
 //!
-//! A return into a thread cache looks at no segment, so it cannot know of windows. Therefore the classes to which a
-//! waiter may have a right are *closed*: those that are waited for, and those of which segments are given out inside a
-//! window. The limit up to which a hit may return a segment of a closed class is 0, so the return takes the slow path.
-//! There it looks, inside of the gate and without the lock, whether the class is waited for, or the segment's address
-//! lies in a window. Then the segment goes to the lock, and else into the thread cache after all. Checkouts are never
-//! closed, since nothing is cached that a waiter has a right to.
+//! A return into a thread cache looks at no segment, so it cannot know of windows. Therefore the
+//! classes to which a waiter may have a right are *closed*: those that are waited for, and those of
+//! which segments are out inside a window. The limit up to which a hit may return a segment of a
+//! closed class is 0, so the return takes the slow path. There it looks, inside of the gate and
+//! without the lock, whether the class is waited for, or the segment lies in a window: then it goes
+//! to the lock, else into the thread cache. Checkouts are never closed: nothing is cached that a
+//! waiter has a right to.
 //!
-//! A class is closed while the owners are shut out of their caches and everything that was cached is in its runs. It is
-//! opened by a store: each owner lifts its own limit when it next comes by. So a waiter costs other threads one miss
-//! for each class when it comes, and the returns of closed classes a few nanoseconds.
+//! A class is closed while the owners are shut out and all that was cached is in its runs. A store
+//! opens it: each owner lifts its own limit when it next comes by. So a waiter costs other threads
+//! one miss for each class, and the returns of closed classes a few nanoseconds.
 //!
 //! # Windows that do not empty
 //!
-//! A window to which nothing came back during `1 << moves` looks is given up at the next one, for another if there is
-//! one: some thread may keep a buffer in it for ever. `moves` counts how often its waiter has done so, so that at last
-//! a window stays for longer than any buffer in it is kept. The next window may not overlap one that the waiter has
-//! given up, until all were tried. A request that no present region can hold has whole regions for a window: when all
-//! of them are free, a longer region is pinned in their place.
+//! A window to which nothing came back during `1 << moves` looks is given up at the next one, for
+//! another if there is one: some thread may keep a buffer in it for ever. `moves` counts how often
+//! its waiter has done so: at last a window stays longer than any buffer in it. The next window may
+//! not overlap one that was given up, until all were tried. A request that no present region can
+//! hold has whole regions for a window: when all are free, a longer one is pinned in their place.
 //!
 //! # While memory is being pinned
 //!
-//! What is being pinned may serve all waiters. So they have no rights at first: no class is closed for them, and no
-//! window is chosen. They have them from the first look on that still finds one waiting, until none waits: pinning may
-//! take long.
+//! What is being pinned may serve all waiters. So they have no rights at first: no class is closed
+//! for them, and no window is chosen. They have them from the first look on that still finds one
+//! waiting, until none waits: pinning may take long.
 
 use std::ptr::NonNull;
 use std::task::Waker;
@@ -55,8 +55,8 @@ use crate::freelist::{Descriptor, LISTS, list_of, listed};
 use crate::segment::Class;
 use crate::sync::{self, AtomicU32, AtomicU64, Ordering};
 
-/// The most windows at the same time, and the most ranges that they have together. Later waiters have none until one
-/// ends.
+/// The most windows at the same time, and the most ranges that they have together. Later waiters
+/// have none until one ends.
 pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 8 };
 const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
 /// The time between two looks. Without a clock: so many requests on the slow path.
@@ -68,15 +68,15 @@ const OPEN: u32 = 0;
 const IN_WINDOWS: u32 = 1;
 const AWAITED: u32 = 2;
 
-/// What returns look at. It is written under the central pool's lock, and read inside of the gate, where no class is
-/// closed meanwhile: the cold side closes classes while all owners are shut out. So all accesses are relaxed, and the
-/// gate's permits order them.
+/// What returns look at. Written under the central pool's lock, and read inside of the gate, where
+/// no class is closed meanwhile: the cold side closes classes while all owners are shut out. So all
+/// accesses are relaxed, and the gate's permits order them.
 #[derive(Debug)]
 pub(super) struct Closed {
     /// Of each class with a list: [`OPEN`], [`IN_WINDOWS`] or [`AWAITED`].
     classes: [AtomicU32; LISTS + 1],
-    /// The addresses of the windows' ranges: of each the first, and that behind the last. Behind the last there are
-    /// zeros.
+    /// The addresses of the windows' ranges: of each the first, and that behind the last. Behind
+    /// the last there are zeros.
     ranges: [[AtomicU64; 2]; MOST_RANGES],
 }
 
@@ -142,12 +142,12 @@ pub(crate) struct LongWait {
 }
 
 impl CentralPool {
-    /// Adds a request to the queue, and serves it at once if possible. Returns the waiter's key. `most`: how many
-    /// requests may wait at a time, this one included.
+    /// Adds a request to the queue, and serves it at once if possible. Returns the waiter's key.
+    /// `most`: how many requests may wait at a time, this one included.
     ///
     /// # Errors
-    /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`] or the error of the last growth if nothing can ever
-    /// serve the request; [`Error::QueueFull`].
+    /// [`Error::Closed`], [`Error::Forked`], [`Error::QueueFull`]; [`Error::Impossible`] or the
+    /// error of the last growth if nothing can ever serve the request.
     pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, most: usize) -> Result<usize> {
         self.refuse_if_shut()?;
         let mut core = self.lock();
@@ -169,13 +169,13 @@ impl CentralPool {
                 may_find && core.arena.windows.len() < MOST_WINDOWS
             }
         };
-        // The unlock serves it, if what came back since the request was tried is not for one that has waited longer.
+        // The unlock serves it, if what came back meanwhile is not for one that waited longer.
         drop(core);
         Ok(key)
     }
 
-    /// Whether no waiter has a right to a segment that comes back, or that is in flight and would be lent again. Exact
-    /// inside of the gate. (A waiter that comes at this moment finds a segment lent.)
+    /// Whether no waiter has a right to a segment that comes back, or that is in flight and would
+    /// be lent again. Exact inside of the gate. (A waiter that comes now finds a segment lent.)
     pub(crate) fn may_claim(&self, class: Class, base: NonNull<u8>) -> bool {
         match self.closed.why(class) {
             AWAITED => false,
@@ -216,7 +216,7 @@ impl CentralPool {
         }
     }
 
-    /// Without a clock, a request that is not in the queue is a tick, and many of them are followed by a look.
+    /// Without a clock, a request outside of the queue is a tick, and many are followed by a look.
     pub(super) fn tick(&self, core: &mut Core) {
         core.windows.ticks += u32::from(!core.queue.is_empty());
         if core.windows.ticks >= TICKS {
@@ -233,8 +233,8 @@ impl CentralPool {
         }
     }
 
-    /// Chooses windows for the waiters that have none, and at a look others for those that do not empty; closes the
-    /// classes whose returns must be looked at.
+    /// Chooses windows for the waiters that have none, and at a look others for those that do not
+    /// empty; closes the classes whose returns must be looked at.
     fn arrange(&self, core: &mut Core, look: bool) {
         self.gate.quiesce(mode::INSPECT, &core.table);
         self.reclaim_quiet(core);
@@ -260,8 +260,7 @@ impl CentralPool {
         }
     }
 
-    /// Checks what closed classes, windows and the queue promise. `cached` tells whether segments of a class are
-    /// cached.
+    /// Checks closed classes, windows and the queue. `cached`: whether a class is cached.
     pub(super) fn check_waiting(
         &self,
         core: &mut Core,
@@ -305,10 +304,10 @@ impl CentralPool {
         }
     }
 
-    /// The outcome of a wait, which ends the key. `None`: the waiter still waits, and is woken through `waker` from now
-    /// on, if that is given.
+    /// The outcome of a wait, which ends the key. `None`: the waiter still waits, and is woken
+    /// through `waker` from now on, if that is given.
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Option<Result<Vec<Fresh>>> {
-        // In the child of a fork a thread that no longer exists may hold the lock, and no segment comes back any more.
+        // In a fork's child a missing thread may hold the lock, and no segment comes back.
         if crate::os::forked() {
             return Some(Err(Error::Forked));
         }
@@ -345,8 +344,8 @@ impl CentralPool {
         drop(last);
     }
 
-    /// Ends a wait for `len` bytes whose time is over, after a last look that is not bound to the request's window:
-    /// what got free beside it may have made a longer range of it. `since` is when the request began.
+    /// Ends a wait for `len` bytes whose time is over, after a last look beyond the request's
+    /// window: what got free beside it may lengthen that. `since` is when the request began.
     ///
     /// # Errors
     /// As for [`wait`](Self::wait).
@@ -363,8 +362,8 @@ impl CentralPool {
         })
     }
 
-    /// Waits on this thread until the waiter is served. `since` is when the request began, and `len` its bytes, for the
-    /// error.
+    /// Waits on this thread until the waiter is served. `since` is when the request began, and
+    /// `len` its bytes, for the error.
     ///
     /// # Errors
     /// The error that ended the wait; [`Error::Timeout`] when the deadline has passed.
@@ -386,8 +385,8 @@ impl CentralPool {
         }
     }
 
-    /// The first request that has waited for `age` and that no earlier call has told of, if it `may` be told of; and
-    /// whether any request waits. Of those behind it that have waited for as long no later call tells, either.
+    /// The first request that has waited for `age` and was not told of, if it `may` be told of; and
+    /// whether any request waits. No later call tells of those behind it that waited as long.
     pub(crate) fn long_wait(
         &self,
         now: Instant,
@@ -417,13 +416,13 @@ impl CentralPool {
 }
 
 impl Core {
-    /// Whether waiters have rights. None has while memory is being pinned, until a look finds one waiting.
+    /// Whether waiters have rights. While memory is being pinned, only from a look on.
     fn has_rights(&self) -> bool {
         !self.queue.is_empty() && (self.growing == 0 || self.windows.overdue)
     }
 
-    /// The error for wants that neither segments that may come back nor memory that may still be pinned can serve:
-    /// [`Error::Impossible`], or that of the last growth, if no shorter one would do.
+    /// The error for wants that neither segments that may come back nor memory to be pinned can
+    /// serve: [`Error::Impossible`], or that of the last growth, if no shorter one would do.
     pub(super) fn hopeless(&self, wants: &[Want]) -> Option<Error> {
         if bytes(wants) > self.config.capacity.saturating_sub(self.quarantined) {
             return Some(self.impossible(wants));
@@ -445,8 +444,8 @@ impl Core {
         Error::Impossible { len, quarantined: self.quarantined, capacity: self.config.capacity }
     }
 
-    /// Whether the extents could not hold all of these, or those of one placement, even if every segment came back. Of
-    /// quarantined segments the bytes count, and not the places.
+    /// Whether the extents could not hold all of these, or those of one placement, even if every
+    /// segment came back. Of quarantined segments the bytes count, and not the places.
     pub(super) fn outgrow(&self, wants: &[Want]) -> bool {
         if bytes(wants) > self.arena.bytes().total.saturating_sub(self.quarantined) {
             return true;
@@ -466,14 +465,14 @@ impl Core {
         loop {
             self.serve_from_free();
             let Some(head) = self.queue.head() else { return };
-            // With nothing out and nothing being pinned, a wait that cannot be served now never can be. (`outgrow`
-            // looks at one placement at a time, and does not know whether buffers of several fit together.)
+            // With nothing out and nothing being pinned, a wait that cannot be served now never can
+            // be. (`outgrow` does not see whether several placements fit together.)
             let may_come = self.arena.given_out() > self.quarantined;
             if self.growing > 0 || self.grow_for_queue() || may_come {
                 return;
             }
-            // What is withheld is free, too: it serves the head, or is unpinned for a region that does. (Regions that
-            // are withheld to be replaced may have come back while others were being pinned.)
+            // What is withheld is free, too: it serves the head, or is unpinned for a region that
+            // does. (Regions to be replaced may have come back while others were pinned.)
             self.windows().into_iter().for_each(|id| self.end_window(id));
             if !self.grant(head) && !self.grow_for_queue() {
                 let failed = self.refused().map(|refusal| refusal.error.clone());
@@ -493,7 +492,7 @@ impl Core {
         }
     }
 
-    /// Ends the waits that have become impossible. Of requests of one size the first stands for all.
+    /// Ends the waits that have become impossible. The first of a size stands for all.
     pub(super) fn fail_hopeless(&mut self) {
         for first in self.queue.firsts().collect::<Vec<_>>() {
             let (size, mut next) = (self.queue.waiting[&first].size, Some(first));
@@ -521,7 +520,7 @@ impl Core {
         None
     }
 
-    /// A waiter of this size has left the queue: of several for the same class the next inherits its window.
+    /// A waiter of this size has left: the next one of the same class inherits its window.
     fn pass_on(&mut self, key: Ticket, size: Size) {
         let Some(id) = self.window(key) else { return };
         match self.queue.first(size).filter(|_| matches!(size, Size::Class(_))) {
@@ -541,8 +540,8 @@ impl Core {
         true
     }
 
-    /// Gives a segment that came back to the oldest waiter of its class, unless it lies in another's window. `false`:
-    /// it is still the caller's.
+    /// Gives a segment that came back to the oldest waiter of its class, unless it lies in
+    /// another's window. `false`: it is still the caller's.
     ///
     /// # Safety
     /// The descriptor is of this class, alive, free, in no list, and owned by the caller.
@@ -559,7 +558,7 @@ impl Core {
         true
     }
 
-    // --- windows -----------------------------------------------------------------------------------------------------
+    // --- windows ---------------------------------------------------------------------------------
 
     /// The windows.
     fn windows(&self) -> Vec<WindowId> {
@@ -571,12 +570,12 @@ impl Core {
         self.arena.windows.iter().find(|(_, window)| window.owner == owner).map(|(id, _)| id)
     }
 
-    /// The classes that must be closed: those that are awaited, and those of which segments are given out in windows.
+    /// The classes to close: those that are awaited, and those with segments out in windows.
     fn classes_to_close(&self) -> [ClassSet; 2] {
         [self.queue.awaited(), self.arena.classes_in_windows()]
     }
 
-    /// Ends a window. An owner that still waits chooses anew, and a waiter that has no window may find one.
+    /// Ends a window. Its owner chooses anew, and a waiter without one may find one.
     pub(super) fn end_window(&mut self, id: WindowId) {
         self.arena.release_window(id);
         self.seek_windows();
@@ -588,7 +587,7 @@ impl Core {
         self.windows.wanted |= !self.unplaced(1).is_empty();
     }
 
-    /// A segment came back to a window: serves its owner if that is enough, or has the regions replaced.
+    /// A segment came back to a window: serves its owner if possible, or replaces the regions.
     pub(super) fn came(&mut self, id: WindowId) {
         let Some(&Window { owner, replaces, out, .. }) = self.arena.windows.get(id) else { return };
         if replaces && out == 0 && self.growing == 0 {
@@ -602,8 +601,8 @@ impl Core {
         }
     }
 
-    /// Serves the owner of a window from the window and from what is free outside of windows, together. `false`: that
-    /// is not enough.
+    /// Serves the owner of a window from the window and from what is free outside of windows,
+    /// together. `false`: that is not enough.
     fn grant_withheld(&mut self, id: WindowId) -> bool {
         let window = self.arena.release_window(id);
         let granted = self.grant(window.owner);
@@ -615,7 +614,7 @@ impl Core {
         granted
     }
 
-    /// Serves what a new request would be served with, and ends the windows to which nothing came back for long.
+    /// Serves what a new request would get, and ends windows to which nothing came back for long.
     fn look(&mut self) {
         // Returns do not look for what got free beside a window and makes a longer range of it.
         while self.windows().into_iter().any(|id| self.grant_withheld(id)) {
@@ -654,8 +653,8 @@ impl Core {
         }
     }
 
-    /// The first waiters of each size that may choose a window and have none, up to `most` of each, in their order: not
-    /// those behind another of the same class.
+    /// The first waiters of each size that may choose a window and have none, up to `most` of each,
+    /// in their order: not those behind another of the same class.
     fn unplaced(&self, most: usize) -> Vec<Ticket> {
         let mut all = Vec::new();
         for (size, tickets) in &self.queue.sizes {
@@ -677,8 +676,8 @@ impl Core {
         })
     }
 
-    /// A range for these wants, or, where none is as long as all of them, ranges for parts of them: `most` at most.
-    /// None meets one of those to `avoid`. `None`: there are not as many ranges.
+    /// A range for these wants, or, where none is as long as all of them, ranges for parts of them:
+    /// `most` at most. None meets one of those to `avoid`. `None`: there are not as many ranges.
     fn ranges_for(&mut self, wants: &[Want], avoid: &[PageRange], most: usize) -> Option<Vec<PageRange>> {
         let (need, align) = window_pages(wants);
         let none_for = self.windows.none_for;
@@ -702,8 +701,8 @@ impl Core {
         Some(ranges)
     }
 
-    /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that serves it: the present
-    /// ones never can.
+    /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that
+    /// serves it: the present ones never can.
     pub(super) fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
         let waiter = &self.queue.waiting[&key];
         let may = self.config.step > 0 && self.growing == 0 && self.refusal.is_none();

@@ -1,10 +1,9 @@
-//! Adopted memory: the program gives a value whose bytes the pool may cut up. They are pinned where they are and kept
-//! as a region; the value is dropped when the region goes.
+//! Adopted memory: the program gives a value whose bytes the pool may cut up. They are pinned where
+//! they are and kept as a region; the value is dropped when the region goes.
 //!
-//! The pool uses the whole pages inside of the value's bytes. They are pinned extent by extent, each in a job of its
-//! own, like regions that the pool maps. But no extent is handed out before all of them are pinned, so that on any
-//! failure the program gets its memory back as it was. Nothing is written to the memory before a segment of it is
-//! handed out.
+//! The pool uses the whole pages inside of the value's bytes. They are pinned extent by extent,
+//! each in a job of its own, like regions that the pool maps. But no extent is handed out before
+//! all of them are pinned, so that on any failure the program gets its memory back as it was.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
@@ -20,8 +19,8 @@ use crate::foreign::Owned;
 
 /// A value that is to be adopted.
 pub(crate) struct Adoptee<T> {
-    /// In a box, so that the value itself does not move while its bytes are in use: moving a value may assert that
-    /// nothing else reaches what it points to.
+    /// In a box, so that the value itself does not move while its bytes are in use: moving a value
+    /// may assert that nothing else reaches what it points to.
     memory: Box<T>,
     /// The whole pages in its bytes.
     base: NonNull<u8>,
@@ -80,11 +79,11 @@ impl Regions {
         let begun = |context: &_| Region::new(base, RegionSource::Adopted(None), context);
         let (mut region, mut came, mut times) = (begun(&context), 0, Vec::new());
         while came < whole {
-            // The region itself stays here, with what it lists: a job that panics loses what it owns.
+            // The region stays here, with what it lists: a job that panics loses what it owns.
             let (regions, part) = (self.clone(), begun(&context));
             let len = self.options.extent.min(whole - came);
             let called = context.worker().call(move || {
-                // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unregistered.
+                // SAFETY: whole pages of the adoption's memory, kept until they were unregistered.
                 Ok(unsafe { regions.pin_extent(&part.context, part.at(came), len, true) })
             });
             let (error, is_known) = match called {

@@ -1,15 +1,15 @@
-//! How regions are made and given back: one loop for memory that the pool maps and for memory that the driver
-//! allocates.
+//! How regions are made and given back: one loop for memory that the pool maps and for memory that
+//! the driver allocates.
 //!
-//! The loop goes extent by extent, and each extent is a job of its own on the region thread, so that another job waits
-//! for one extent at most. A mapping is made in one piece, touched by several threads ([`touch`](super::touch)) and
-//! pinned extent by extent; that is by far the fastest way. Memory from the driver comes in separate allocations: each
-//! extent is one, and becomes a region of its own. Drivers promise no alignment, and hand out small allocations from
-//! shared pages. So an allocation that does not start on a page is made again with one page more, and its whole pages
-//! are used.
+//! The loop goes extent by extent, each a job of its own on the region thread, so that other jobs
+//! wait for one extent at most. A mapping is made in one piece, touched by several threads
+//! ([`touch`](super::touch)) and pinned extent by extent: by far the fastest way. Memory from the
+//! driver comes in separate allocations: each extent is one, and a region of its own. Drivers
+//! promise no alignment, and hand out small allocations from shared pages. So an allocation that
+//! does not start on a page is made again with one page more, and its whole pages are used.
 //!
-//! Freeing happens on the region thread, like everything that can synchronise a device. Memory that cannot be freed is
-//! leaked and logged, since the device may still reach it.
+//! Freeing happens on the region thread, like everything that can synchronise a device. Memory that
+//! cannot be freed is leaked and logged, since the device may still reach it.
 
 use std::cell::Cell;
 use std::ptr::NonNull;
@@ -107,8 +107,8 @@ impl Regions {
                 "the system does not let memory be taken from this node"
             );
         }
-        // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is unmapped by
-        // `finish`, after the toucher was dropped.
+        // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the
+        // rest is unmapped by `finish`, after the toucher was dropped.
         let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
         let region = Region::new(base, RegionSource::Mapped, context);
         let id = self.add(Region { node, ..region }).id;
@@ -161,7 +161,7 @@ impl Regions {
             Supply::Mapped { id, base, .. } => {
                 // SAFETY: within the mapping.
                 let start = unsafe { base.add(making.came) };
-                // SAFETY: the extent is mapped, and stays mapped until the region's end has unpinned it.
+                // SAFETY: the extent is mapped until the region's end has unpinned it.
                 let (pinned, took) = unsafe { self.pin_extent(&context, start, len, false) };
                 let extent = Extent { offset: making.came, len, pinned: pinned? };
                 self.progress.lock().region(*id).into_iter().for_each(|region| region.extents.push(extent));
@@ -182,8 +182,8 @@ impl Regions {
         Ok(go_on && making.came < making.len)
     }
 
-    /// Hands an extent over of a region that is listed, once. `times` are the time spent on making it, and that of the
-    /// call that pinned it. Returns whether more is wanted.
+    /// Hands an extent over of a region that is listed, once. `times` are the time spent on making
+    /// it, and that of the call that pinned it. Returns whether more is wanted.
     pub(super) fn hand_over(
         self: &Arc<Self>,
         id: RegionId,
@@ -215,7 +215,7 @@ impl Regions {
         go_on
     }
 
-    /// Pins memory where it is, by the call that [`unpin`] undoes. Returns also how long the call took.
+    /// Pins memory where it is; [`unpin`] undoes it. Returns also how long the call took.
     ///
     /// # Safety
     /// The memory is whole pages that nobody has pinned, and stays until it was unpinned.
@@ -272,7 +272,7 @@ impl Regions {
             asked => asked?,
         };
         let front = allocated.as_ptr().addr().next_multiple_of(page()) - allocated.as_ptr().addr();
-        // SAFETY: less than a page, and if it is not 0, the allocation has one page more than the extent.
+        // SAFETY: less than a page; unless it is 0, the allocation has a page more than the extent.
         let base = unsafe { allocated.add(front) };
         let pinned = if locked { Pinned::Yes } else { Pinned::Never };
         Ok((base, RegionSource::Driver { base: allocated, len: whole, kind }, pinned))
@@ -297,7 +297,7 @@ impl Regions {
             }
         }
         if self.goes_on_after(error.as_ref()) || allocates {
-            // The next attempt is counted first, so that a waiter never sees that nothing is being made.
+            // The next attempt is counted first: no waiter sees that nothing is being made.
             self.pin(len - came, owner);
             return self.ended(len - came, None, None);
         }
@@ -318,7 +318,7 @@ impl Regions {
         });
     }
 
-    /// Tries the extents that went unpinned again, each in a job of its own, behind those that were `refused` already.
+    /// Tries the extents that went unpinned again, each in a job, behind those already `refused`.
     fn pin_again(self: &Arc<Self>, pause: Duration, refused: usize, owner: Weak<dyn Owner>) {
         let of = |region: &Region| -> Vec<(Arc<Context>, RegionId, Extent)> {
             region.unpinned().map(|extent| (region.context.clone(), region.id, *extent)).collect()
@@ -338,7 +338,7 @@ impl Regions {
         });
     }
 
-    /// Pins an extent that went unpinned, if it still is. `false`: it was refused, and may be pinned later.
+    /// Pins an extent that is still unpinned. `false`: it was refused, and may be pinned later.
     fn try_again(&self, context: &Context, id: RegionId, extent: Extent, owner: &Weak<dyn Owner>) -> bool {
         let known = self.progress.lock().region(id).and_then(|region| {
             let is_unpinned = region.unpinned().any(|other| other.offset == extent.offset);
@@ -399,7 +399,7 @@ impl Region {
         unsafe { self.base.add(offset) }
     }
 
-    /// Gives the region back to where it came from, on the region thread. Nothing can reach it any more.
+    /// Gives back the region, which nothing can reach any more, on the region thread.
     pub(super) fn go(self, before_unpin: Option<&BeforeUnpin>) {
         if let Some(before) = before_unpin {
             let info = self.info();
@@ -422,7 +422,7 @@ impl Region {
             if extent.pinned == Pinned::Yes && !unsafe { unpin(&self.context, start, extent.len) } {
                 clean = false;
             } else if matches!(self.source, RegionSource::Mapped) {
-                // One extent after the other: while memory is unmapped, no thread of the process can map any.
+                // One extent after the other: no thread can map memory while some is unmapped.
                 unmap(&self.context, start, extent.len);
             }
         }
@@ -435,8 +435,8 @@ thread_local! {
     static LAST: Cell<Option<(Instant, Duration)>> = const { Cell::new(None) };
 }
 
-/// Makes a call that pins or unpins, after a pause in which other callers get the driver's locks. Returns how long the
-/// call took.
+/// Makes a call that pins or unpins, after a pause in which other callers get the driver's locks.
+/// Returns how long the call took.
 fn paced<R>(call: impl FnOnce() -> R) -> (R, Duration) {
     if let Some((over, took)) = LAST.get().filter(|(_, took)| *took > SHORT_CALL) {
         std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));

@@ -10,40 +10,40 @@
 //! | going | nothing can reach it, and a job that unpins it is on its way |
 //!
 //! A region is mapped as a whole, starting on a multiple of 2 MiB, preferably in the memory next to
-//! its device. Several threads touch its pages in order of their addresses ([`touch`]); touching takes most of the
-//! time, since the system zeroes the pages. One call of the device's driver pins each extent as soon as its pages are
-//! there. An extent that fails is given back with the rest of the region, or handed out unpinned and said to be so, as
-//! the configuration chooses ([`Unpinned`]).
+//! its device. Several threads touch its pages in the order of addresses ([`touch`]), which takes
+//! most of the time: the system zeroes the pages. One driver call pins each extent as soon as its
+//! pages are there. An extent that fails is given back with the rest of the region, or handed out
+//! unpinned and said to be so, as configured ([`Unpinned`]).
 //!
-//! Memory that the driver allocates comes in one region for each extent. Adopted memory is listed when all of it is
-//! pinned ([`adopted`]).
+//! Memory that the driver allocates comes in one region for each extent. Adopted memory is listed
+//! when all of it is pinned ([`adopted`]).
 //!
 //! # Memory that went unpinned
 //!
-//! The refusal that [`Unpinned::Allow`] goes on after may pass. So the region thread tries to pin such extents where
-//! they are again, after a pause that doubles. Buffers may be out meanwhile: pinning changes neither address nor
-//! contents. (A device without threads does not try again.)
+//! The refusal that [`Unpinned::Allow`] goes on after may pass. So the region thread tries to pin
+//! such extents where they are again, after a pause that doubles. Buffers may be out meanwhile:
+//! pinning changes neither address nor contents. (A device without threads does not try again.)
 //!
 //! # Pauses
 //!
-//! A driver that pins memory holds locks that every call of every process needs sooner or later. So extents are small
-//! enough for one call to take milliseconds, and between two calls there is a pause in proportion to the call, in which
-//! other callers get those locks.
+//! A driver that pins memory holds locks that every call of every process needs sooner or later. So
+//! extents are small enough for one call to take milliseconds, and between two calls there is a
+//! pause in proportion to the call, in which other callers get those locks.
 //!
 //! # Several devices
 //!
-//! Memory that one device has pinned serves all devices of its family. So the first device pins. When it is lost, the
-//! next one that is not lost takes over. Memory that a lost device has pinned stays its own.
+//! Memory that one device has pinned serves all devices of its family. So the first device pins;
+//! the next live one takes over. Memory that a lost device has pinned stays its own.
 //!
 //! # Invariants
 //!
-//! - Pinning, unpinning, allocating and freeing happen on the device's region thread only. What is pinned or allocated
-//!   is one job for each extent.
-//! - A region is given back only when no buffer and no thread can reach it any more, by the device that made it. If its
+//! - Pinning, unpinning, allocating and freeing happen on the device's region thread only. What is
+//!   pinned or allocated is one job for each extent.
+//! - A region is given back by the device that made it, when nothing can reach it any more. If its
 //!   driver cannot unpin it, its mapping stays, since the device may still reach it.
 //! - No driver call and no code of the program runs under this module's lock.
 //!
-//! This file has the public types, and the list of a pool's regions. [`make`]: how regions are made and go back.
+//! This file has the public types and a pool's regions. [`make`]: how they come and go.
 //! [`touch`]: the threads that touch pages. [`adopted`]: memory that the program gives. `central::growth` asks for
 //! regions, `pool` lists and trims them; this module calls `device` and `os`.
 
@@ -91,27 +91,28 @@ const REGION_ALIGN: usize = 2 << 20;
 #[non_exhaustive]
 pub enum Backing {
     /// Mappings of the pool's own, touched by several threads and registered with the device (CUDA:
-    /// `cuMemHostRegister`). This is several times faster than memory that drivers allocate, and other users of the
-    /// driver wait less meanwhile.
+    /// `cuMemHostRegister`). This is several times faster than memory that drivers allocate, and
+    /// other users of the driver wait less meanwhile.
     ///
-    /// Where the system cannot register memory (machines in confidential-computing mode), a pool with this backing is
-    /// refused, and one whose backing is not set takes [`HostAlloc`](Self::HostAlloc).
+    /// Where the system registers none (machines in confidential-computing mode), a pool with this
+    /// backing is refused; where none is set it takes [`HostAlloc`](Self::HostAlloc).
     ///
-    /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have. On an Ascend device this backing
-    /// has to be set explicitly; where the call is missing, building the pool returns an error that says so.
+    /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have. There this
+    /// backing has to be set explicitly, and where the call is missing, building the pool fails.
     #[default]
     Registered,
     /// Page-locked memory that the driver allocates, with one call and one region for each
-    /// [extent](crate::PoolBuilder::extent). (CUDA: `cuMemHostAlloc`. Ascend: `aclrtMallocHost`, which ignores the
-    /// flags.) Huge pages and threads that touch pages have no part in it.
+    /// [extent](crate::PoolBuilder::extent). (CUDA: `cuMemHostAlloc`. Ascend: `aclrtMallocHost`,
+    /// which ignores the flags.) Huge pages and threads that touch pages have no part in it.
     HostAlloc(HostAllocFlags),
-    /// Managed memory (CUDA: `cuMemAllocManaged` with `CU_MEM_ATTACH_GLOBAL`), one call and one region for each extent.
+    /// Managed memory (CUDA: `cuMemAllocManaged`, `CU_MEM_ATTACH_GLOBAL`), a region each extent.
     ///
-    /// Its pages move to the processor or device that touches them, so they are **not page-locked**: they count as
-    /// unpinned bytes, and [`PinnedBuf::is_pinned`](crate::PinnedBuf::is_pinned) is `false`. [`Unpinned::Refuse`], the
-    /// default, does not forbid managed memory, since it was asked for by name. It works only on devices that let the
-    /// host use it while they work (CUDA: `CONCURRENT_MANAGED_ACCESS`; no Ascend device); for others, building the pool
-    /// returns an error that says so.
+    /// Its pages move to the processor or device that touches them, so they are **not
+    /// page-locked**: they count as unpinned bytes, and
+    /// [`PinnedBuf::is_pinned`](crate::PinnedBuf::is_pinned) is `false`. [`Unpinned::Refuse`] does
+    /// not forbid managed memory, since it was asked for by name. Building the pool fails for
+    /// devices that do not let the host use it while they work (CUDA: `CONCURRENT_MANAGED_ACCESS`;
+    /// every Ascend device).
     Managed,
 }
 
@@ -135,15 +136,15 @@ impl Backing {
 }
 
 /// What a pool does when the system refuses to lock pages. Set by
-/// [`PoolBuilder::unpinned`](crate::PoolBuilder::unpinned). (Managed memory is never locked, and not refused for that:
-/// see [`Backing::Managed`].)
+/// [`PoolBuilder::unpinned`](crate::PoolBuilder::unpinned). (Managed memory is never locked, and
+/// not refused for that: see [`Backing::Managed`].)
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Unpinned {
     /// An error.
     #[default]
     Refuse,
-    /// The pool goes on with memory that is not locked, and says so: in the statistics (`unpinned_bytes`) and in a
-    /// warning. It tries to lock that memory again after pauses, from 0.1 seconds to a minute.
+    /// The pool goes on with memory that is not locked, and says so in its statistics
+    /// (`unpinned_bytes`) and a warning. It tries again after 0.1 seconds to a minute.
     Allow,
 }
 
@@ -171,15 +172,15 @@ pub enum Unpinned {
 pub struct RegionInfo {
     /// The number of the region in its pool.
     pub id: RegionId,
-    /// The first byte: on a multiple of 2 MiB if the pool mapped the region itself, otherwise of the page size.
+    /// The first byte: on a multiple of 2 MiB if the pool mapped the region, else on a page.
     pub base: NonNull<u8>,
     /// Bytes that the pool serves from: a multiple of the page size.
     pub len: usize,
     /// The part of these bytes that is page-locked.
     pub pinned: usize,
-    /// The NUMA node that the pool was [told](crate::PoolBuilder::numa_node) to use, or that its first device is on.
-    /// The region's pages come from that node as long as it has any. `None`: neither is known, or the pool did not map
-    /// the region itself.
+    /// The NUMA node that the pool was [told](crate::PoolBuilder::numa_node) to use, or that its
+    /// first device is on. The region's pages come from that node as long as it has any. `None`:
+    /// neither is known, or the pool did not map the region itself.
     pub node: Option<u32>,
 }
 
@@ -233,20 +234,20 @@ pub struct Pinning {
     pub wanted: usize,
     /// Bytes that the pool can serve from.
     pub ready: usize,
-    /// Bytes that came since the pool was built, including those that were given back since, and those that could not
-    /// be pinned.
+    /// Bytes that came since the pool was built, including those that were given back since, and
+    /// those that could not be pinned.
     pub made: usize,
-    /// The time spent on making these: calls that pinned or allocated, and waiting for pages to be touched. The pauses
-    /// between two calls do not count.
+    /// The time spent on making these: calls that pinned or allocated, and waiting for pages to be
+    /// touched. The pauses between two calls do not count.
     pub busy: Duration,
-    /// The longest single call that pinned: how long other users of the driver may have had to wait.
+    /// The longest single call that pinned: other users of the driver may have waited for it.
     pub longest_call: Duration,
     /// Why the last attempt ended early, if it did.
     pub error: Option<Error>,
 }
 
 impl Pinning {
-    /// Bytes per second of the time spent in pinning, without the pauses (`made / busy`). `None` before any were made.
+    /// Bytes per second of pinning, without the pauses (`made / busy`). `None` before any.
     #[must_use]
     pub fn bytes_per_second(&self) -> Option<f64> {
         (!self.busy.is_zero()).then(|| self.made as f64 / self.busy.as_secs_f64())
@@ -333,8 +334,8 @@ impl RegionProgress {
 pub(crate) struct Regions {
     /// The device that makes regions while it is not lost.
     context: Arc<Context>,
-    /// The devices that take its place when it is lost. The pool keeps them open while it grows; these references are
-    /// weak, so that memory that never comes back does not keep them open.
+    /// The devices that take its place when it is lost. The pool keeps them open while it grows;
+    /// these references are weak, so that memory that never comes back does not keep them open.
     others: Vec<Weak<Context>>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,
@@ -384,7 +385,7 @@ impl Regions {
         self.options.backing.unwrap_or_else(|| Backing::usual(&**context.driver())).kind()
     }
 
-    /// Each region that is made for the pool starts on a multiple of this. (An adopted region starts on a page.)
+    /// Each region made for the pool starts on a multiple of this; an adopted one, on a page.
     pub(crate) fn aligned(&self) -> usize {
         if self.kind(&self.context).is_some() { page() } else { REGION_ALIGN }
     }
@@ -398,7 +399,7 @@ impl Regions {
 
     /// Whether another device takes over after this error.
     fn goes_on_after(&self, error: Option<&Error>) -> bool {
-        // A mistake in this crate has the same class, but says nothing about the device, and would be made again.
+        // A mistake in this crate has the same class, but is not the device's.
         let lost = |e: &&Error| e.class() == ErrorClass::DeviceLost && !matches!(e, Error::Internal(_));
         let Some((error, next)) = error.filter(lost).zip(self.living()) else {
             return false;
@@ -443,7 +444,7 @@ impl Regions {
 
     /// How far pinning has come.
     pub(crate) fn pinning(&self) -> Pinning {
-        // In the child of a fork another thread of the parent may hold the lock, and no region is made any more.
+        // In a fork's child a missing thread may hold the lock, and no region is made.
         if crate::os::forked() {
             return Pinning::default();
         }
@@ -500,8 +501,8 @@ impl Regions {
         pinning.ready -= region.ready;
         let (context, regions) = (region.context.clone(), Arc::downgrade(self));
         drop(progress);
-        // The region stays in the list until then, so that the thread finds what it has pinned meanwhile. Where the
-        // pool is gone by then, its end has given the region back.
+        // The region stays in the list until then, so that the thread finds what it has pinned
+        // meanwhile. Where the pool is gone by then, its end has given the region back.
         context.worker().send(move || {
             let Some(regions) = regions.upgrade() else { return };
             let mut progress = regions.progress.lock();

@@ -1,19 +1,19 @@
-//! Touching: several threads make the system provide the pages of a region, ahead of their registration.
+//! Touching: several threads have the system provide a region's pages before it is pinned.
 //!
-//! Providing pages takes most of the time of pinning, since the system zeroes each page, and it goes faster with every
-//! thread that does it. Registering pages that are there takes a fraction of that time; several registrations at once
-//! only wait for each other inside the driver, and make all other calls wait with them. (One H200, 24 GiB: eight
-//! threads that touch and one that registers, 42 to 44 GB/s, the longest call 1.4 ms for 64 MiB; eight that do both, 38
-//! GB/s at best and 9 at worst, the longest call 12 to 300 ms.) So threads of its own touch a region in units, in order
-//! of the addresses, and the device's region thread registers each extent as soon as all of its units have been
-//! touched.
+//! Providing pages takes most of the time of pinning, since the system zeroes each page, and it
+//! goes faster with every thread. Registering pages that are there takes a fraction of that;
+//! several registrations at once only wait for each other inside the driver, and make all other
+//! calls wait with them. (One H200, 24 GiB: eight threads that touch and one that registers, 42 to
+//! 44 GB/s, the longest call 1.4 ms for 64 MiB; eight that do both, 38 GB/s at best and 9 at worst,
+//! the longest call 12 to 300 ms.) So threads of its own touch a region in units, in the order of
+//! addresses, and the device's region thread registers each extent once all its units were touched.
 //!
 //! # Huge pages
 //!
-//! Huge pages make touching several times faster if the system has them at hand, and slower by orders of magnitude if
-//! it has to move other memory out of the way first. That cannot be known beforehand, but it is seen at once. With
-//! [`HugePages::Auto`] they are asked for until a few units in a row have taken longer than any page size would
-//! explain; what has not been touched by then gets ordinary pages.
+//! Huge pages make touching several times faster if the system has them, and slower by orders of
+//! magnitude if it has to move other memory out of the way first. That is seen at once: with
+//! [`HugePages::Auto`] they are asked for until a few units in a row have taken longer than any
+//! page size would explain; what was not touched by then gets ordinary pages.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -23,22 +23,22 @@ use std::time::{Duration, Instant};
 use crate::locks::{Condvar, Mutex};
 use crate::os;
 
-/// Bytes that a thread touches at a time: a few huge pages, so that no waiter waits long for the last unit.
+/// Bytes that a thread touches at a time: few huge pages, so that no wait for one is long.
 const UNIT: usize = 16 << 20;
-/// Bytes of pages that one system call asks for. While the call lasts, no thread of the process can map or unmap
-/// memory.
+/// Bytes of pages that one system call asks for. While the call lasts, no thread of the process can
+/// map or unmap memory.
 const CALL: usize = 2 << 20;
-/// A unit that takes this long is *slow*: ordinary pages take less on a slow machine, and making room for huge pages
-/// takes more.
+/// A unit that takes this long is *slow*: ordinary pages take less on a slow machine, and making
+/// room for huge pages takes more.
 const SLOW: Duration = Duration::from_millis(100);
-/// Slow units in a row until huge pages are given up: a single one may come from a thread that lost its processor.
+/// Slow units in a row until huge pages are given up. A thread may just lose its processor.
 const SLOW_CALLS: u32 = 4;
 
 /// Whether pinned memory is backed by huge pages (2 MiB on most systems). Set by
 /// [`PoolBuilder::huge_pages`](crate::PoolBuilder::huge_pages).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum HugePages {
-    /// Asked for as long as they come fast. If the system has to make room for them first, ordinary pages are taken.
+    /// Asked for as long as they come fast, without the system making room for them first.
     #[default]
     Auto,
     /// Always asked for, however long they take. The system may still decline.
@@ -71,19 +71,19 @@ struct Progress {
     slow: u32,
 }
 
-// SAFETY: only the address keeps it from being Send. Its memory belongs to the region that is being made, and each unit
-// is touched by one thread.
+// SAFETY: only the address keeps it from being Send. Its memory belongs to the region that is being
+// made, and each unit is touched by one thread.
 unsafe impl Send for TouchWork {}
 // SAFETY: as above.
 unsafe impl Sync for TouchWork {}
 
 impl Toucher {
-    /// Starts touching `len` bytes on this many threads. With none, or if none can be started, [`wait`](Self::wait)
-    /// touches them.
+    /// Starts touching `len` bytes on this many threads. With none, or if none can be started,
+    /// [`wait`](Self::wait) touches them.
     ///
     /// # Safety
-    /// The range is mapped, starts on a page, and nothing else uses a part of it before [`Toucher::wait`] has returned
-    /// for that part. It stays mapped until this is dropped.
+    /// The range is mapped, starts on a page, and nothing else uses a part of it before
+    /// [`Toucher::wait`] has returned for that part. It stays mapped until this is dropped.
     pub(super) unsafe fn start(
         base: NonNull<u8>,
         len: usize,
@@ -99,8 +99,8 @@ impl Toucher {
         let work = Arc::new(TouchWork { base, len, huge, progress, touched: Condvar::new() });
         // Touching a single unit takes less time than starting a thread.
         let threads = if units > 1 { threads.min(units) } else { 0 };
-        // The threads begin when it is free: starting a thread maps its stack, and mapping waits for threads that
-        // touch.
+        // The threads begin when it is free: starting a thread maps its stack, and mapping waits
+        // for threads that touch.
         let starting = work.progress.lock();
         let start = |_| {
             let work = work.clone();
@@ -122,7 +122,7 @@ impl Toucher {
         Self { work, threads }
     }
 
-    /// Returns when the first `end` bytes have been touched. Touches units that no thread has taken.
+    /// Returns when the first `end` bytes were touched. Touches units that no thread has.
     pub(super) fn wait(&mut self, end: usize) {
         let units = end.min(self.work.len).div_ceil(UNIT);
         while self.work.step(units) {}
@@ -172,8 +172,8 @@ impl TouchWork {
         let gives_up = guarded && !plain && progress.slow == SLOW_CALLS;
         drop(progress);
         self.touched.notify_all();
-        // After the unit was counted, since a thread may wait for it: the subscriber is the program's code, and may
-        // panic or block.
+        // After the unit was counted, since a thread may wait for it: the subscriber is the
+        // program's code, and may panic or block.
         if gives_up {
             crate::foreign::info!(
                 target: "pinpool::region",
@@ -193,7 +193,7 @@ fn touch(base: NonNull<u8>, len: usize) {
             continue;
         }
         for at in (0..len).step_by(os::page_size()) {
-            // SAFETY: a page of the mapping, which nothing else uses yet; fresh pages hold zeros anyway.
+            // SAFETY: a page of the mapping, not in use yet; fresh pages hold zeros anyway.
             unsafe { base.add(at).write_volatile(0) };
         }
     }
