@@ -1,12 +1,12 @@
-//! Thread caches: a few free segments of each size class, which one thread takes and returns by plain loads and stores.
+//! Thread caches: free segments by size class, taken and returned by plain loads and stores.
 //!
 //! # How a hit costs no atomic read-modify-write
 //!
-//! A thread cache belongs to the pool and is leased to one thread at a time. That thread, the *owner*, is nearly always
-//! the only one that touches the cache, so an ordinary lock would nearly always cost a read-modify-write for nothing.
-//! Yet the pool must be able to reclaim what an idle thread caches, to close, and to send all memory through the queue
-//! while a request waits. The thread that does one of these is the *cold side*. It holds the central pool's lock, so
-//! there is at most one. The lock of a thread cache puts its whole price on the cold side:
+//! A thread cache belongs to the pool and is leased to one thread at a time. That thread, the
+//! *owner*, is nearly always alone with the cache, so an ordinary lock would cost a
+//! read-modify-write for nothing. Yet the pool must be able to reclaim what an idle thread caches,
+//! to close, and to send all memory through the queue while a request waits. The thread that does
+//! so, the *cold side*, holds the central pool's lock. It pays for a cache's lock:
 //!
 //! ```text
 //!   owner (each checkout and return)              cold side (rare; under the central pool's lock)
@@ -18,29 +18,29 @@
 //!                                                                            permit = the pool (release)
 //! ```
 //!
-//! If the owner's load of `permit` comes after the heavy fence, it finds null, and the owner stays out. If it comes
-//! before, then the owner's `busy = 1` is visible to the cold side, which waits for the owner to leave. The value of
-//! `permit` is the address of the pool's gate: one comparison tells that the cache belongs to this pool and that the
-//! cold side does not work on it.
+//! If the owner's load of `permit` comes after the heavy fence, it finds null, and the owner stays
+//! out. If it comes before, then the owner's `busy = 1` is visible to the cold side, which waits
+//! for the owner to leave. The value of `permit` is the address of the pool's gate: one comparison
+//! tells that the cache belongs to this pool and that the cold side does not work on it.
 //!
-//! [`crate::sync`] describes the fence and its three modes. Without `membarrier` the bit [`mode::FENCED`] is always
-//! set. Then no thread cache has a permit, and owners come in through [`Gate::enter`], where they execute a real fence.
+//! [`crate::sync`] describes the fence and its three modes. Without `membarrier` the bit
+//! [`mode::FENCED`] is set: no cache has a permit, and owners fence ([`Gate::enter`]).
 //!
 //! # What a hit writes
 //!
-//! A list is a stack in an array. Its height is the difference of two counters: how many segments ever came into the
-//! list, and how many ever went out of it. A checkout writes only the second counter, and a return only the first. A
-//! single counter would change twice in each pair of checkout and return, and each time the processor would have to
-//! wait until the value that it has just stored can be loaded again. Two such waits are what two atomic increments
-//! cost. The counters also serve the statistics.
+//! A list is a stack in an array. Its height is the difference of two counters: how many segments
+//! ever came into the list, and how many ever went out of it. A checkout writes only the second, a
+//! return only the first. A single counter would change twice in each pair, and each time the
+//! processor would have to wait until the value that it has just stored can be loaded again: two
+//! such waits cost as much as two atomic increments. The counters also serve the statistics.
 //!
-//! The owner's last access to a thread cache is `busy = 0`: the thread that frees the pool waits for it.
+//! The owner's last access is `busy = 0`: the thread that frees the pool waits for it.
 //!
 //! # Revoking the permits of some thread caches, or of all
 //!
-//! An owner without a permit takes the slow path once, and an owner whose list was emptied misses once more. So where
-//! a few thread caches are enough, only these lose their permits ([`Gate::revoke`]); [`super::CacheTable`] finds out
-//! which owners are idle. The mode stays as it is, and the owners of the other caches go on.
+//! An owner without a permit takes the slow path once, and one whose list was emptied misses once
+//! more. So where a few thread caches are enough, only these lose their permits ([`Gate::revoke`]);
+//! [`super::CacheTable`] knows the idle ones. The mode stays, and other owners go on.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -58,18 +58,18 @@ pub(crate) mod mode {
     pub(crate) const CLOSED: u32 = 1;
     /// The cold side works on the thread caches now.
     pub(crate) const INSPECT: u32 = 4;
-    /// There is no asymmetric fence: owners execute a fence of their own. Alone this bit keeps no owner out.
+    /// Without an asymmetric fence owners fence themselves. Alone this bit keeps none out.
     pub(crate) const FENCED: u32 = 8;
 }
 
-/// One class's list in a thread cache, in a cache line of its own. Only the thread that holds the thread cache writes
+/// One class's list in a thread cache, in a cache line of its own. Only the cache's holder writes
 /// the fields, by a load and a store, both relaxed; a snapshot reads them at any time.
 ///
 /// # Invariant
-/// `came - went`, the number of segments in the list, is at most `room`. That many places of the stack, from the second
-/// on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is found without
-/// a subtraction.) The stack has `room + 1` places, or none without room. `limit` is the room, or 0 if the class is
-/// closed.
+/// `came - went`, the number of segments in the list, is at most `room`. That many places of the
+/// stack, from the second on, hold descriptors that are alive. (The first stays unused: so the
+/// topmost one is found without a subtraction.) The stack has `room + 1` places, or none without
+/// room. `limit` is the room, or 0 if the class is closed.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 struct ClassList {
@@ -83,51 +83,51 @@ struct ClassList {
     /// The part of `came` that was filled in, and the part of `went` that was drained.
     filled: AtomicU64,
     drained: AtomicU64,
-    /// Number of segments that the list may hold. 0 until the central pool has granted room for this class.
+    /// How many segments the list may hold. 0 until the central pool has granted room.
     room: AtomicU64,
 }
 
-/// Adds to a counter that no other thread writes (wrapping): a load and a store in place of a `fetch_add`. `order` is
-/// release for `filled` and `drained`, which change after `came` and `went`: it pairs with the acquire in
-/// `ThreadCache::count`.
+/// Adds to a counter that no other thread writes (wrapping): a load and a store in place of a
+/// `fetch_add`. `order` is release for `filled` and `drained`, which change after `came` and
+/// `went`: it pairs with the acquire in `ThreadCache::count`.
 #[inline(always)]
 fn add(counter: &AtomicU64, n: u64, order: Ordering) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), order);
 }
 
-/// How often counters that change during a read are read again. (Never in models, where each read is a step.)
+/// How often counters that changed meanwhile are read again. (In models a read is a step.)
 const COUNT_READS: usize = if cfg!(loom) { 0 } else { 8 };
 
 /// A thread cache, in cache lines of its own.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct ThreadCache {
-    /// First, so that the address of a list is one addition. The last list stands for segments that have no list: its
-    /// limit is 0.
+    /// First, so that the address of a list is one addition. The last list stands for segments that
+    /// have no list: its limit is 0.
     class_lists: [ClassList; LISTS + 1],
     /// The gate whose thread caches the owner may enter now: the cache's own gate, or null.
     permit: AtomicPtr<Gate>,
     /// 1 while the owner is inside, or tries to enter.
     busy: AtomicU32,
-    /// Sums of the requested lengths, in bytes, that were taken and returned here (wrapping). There are two, because
-    /// the second change of a single sum would wait for the first.
+    /// Sums of the requested lengths, in bytes, that were taken and returned here (wrapping). There
+    /// are two, because the second change of a single sum would wait for the first.
     requested: AtomicU64,
     returned: AtomicU64,
     /// The gate that the thread cache belongs to. It is only compared.
     home: *const Gate,
-    /// In models, each thread that works on the lists writes here: loom fails the model where two such accesses are not
-    /// ordered.
+    /// In models, each thread that works on the lists writes here: loom fails the model where two
+    /// such accesses are not ordered.
     #[cfg(all(test, loom))]
     exclusive: crate::sync::UnsafeCell<()>,
 }
 
-// SAFETY: `home` is not dereferenced. The stacks' descriptors are Sync and belong to the thread that holds the thread
-// cache.
+// SAFETY: `home` is not dereferenced. The stacks' descriptors are Sync and belong to the thread
+// that holds the thread cache.
 unsafe impl Send for ThreadCache {}
 // SAFETY: as above.
 unsafe impl Sync for ThreadCache {}
 
-/// The thread cache of a thread that leases none. No gate admits it, so a hit need not compare with null.
+/// The cache of a thread that leases none. No gate admits it: a hit need not look for null.
 // SAFETY: a thread cache consists of integers and of pointers that may be null.
 #[cfg(not(loom))]
 pub(crate) static NO_CACHE: ThreadCache = unsafe { std::mem::MaybeUninit::zeroed().assume_init() };
@@ -145,13 +145,13 @@ impl ClassList {
     /// `at` is at most the room, and the caller holds the thread cache.
     #[inline(always)]
     unsafe fn place(&self, at: u64) -> &AtomicPtr<Descriptor> {
-        // SAFETY: by this function's contract `at` is at most the room, and the stack has `room + 1` places; only the
-        // holder of the thread cache replaces the stack.
+        // SAFETY: by this function's contract `at` is at most the room, and the stack has `room +
+        // 1` places; only the holder of the thread cache replaces the stack.
         unsafe { &*self.stack.load(Ordering::Relaxed).add(at as usize) }
     }
 
-    /// Puts a segment on top, if the list has fewer than `most`, which is at most the room and loaded last, as a part
-    /// of the comparison. The caller counts what the segment is returned or filled in as.
+    /// Puts a segment on top, if the list has fewer than `most`, at most the room, which the
+    /// comparison loads last. The caller counts what the segment is returned or filled in as.
     #[inline(always)]
     fn push(&self, descriptor: NonNull<Descriptor>, most: &AtomicU64) -> bool {
         let came = self.came.load(Ordering::Relaxed);
@@ -159,7 +159,7 @@ impl ClassList {
         if count >= most.load(Ordering::Relaxed) {
             return false;
         }
-        // SAFETY: `count` is below the room, so this place is at most the room; the caller holds the thread cache.
+        // SAFETY: `count` is below the room, so this place exists; the caller holds the cache.
         unsafe { self.place(count + 1) }.store(descriptor.as_ptr(), Ordering::Relaxed);
         self.came.store(came.wrapping_add(1), Ordering::Relaxed);
         true
@@ -173,8 +173,8 @@ impl ClassList {
         if count == 0 {
             return None;
         }
-        // SAFETY: the topmost place that holds a descriptor (the invariant of `ClassList`), so not null; the caller
-        // holds the thread cache.
+        // SAFETY: the topmost place that holds a descriptor (the invariant of `ClassList`), so not
+        // null; the caller holds the thread cache.
         let descriptor = unsafe { NonNull::new_unchecked(self.place(count).load(Ordering::Relaxed)) };
         self.went.store(went.wrapping_add(1), Ordering::Relaxed);
         Some(descriptor)
@@ -199,7 +199,7 @@ impl ClassList {
         let room = self.room.load(Ordering::Relaxed) as usize;
         if room > 0 {
             let stack = std::ptr::slice_from_raw_parts_mut(self.stack.load(Ordering::Relaxed), room + 1);
-            // SAFETY: `set_room` leaked this box with that many places, and no thread uses it any more.
+            // SAFETY: `set_room` leaked this box with so many places; no thread uses it any more.
             drop(unsafe { Box::from_raw(stack) });
         }
     }
@@ -208,8 +208,8 @@ impl ClassList {
 impl Drop for ThreadCache {
     fn drop(&mut self) {
         for class_list in &self.class_lists {
-            // SAFETY: no other thread has the thread cache any more. What it cached was reclaimed, or is freed with the
-            // arena.
+            // SAFETY: no other thread has the thread cache any more. What it cached was reclaimed,
+            // or is freed with the arena.
             unsafe { class_list.free() };
         }
     }
@@ -233,21 +233,21 @@ impl ThreadCache {
     #[inline(always)]
     fn class_list(&self, list: usize) -> &ClassList {
         debug_assert!(list <= LISTS);
-        // SAFETY: lists are numbered below `LISTS`, and `LISTS` itself stands for none. The array has `LISTS + 1`
-        // elements.
+        // SAFETY: lists are numbered below `LISTS`, and `LISTS` itself stands for none. The array
+        // has `LISTS + 1` elements.
         unsafe { self.class_lists.get_unchecked(list) }
     }
 
-    /// The checkouts and returns that were counted for a class. Exact while no thread works on the list. Otherwise the
-    /// counts are not less than they were when the call began.
+    /// The checkouts and returns that were counted for a class. Exact while no thread works on the
+    /// list. Otherwise the counts are not less than they were when the call began.
     ///
-    /// What the owner does between two of the four reads appears as if that many segments were out, or back. So where
-    /// it made more than one call in between, the counters are read again.
+    /// What the owner does between two of the four reads appears as if that many segments were out,
+    /// or back. So where it made more than one call in between, the counters are read again.
     pub(crate) fn count(&self, class: Class) -> (u64, u64) {
         let list = self.class_list(list_of(class));
-        // Acquire: pairs with the releases in `add`. `filled` and `drained` are read first, so that they never exceed
-        // `came` and `went`. The acquires also keep `came` before `went`, so that a take from this list whose return to
-        // it is counted is counted, too.
+        // Acquire: pairs with the releases in `add`. `filled` and `drained` are read first, so that
+        // they never exceed `came` and `went`. The acquires also keep `came` before `went`, so that
+        // a take from this list whose return to it is counted is counted, too.
         let counters = [&list.filled, &list.drained, &list.came, &list.went];
         let read = || counters.map(|counter| counter.load(Ordering::Acquire));
         let mut seen = read();
@@ -285,20 +285,20 @@ impl ThreadCache {
 
     /// Number of segments in a class's list. Exact while no thread works on the list.
     pub(crate) fn cached(&self, class: Class) -> u64 {
-        // The difference of the counters can exceed the room while the owner works, hence the minimum.
+        // While the owner works, the difference can exceed the room, hence the minimum.
         let list = self.class_list(list_of(class));
         list.count().min(list.room.load(Ordering::Relaxed))
     }
 
-    /// Requested bytes that were taken here, less those that were returned here (wrapping). Only the sum over all
-    /// thread caches has a meaning, since a segment may be returned to another cache.
+    /// Requested bytes that were taken here, less those returned here (wrapping). Only the sum over
+    /// all thread caches has a meaning: a segment may be returned to another one.
     pub(crate) fn requested(&self) -> u64 {
         self.requested.load(Ordering::Relaxed).wrapping_sub(self.returned.load(Ordering::Relaxed))
     }
 }
 
-/// Access to a thread cache's lists, as the invariants in [`super`] say: for the owner inside the gate or under the
-/// central pool's lock, and for the cold side after it has shut the owner out.
+/// Access to a thread cache's lists, as the invariants in [`super`] say: for the owner inside the
+/// gate or under the central pool's lock, and for the cold side after it has shut the owner out.
 #[derive(Debug)]
 pub(crate) struct HeldCache<'a> {
     pub(super) cache: &'a ThreadCache,
@@ -326,8 +326,8 @@ impl DerefMut for EnteredCache<'_> {
 impl Drop for EnteredCache<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        // Release: pairs with the acquire in `Gate::quiesce`, so that the cold side sees the lists as the owner
-        // left them.
+        // Release: pairs with the acquire in `Gate::quiesce`, so that the cold side sees the lists
+        // as the owner left them.
         self.0.cache.busy.store(0, Ordering::Release);
     }
 }
@@ -356,7 +356,7 @@ impl HeldCache<'_> {
         Some(descriptor)
     }
 
-    /// Returns a segment. `false`: the list is full, and the segment is still the caller's and was not counted.
+    /// Returns a segment. `false`: the list is full; the segment is the caller's and not counted.
     ///
     /// # Safety
     /// The descriptor is alive, out, in no list, and owned by the caller. `list` is its list.
@@ -371,8 +371,8 @@ impl HeldCache<'_> {
         if !class_list.push(descriptor, &class_list.limit) {
             return false;
         }
-        // SAFETY: alive by this function's contract, and no other thread takes it from the list before the owner
-        // leaves.
+        // SAFETY: alive by this function's contract, and no other thread takes it from the list
+        // before the owner leaves.
         unsafe { descriptor.as_ref() }.returned();
         add(&self.cache.returned, requested as u64, Ordering::Relaxed);
         true
@@ -398,7 +398,7 @@ impl HeldCache<'_> {
         true
     }
 
-    /// Sends the returns of a class to the slow path from now on. For the cold side, which has shut the owner out.
+    /// Sends a class's returns to the slow path. For the cold side, which shut the owner out.
     pub(crate) fn close(&mut self, class: Class) {
         self.list(class).limit.store(0, Ordering::Relaxed);
     }
@@ -431,8 +431,7 @@ impl HeldCache<'_> {
         chain
     }
 
-    /// Moves a chain into the list, without counting its segments as returned. Returns the part that there is no room
-    /// for.
+    /// Moves a chain into the list, without counting returns. Gives back what has no room.
     #[must_use = "dropping a chain loses its segments"]
     pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) -> Chain {
         let class_list = self.list(class);
@@ -460,8 +459,8 @@ impl HeldCache<'_> {
         chain
     }
 
-    /// Moves up to `count` segments from the top of the list to a transfer cache. Returns how many: 0 if the transfer
-    /// cache is full or the list is empty.
+    /// Moves up to `count` segments from the top of the list to a transfer cache. Returns how many:
+    /// 0 if the transfer cache is full or the list is empty.
     pub(crate) fn offload(&mut self, class: Class, count: u32, transfer: &TransferCache) -> u32 {
         let class_list = self.list(class);
         let have = class_list.count() as usize;
@@ -523,8 +522,8 @@ impl Gate {
 
     /// The bits that are set, less [`mode::FENCED`].
     pub(crate) fn mode(&self) -> u32 {
-        // Acquire: pairs with the read-modify-writes by which the cold side sets and clears bits. A caller that decides
-        // by it outside of the lock looks again inside.
+        // Acquire: pairs with the read-modify-writes by which the cold side sets and clears bits. A
+        // caller that decides by it outside of the lock looks again inside.
         self.mode.load(Ordering::Acquire) & !mode::FENCED
     }
 
@@ -533,21 +532,21 @@ impl Gate {
         if mode == 0 { std::ptr::from_ref(self).cast_mut() } else { std::ptr::null_mut() }
     }
 
-    /// The way in for the owner of a thread cache, which may belong to this pool or to another. `None`: the cache
-    /// belongs to another pool, the owner is kept out now, or the owner has to come by [`Gate::enter`].
+    /// The way in for the owner of a thread cache of any pool. `None`: the cache belongs to another
+    /// pool, the owner is kept out now, or it has to come by [`Gate::enter`].
     #[inline(always)]
     pub(crate) fn enter_by_permit<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
-        // Pairs with the load of `busy` in `quiesce`. Relaxed: `light`, which pairs with the heavy fence there,
-        // orders this store before the load of the permit.
+        // Pairs with the load of `busy` in `quiesce`. Relaxed: `light`, which pairs with the heavy
+        // fence there, orders this store before the load of the permit.
         cache.busy.store(1, Ordering::Relaxed);
         light();
         // Dropping it is the way out, also where the owner does not get in.
         let inside = EnteredCache(HeldCache { cache });
-        // Acquire: pairs with the release in `readmit`, so that the lists are as the cold side left them.
+        // Acquire: pairs with the release in `readmit`: the lists are as the cold side left them.
         if std::ptr::eq(cache.permit.load(Ordering::Acquire), self) { Some(inside) } else { None }
     }
 
-    /// [`Gate::enter_by_permit`], also for gates in [`mode::FENCED`], whose owners execute a fence of their own.
+    /// [`Gate::enter_by_permit`], also for gates in [`mode::FENCED`], whose owners fence here.
     #[inline(never)]
     pub(crate) fn enter<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
         // Relaxed: the bit never changes.
@@ -557,14 +556,13 @@ impl Gate {
         if !cache.belongs_to(self) {
             return None;
         }
-        // As in `enter_by_permit`, but the fence below, or the read-modify-write, orders it before the load of the
-        // mode.
+        // As in `enter_by_permit`, but ordered before the load by what is below.
         cache.busy.store(1, Ordering::Relaxed);
         let inside = EnteredCache(HeldCache { cache });
         #[cfg(pinpool_rmw)]
-        // A read-modify-write in place of a fence, for tools that do not model fences. Either it follows the cold
-        // side's read-modify-write in the word's modification order and sees its bits. Or it precedes it, and then
-        // (release, acquire) the cold side sees busy = 1.
+        // A read-modify-write in place of a fence, for tools that do not model fences. Either it
+        // follows the cold side's read-modify-write in the word's modification order and sees its
+        // bits. Or it precedes it, and then (release, acquire) the cold side sees busy = 1.
         let seen = self.mode.fetch_add(0, Ordering::AcqRel);
         #[cfg(not(pinpool_rmw))]
         let seen = {
@@ -576,24 +574,24 @@ impl Gate {
         if seen == mode::FENCED { Some(inside) } else { None }
     }
 
-    /// Shuts the owners of these thread caches out: sets `bits`, revokes their permits, and waits until none of them is
-    /// inside. The caller holds the central pool's lock. They stay out, and the cold side may hold their thread caches,
-    /// until [`Gate::readmit`] has cleared all bits but [`mode::FENCED`].
+    /// Shuts the owners of these thread caches out: sets `bits`, revokes their permits, and waits
+    /// until none is inside. The caller holds the central pool's lock. They stay out, and the cold
+    /// side may hold their caches, until [`Gate::readmit`] admits them.
     pub(crate) fn quiesce(&self, bits: u32, caches: &[Arc<ThreadCache>]) {
-        // AcqRel: pairs with the read-modify-write in `enter` under `pinpool_rmw`; elsewhere the fence orders it.
+        // AcqRel: pairs with `enter` under `pinpool_rmw`; elsewhere the fence orders it.
         let mode = self.mode.fetch_or(bits, Ordering::AcqRel);
         // Relaxed: before the fence, which pairs with `light` in `enter_by_permit`.
         caches.iter().for_each(|cache| cache.permit.store(std::ptr::null_mut(), Ordering::Relaxed));
         crate::sync::heavy(mode & mode::FENCED != 0);
         for cache in caches {
-            // Acquire: pairs with the release by which the owner leaves (the drop of `EnteredCache`).
+            // Acquire: pairs with the release by which the owner leaves (`EnteredCache`'s drop).
             while cache.busy.load(Ordering::Acquire) != 0 {
                 yield_now();
             }
         }
     }
 
-    /// Clears `bits`, and admits these owners again if no other bit is left. The caller holds the central pool's lock.
+    /// Clears `bits`, and admits these owners again if no other bit is left. Under the lock.
     pub(crate) fn readmit(&self, bits: u32, caches: &[Arc<ThreadCache>]) {
         // Release: pairs with the acquires of the mode in `enter` and `mode`.
         if self.mode.fetch_and(!bits, Ordering::Release) & !bits == 0 {
@@ -602,9 +600,9 @@ impl Gate {
         }
     }
 
-    /// Runs `work` on some thread caches while other owners go on. The caller holds the central pool's lock.
+    /// Runs `work` on some thread caches while other owners go on. Under the central pool's lock.
     ///
-    /// In [`mode::FENCED`] owners look at the mode, which is the same for all: then all owners are kept out.
+    /// In [`mode::FENCED`] owners look at the mode, which is one for all: all are kept out.
     pub(crate) fn revoke(&self, caches: &[Arc<ThreadCache>], work: impl FnMut(HeldCache<'_>)) {
         // Relaxed: the bit never changes.
         let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;

@@ -1,7 +1,7 @@
-//! Segment descriptors: what the pool knows of one segment, in 32 bytes beside the pinned memory, never in it.
+//! Segment descriptors: what the pool knows of a segment, in 32 bytes beside pinned memory.
 //!
-//! A hit only reads a descriptor, for where the memory is. So different threads may own descriptors that lie in one
-//! cache line, and none of these threads slows another down.
+//! A hit only reads a descriptor, for where the memory is. So different threads may own descriptors
+//! that lie in one cache line, and none of these threads slows another down.
 //!
 //! # The state word
 //!
@@ -12,16 +12,17 @@
 //! +--------------------------------+---------+---------+
 //! ```
 //!
-//! The generation grows by one whenever the segment goes in flight, so a timeline's entry for an earlier flight names a
-//! word that no longer exists. (It wraps after 2^40 flights of one segment: at one a microsecond, twelve days.) The
-//! class is fixed for the descriptor's life; [`LARGE`] stands for a segment that has a run of its own.
+//! The generation grows by one whenever the segment goes in flight, so a timeline's entry for an
+//! earlier flight names no present word. (It wraps after 2^40 flights of one segment: at one a
+//! microsecond, twelve days.) The class is fixed; [`LARGE`] stands for a run of its own.
 //!
 //! # The states, and what leaves them
 //!
-//! A segment is *in flight* while a device may use it. Then two parties know of it: a *handle* that the program has,
-//! and the *timeline* of a stream, with an entry for each flight ([`crate::stream`]). The handle of a segment that is
-//! DETACHED was dropped. Such a segment can be *claimed* before its flight ends: it is lent again, for later work on
-//! the same stream. The timeline completes a flight when an event that covers it was seen complete.
+//! *In flight* a device may use the segment. Two parties know of it then: a *handle* of the
+//! program, and a stream's *timeline*, by an entry a flight ([`crate::stream`]). The handle of a
+//! DETACHED segment was dropped. Such a segment can be *claimed* before its flight ends: it is lent
+//! again, for later work on the same stream. The timeline completes a flight once an event that
+//! covers it is complete.
 //!
 //! ```text
 //!                 submit               drop the handle
@@ -34,11 +35,11 @@
 //!   FLIGHT, DETACHED, CLAIMED --> QUARANTINED: the device is lost, or no event can be made. Nothing leaves it.
 //! ```
 //!
-//! HOST says that no device uses the segment. It does not say whether the segment is free, which it is exactly when it
-//! is in a list (a thread cache's, a transfer cache's, its run's): a word that said so too would be written twice by
-//! each hit. (With debug assertions a field of its own says so: [`Descriptor::taken`].) In HOST the segment has one
-//! owner, the list or the handle, and only the owner changes the word, by plain stores. Between FLIGHT and its
-//! successors two parties meet: the handle, and the thread that completes the flight. Both use compare-and-swap.
+//! HOST says that no device uses the segment. It is free exactly when it is in a list (a thread
+//! cache's, a transfer cache's, its run's); a word for it would be written twice by each hit.
+//! (Debug assertions have a field: [`Descriptor::taken`].) In HOST the segment has one owner, the
+//! list or the handle, and only the owner changes the word, by plain stores. Behind FLIGHT the
+//! handle and the completing thread meet, and both use compare-and-swap.
 
 use std::ptr::NonNull;
 
@@ -117,8 +118,8 @@ pub(crate) struct Descriptor {
     out: AtomicBool,
 }
 
-// SAFETY: `base` is only passed on as an address; the memory behind it belongs to the owner of the segment by the state
-// word. All other fields are atomics or constant.
+// SAFETY: `base` is only passed on as an address; the memory behind it belongs to the owner of the
+// segment by the state word. All other fields are atomics or constant.
 unsafe impl Send for Descriptor {}
 // SAFETY: as above.
 unsafe impl Sync for Descriptor {}
@@ -145,8 +146,8 @@ impl Descriptor {
         self.run
     }
 
-    /// The word now. Acquire: pairs with the releasing stores and exchanges below, so a thread that sees a state sees
-    /// what led to it.
+    /// The word now. Acquire: pairs with the releasing stores and exchanges below, so a thread that
+    /// sees a state sees what led to it.
     pub(crate) fn word(&self) -> Word {
         Word(self.word.load(Ordering::Acquire))
     }
@@ -157,15 +158,15 @@ impl Descriptor {
         Word(self.word.load(Ordering::Relaxed)).class()
     }
 
-    /// The index of the segment's list in a thread cache: [`super::LISTS`] for none, as while the ledger tracks its
-    /// return.
+    /// The index of the segment's list in a thread cache: [`super::LISTS`] for none, as while the
+    /// ledger tracks its return.
     pub(crate) fn list(&self) -> usize {
         // Relaxed, here and below: the field belongs to the segment's owner.
         let tracked = self.tracked.load(Ordering::Relaxed);
         self.class().filter(|_| !tracked).map_or(LISTS, list_of)
     }
 
-    /// Sends the segment's return to the slow path: it has no list until [`Descriptor::untrack`]. For its owner.
+    /// Sends the segment's return to the slow path until [`Descriptor::untrack`]. For its owner.
     pub(crate) fn track(&self) {
         self.tracked.store(true, Ordering::Relaxed);
     }
@@ -175,19 +176,19 @@ impl Descriptor {
         self.tracked.store(false, Ordering::Relaxed);
     }
 
-    /// Notes that the segment leaves its list and goes out. With debug assertions it panics if the segment was out.
+    /// Notes that the segment goes out of its list. Debug assertions panic if it was out.
     #[inline(always)]
     pub(crate) fn taken(&self) {
         self.note_out(true);
     }
 
-    /// Notes that the segment goes back to a list. With debug assertions it panics if the segment was not out.
+    /// Notes that the segment goes back to a list. Debug assertions panic if it was not out.
     #[inline(always)]
     pub(crate) fn returned(&self) {
         self.note_out(false);
     }
 
-    /// A load and a store: a read-modify-write would hide from tests where the code around needs an order of its own.
+    /// A load and a store: a read-modify-write would hide a missing order from tests.
     #[inline(always)]
     fn note_out(&self, out: bool) {
         if cfg!(debug_assertions) {
@@ -197,8 +198,8 @@ impl Descriptor {
         }
     }
 
-    /// Changes the state to FLIGHT, in the next generation. For the segment's owner. Release: as for
-    /// [`Descriptor::set`].
+    /// Changes the state to FLIGHT, in the next generation. For the segment's owner. Release: as
+    /// for [`Descriptor::set`].
     pub(crate) fn depart(&self) -> Word {
         let flight = Word(self.word.load(Ordering::Relaxed)).with(state::FLIGHT);
         let word = Word(flight.0.wrapping_add(GENERATION));
@@ -206,8 +207,8 @@ impl Descriptor {
         word
     }
 
-    /// Changes the state to `to`, in the same generation. For the segment's owner. Release: pairs with the acquire of
-    /// the load and of the exchange of the party that meets this state.
+    /// Changes the state to `to`, in the same generation. For the segment's owner. Release: pairs
+    /// with the acquire of the load and of the exchange of the party that meets this state.
     #[inline(always)]
     pub(crate) fn set(&self, to: u16) -> Word {
         let word = Word(self.word.load(Ordering::Relaxed)).with(to);
@@ -215,11 +216,11 @@ impl Descriptor {
         word
     }
 
-    /// Changes the word from exactly `from`, generation included, to the state `to` of the same generation. If the word
-    /// differs from `from`, it stays, and the error is its value.
+    /// Changes the word from exactly `from`, generation included, to the state `to` of the same
+    /// generation. If the word differs from `from`, it stays, and the error is its value.
     ///
-    /// Acquire and release: the two parties that meet in a state hand the segment, and all that was done to its memory,
-    /// to each other through this word.
+    /// Acquire and release: the two parties that meet in a state hand the segment, and all that was
+    /// done to its memory, to each other through this word.
     pub(crate) fn compare_exchange(&self, from: Word, to: u16) -> Result<Word, Word> {
         let to = from.with(to);
         self.word
@@ -229,12 +230,12 @@ impl Descriptor {
     }
 }
 
-/// A list of free descriptors of one class, linked through the descriptors. The owner of the chain owns them. Links are
-/// relaxed: a thread that hands a chain to another thread does so through a lock or a releasing exchange.
+/// A list of free descriptors of one class, linked through the descriptors. The chain's owner owns
+/// them. Links are relaxed: a lock or a releasing exchange hands a chain to another thread.
 ///
 /// # Invariant
-/// Every descriptor in a chain is alive: its run is not dissolved while a descriptor of it is anywhere but in the run's
-/// own list.
+/// Every descriptor in a chain is alive: its run is not dissolved while a descriptor of it is
+/// anywhere but in the run's own list.
 #[derive(Debug)]
 #[must_use = "dropping a chain loses its segments"]
 pub(crate) struct Chain {

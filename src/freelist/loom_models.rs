@@ -1,8 +1,8 @@
 //! Loom models of thread caches with the gate that keeps their owners out.
 //!
-//! At its end each model looks for every segment: each must be in exactly one place. Besides, each segment has a cell.
-//! The thread that takes the segment writes to the cell, as the owner of a buffer would. Loom fails the model where two
-//! such writes are not ordered.
+//! At its end each model looks for every segment: each must be in exactly one place. Besides, each
+//! segment has a cell. The thread that takes the segment writes to the cell, as the owner of a
+//! buffer would. Loom fails the model where two such writes are not ordered.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ fn class() -> Class {
     listed().next().unwrap()
 }
 
-/// A gate, its thread caches, and, under the lock, the list that thread caches are filled from and drained to.
+/// A gate, its thread caches, and the list, under the lock, for filling and draining.
 struct Store {
     gate: Gate,
     cold: Mutex<(CacheTable, Vec<usize>)>,
@@ -129,7 +129,7 @@ impl Store {
         self.gate.readmit(mode::INSPECT, table);
     }
 
-    /// For the cold side: moves one segment of one thread cache to the list. The other owners go on.
+    /// For the cold side: moves one segment of one cache to the list. The other owners go on.
     fn reclaim_one(&self, cache: &Arc<ThreadCache>) {
         step();
         let mut cold = self.cold.lock();
@@ -139,7 +139,7 @@ impl Store {
         });
     }
 
-    /// The numbers of all segments, reclaimed from the thread caches. The caller has joined the owners.
+    /// All segments' numbers, reclaimed from the caches. The caller has joined the owners.
     fn all(&self) -> Vec<usize> {
         self.reclaim();
         let mut all = self.cold.lock().1.clone();

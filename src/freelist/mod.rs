@@ -1,9 +1,9 @@
 //! The lock-free parts: lists of free segments that threads use without the central pool's lock.
 //!
-//! In this folder *the pool* is a central pool ([`crate::central`]). Each has one [`Gate`], which an owner *enters*
-//! before it works on its thread cache ([`cache`] has the protocol).
+//! In this folder *the pool* is a central pool ([`crate::central`]). Each has one [`Gate`], which
+//! an owner *enters* before it works on its thread cache ([`cache`] has the protocol).
 //!
-//! A free segment is in exactly one of three places. The place says which thread may touch the segment:
+//! A free segment is in exactly one of three places, which says what thread may touch it:
 //!
 //! | place | which thread | how |
 //! | --- | --- | --- |
@@ -11,20 +11,20 @@
 //! | a transfer cache ([`transfer`]) | any thread that is inside the gate | the lock of one of its stacks, once for a batch |
 //! | its run, in the arena | the thread that holds the central pool's lock | ordinary code |
 //!
-//! Segments move between the first two places without the central pool's lock, a batch at a time. This module knows no
-//! device and decides no policy: the central pool decides how long a list may get and when lists are reclaimed.
+//! Segments move between the first two places without the central pool's lock, a batch at a time.
+//! The central pool decides how long a list may get and when lists are reclaimed.
 //!
 //! # Invariants
 //!
-//! - A free segment is in exactly one list. A segment that is *out* (checked out, in flight, quarantined) is in none.
-//! - One thread at a time writes to a thread cache's lists: its owner inside the gate; its owner outside the gate,
-//!   under the central pool's lock; or the thread that holds that lock and has shut the owner out.
-//! - A descriptor in a list is alive: the arena frees a run's descriptors only when all of them are in the run's own
-//!   list.
+//! - A free segment is in one list; one *out* (checked out, in flight, quarantined) is in none.
+//! - One thread at a time writes to a thread cache's lists: its owner inside the gate; its owner
+//!   under the central pool's lock; or that lock's holder, having shut the owner out.
+//! - A descriptor in a list is alive: the arena frees a run's once all are in the run's list.
 //!
-//! To be read in this order: [`descriptor`] (what the pool knows of one segment), [`cache`] (the fast path and its
-//! gate), [`transfer`], `table` (the thread caches of a pool). `loom_models` checks the orderings, and mistakes that
-//! it must catch are patches in `.ci/planted/`. The modules above the central pool read and change state words only.
+//! To be read in this order: [`descriptor`] (what the pool knows of one segment), [`cache`] (the
+//! fast path and its gate), [`transfer`], `table` (the thread caches of a pool). `loom_models`
+//! checks the orderings; `.ci/planted/` has mistakes that it must catch. Modules above the central
+//! pool use state words only.
 
 #![allow(unsafe_code)]
 
@@ -40,8 +40,8 @@ pub(crate) use transfer::TransferCache;
 
 use crate::segment::{CLASSES, Class};
 
-/// The classes that thread caches and transfer caches have lists for, by index: all of them. Loom models have lists for
-/// two classes only, whose runs have six and four segments in two pages. The other classes take the slow path there.
+/// The classes that thread caches and transfer caches have lists for: all. Loom models have two,
+/// whose runs have six and four segments in two pages. The others take the slow path there.
 const LISTED_CLASSES: std::ops::Range<usize> = if cfg!(loom) { 18..20 } else { 0..CLASSES };
 
 /// Number of classes that have lists.
@@ -52,8 +52,8 @@ pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIter
     Class::all().take(LISTED_CLASSES.end).skip(LISTED_CLASSES.start)
 }
 
-/// The index of a class's list in a thread cache, and of its transfer cache. [`LISTS`] for a class without a list.
-/// Outside of models it is the class's index.
+/// The index of a class's list in a thread cache, and of its transfer cache. [`LISTS`] for a class
+/// without a list. Outside of models it is the class's index.
 #[inline(always)]
 pub(crate) fn list_of(class: Class) -> usize {
     if cfg!(loom) { class.index().wrapping_sub(LISTED_CLASSES.start).min(LISTS) } else { class.index() }

@@ -1,5 +1,5 @@
-//! The thread caches of a pool: which threads lease them, and which of these threads are idle. The table lives under
-//! the central pool's lock. A thread cache is in it from when its thread needs it until that thread ends.
+//! The thread caches of a pool: which threads lease them, and which of these are idle. A thread
+//! cache is in the table, under the central pool's lock, from its first use to its thread's end.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -10,15 +10,15 @@ use super::cache::{Gate, HeldCache};
 use super::descriptor::Chain;
 use crate::segment::Class;
 
-/// An owner that has done nothing for this long counts as idle: a thread cache that is emptied meanwhile costs it one
-/// miss. (Models have no time: there no owner gets idle.)
+/// An owner that has done nothing for this long counts as idle: a thread cache that is emptied
+/// meanwhile costs it one miss. (Models have no time: there no owner gets idle.)
 const IDLE: Duration = if cfg!(loom) { Duration::MAX } else { Duration::from_millis(1) };
 
 /// The thread caches of a pool.
 #[derive(Debug, Default)]
 pub(crate) struct CacheTable {
     caches: Vec<Arc<ThreadCache>>,
-    /// For each of them, what the owner had counted at an earlier look, and when a look first found that.
+    /// For each of them, what the owner had counted at an earlier look, and since when.
     seen: Vec<Option<((u64, u64), Instant)>>,
 }
 
@@ -38,7 +38,7 @@ impl CacheTable {
         cache
     }
 
-    /// Ends a lease. The owner makes this call, on its own thread, and holds the central pool's lock. `sink` gets the
+    /// Ends a lease, on the owner's thread and under the central pool's lock. `sink` gets the
     /// segments that were in the thread cache. The caller counts on what the cache had counted.
     pub(crate) fn give_up(&mut self, cache: &Arc<ThreadCache>, sink: impl FnMut(Class, Chain)) {
         Self::mine(cache).drain_all(sink);
@@ -53,19 +53,19 @@ impl CacheTable {
         self.caches.iter()
     }
 
-    /// All thread caches, for the cold side to work on: after [`Gate::quiesce`] and before [`Gate::readmit`].
+    /// All thread caches, for the cold side between [`Gate::quiesce`] and [`Gate::readmit`].
     pub(crate) fn quiet(&self) -> impl Iterator<Item = HeldCache<'_>> {
         self.caches().map(|cache| HeldCache { cache })
     }
 
-    /// Access to a thread cache for its owner outside of the gate. The owner holds the central pool's lock, and the
-    /// cold side works only under that lock. So no other thread works on the cache.
+    /// Access to a thread cache for its owner outside of the gate, under the central pool's lock.
+    /// The cold side works only under that lock, so no other thread works on the cache.
     pub(crate) fn mine(cache: &ThreadCache) -> HeldCache<'_> {
         HeldCache { cache }
     }
 
-    /// The thread caches that hold segments and whose owners are idle: a look at least [`IDLE`] before `now` found the
-    /// same counts. With `now` as `None` there is no clock, and all owners count as idle.
+    /// The thread caches with segments and idle owners: a look at least [`IDLE`] before `now` found
+    /// the same counts. With `now` as `None` there is no clock, and all owners count as idle.
     pub(crate) fn idle(&mut self, now: Option<Instant>) -> Vec<Arc<ThreadCache>> {
         let mut idle = Vec::new();
         for (cache, seen) in self.caches.iter().zip(&mut self.seen) {

@@ -1,43 +1,43 @@
 //! Transfer caches: through them thread caches pass batches of free segments to each other.
 //!
-//! A thread that returns more than it takes fills its thread cache, and one that takes more than it returns empties
-//! its own. Between them each class has a transfer cache: a few stacks of free segments, each under a lock of its
-//! own, which a thread holds while it copies a batch of addresses. What a transfer cache has no room for goes back to
-//! its runs.
+//! A thread that returns more than it takes fills its thread cache, and one that takes more than it
+//! returns empties its own. Between them each class has a transfer cache: a few stacks of free
+//! segments, each with a lock that is held while a batch of addresses is copied. What it has no
+//! room for goes back to its runs.
 //!
-//! With 16 threads that pass on segments of 1 MiB, a single lock would be taken four million times a second, which is
-//! more than it can serve. So threads begin at different stacks, and one that finds a stack locked goes on to the next.
+//! 16 threads that pass on segments of 1 MiB would take a single lock four million times a second,
+//! more than it can serve. So threads begin at different stacks, and skip one that is locked.
 //!
-//! No lock is taken under this one. Owners of thread caches take it inside the [`super::Gate`] only. So a cold side
-//! that has shut all owners out finds each cached segment in exactly one list.
+//! No lock is taken under this one. Owners of thread caches take it inside the [`super::Gate`]
+//! only. So a cold side that has shut all owners out finds each cached segment in exactly one list.
 
 use std::ptr::NonNull;
 
 use super::descriptor::{Chain, Descriptor};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering};
 
-/// Number of stacks in a transfer cache. (One in models: what they show is the protocol of one stack.)
+/// Stacks in a transfer cache. (One in models, which show the protocol of one.)
 const STACKS: usize = if cfg!(loom) { 1 } else { 4 };
 
 /// A stack holds no more than this many batches of the size of the one that comes. There are few,
 /// because other classes cannot use the memory in them until it is reclaimed.
 const MOST_BATCHES: usize = 2;
 
-/// The least number of segments that a quota must have room for. With fewer of them, threads of one class would often
-/// find none.
+/// The least number of segments that a quota must have room for. With fewer of them, threads of one
+/// class would often find none.
 const LEAST_SEGMENTS: usize = if cfg!(loom) { 1 } else { 4 };
 
 /// The transfer cache of one class.
 #[derive(Debug)]
 pub(crate) struct TransferCache([Stack; STACKS]);
 
-/// A part of a transfer cache. Aligned to two cache lines, since processors fetch neighbouring lines in pairs.
+/// A part of a transfer cache. On two cache lines: processors fetch neighbours in pairs.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Stack {
     /// The number of segments that the stack's part of the quota has room for.
     most: usize,
-    /// The number of segments that are here, for threads without the lock. Only the lock's holder writes it.
+    /// The number of segments here, for threads without the lock. Only the holder writes it.
     count: AtomicU32,
     segments: Mutex<Segments>,
 }
@@ -67,8 +67,8 @@ impl Stack {
 }
 
 impl TransferCache {
-    /// For a class of this stride, whose transfer cache may hold `quota` bytes, to the nearest segment. (Strides are a
-    /// little more than a power of two, and quotas mostly are one: eight batches are to fit where eight powers would.)
+    /// For a class of this stride, whose transfer cache may hold `quota` bytes, to the nearest
+    /// segment. (Strides are above a power of two, and quotas often are one: eight must fit.)
     pub(crate) fn new(quota: usize, stride: usize) -> Self {
         let all = Some((quota + stride / 2) / stride).filter(|all| *all >= LEAST_SEGMENTS).unwrap_or(0);
         Self(std::array::from_fn(|at| Stack {
@@ -78,12 +78,12 @@ impl TransferCache {
         }))
     }
 
-    /// The stacks in the order in which a thread looks at them, from one on that differs from thread to thread.
+    /// The stacks in a thread's order of looking, from one on that differs between threads.
     fn stacks(&self, first: usize) -> impl Iterator<Item = &Stack> {
         (0..STACKS).map(move |at| &self.0[first.wrapping_add(at) % STACKS])
     }
 
-    /// Takes over the first segments of a batch, as many as there is room for. Returns their number.
+    /// Takes over a batch's first segments, as many as there is room for. Returns their number.
     pub(crate) fn put(
         &self,
         first: usize,
@@ -126,20 +126,20 @@ impl TransferCache {
         let mut chain = Chain::new();
         for stack in self.0.iter().filter(|stack| stack.count() > 0) {
             stack.with(stack.segments.lock(), |segments| {
-                // SAFETY: a segment in a transfer cache is alive, free and in no other list, and it is taken out here.
+                // SAFETY: a segment in a transfer cache is alive, free and in no other list.
                 segments.drain(..).for_each(|descriptor| unsafe { chain.push(descriptor) });
             });
         }
         chain
     }
 
-    /// Segments that are here. Exact while no thread moves a batch. A caller that finds none sees where those went that
-    /// were here.
+    /// Segments that are here. Exact while no thread moves a batch. A caller that finds none sees
+    /// where those went that were here.
     pub(crate) fn count(&self) -> usize {
         self.0.iter().map(Stack::count).sum()
     }
 
-    /// Visits every descriptor. For `check()`: under the central pool's lock, with all owners shut out.
+    /// Visits every descriptor. For `check()`: under the lock, with all owners shut out.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Descriptor)) {
         for stack in &self.0 {
             // SAFETY: a segment in a transfer cache is alive.

@@ -1,16 +1,16 @@
-//! What is counted where it happens: histograms of durations, errors by class, checkouts by size class.
+//! What is counted where it happens: durations, errors by class, checkouts by size class.
 //!
-//! These are numbers and nothing else. They lie low in the crate, so that every layer can count; the snapshot, at the
-//! crate's other end, reads them, adds them up and names them. Two rules keep them cheap:
+//! These are numbers and nothing else. They lie low in the crate, so that every layer can count;
+//! the snapshot, at the other end, reads, adds and names them. Two rules keep them cheap:
 //!
-//! - A hit touches nothing here. Durations are taken on slow paths only, and of a sample of known size where all of
-//!   them would cost too much.
-//! - A count under a lock is a plain number ([`Histogram`], [`ClassTally`]). A count that many threads make without a
-//!   lock is a relaxed atomic ([`ErrorTally`]).
+//! - A hit touches nothing here. Durations are taken on slow paths only, and of a sample of known
+//!   size where all of them would cost too much.
+//! - A count under a lock is a plain number ([`Histogram`], [`ClassTally`]). A count that many
+//!   threads make without a lock is a relaxed atomic ([`ErrorTally`]).
 //!
-//! All histograms have the same fixed buckets, so that any two can be added, and the difference of two is one again.
-//! Doubling bounds are coarse for a benchmark and right for an operator: the durations of interest span twenty powers
-//! of two, and a change by a factor of two is worth acting upon.
+//! All histograms have the same fixed buckets, so that any two can be added, and the difference of
+//! two is one. Doubling bounds are coarse for a benchmark and right for an operator: durations of
+//! interest span twenty powers of two, and a change by a factor of two is worth acting upon.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -32,9 +32,9 @@ pub(super) const BOUNDS: [Duration; BOUNDED] = {
     bounds
 };
 
-/// Durations, counted in fixed buckets: upper bounds of 1 us times powers of two, and one bucket for longer ones.
+/// Durations in fixed buckets: upper bounds of 1 us times powers of two, and one for the rest.
 ///
-/// Histograms can be [merged](Self::merge), and [subtracted](Self::since) from a later reading of themselves.
+/// Histograms can be [merged](Self::merge), and [subtracted](Self::since) from later ones.
 ///
 /// ```
 /// use std::time::Duration;
@@ -73,8 +73,8 @@ fn nanoseconds(duration: Duration) -> u64 {
 }
 
 impl Histogram {
-    /// Upper bounds of the buckets in seconds, as exporters take them: 1 us times powers of two. Each is included in
-    /// its bucket; durations longer than the last bound are in one more bucket.
+    /// Upper bounds of the buckets in seconds, as exporters take them: 1 us times powers of two.
+    /// Each is included in its bucket; durations beyond the last bound are in one more bucket.
     #[must_use]
     pub fn bounds_seconds() -> [f64; BOUNDED] {
         BOUNDS.map(|bound| bound.as_secs_f64())
@@ -124,8 +124,8 @@ impl Histogram {
         Self { counts, sum_ns: self.sum_ns.saturating_sub(earlier.sum_ns) }
     }
 
-    /// An upper bound of the `q`-quantile (0.0 to 1.0): the bound of the bucket in which it lies, at most twice as long
-    /// as the quantile. `None` for an empty histogram, and where the quantile lies beyond the last bound.
+    /// An upper bound of the `q`-quantile (0.0 to 1.0): its bucket's bound, at most twice as long
+    /// as the quantile. `None` for an empty histogram, and for a quantile beyond the last bound.
     #[must_use]
     pub fn quantile(&self, q: f64) -> Option<Duration> {
         let count = self.count();
@@ -139,9 +139,9 @@ impl Histogram {
     }
 }
 
-/// Declares counts of errors by kind: a public type of plain numbers, and a tally of atomics that many threads count
-/// with. The atomics are the standard library's and not loom's, since no protocol reads them. They are relaxed, since
-/// no thread concludes from a count what another has done.
+/// Declares counts of errors by kind: a public type of plain numbers, and a tally of atomics that
+/// many threads count with. The atomics are the standard library's: no protocol reads them. They
+/// are relaxed: no thread concludes from a count what another has done.
 macro_rules! counts {
     (
         $(#[$docs:meta])*
@@ -238,9 +238,9 @@ counts! {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClassStats {
-    /// Bytes from one segment to the next. `None`: segments without a class, which have pages of their own.
+    /// Bytes from one segment to the next. `None`: segments without a class, in whole pages.
     pub stride: Option<usize>,
-    /// Segments that are cut and can be checked out. (Segments without a class are cut when they are asked for.)
+    /// Segments that are cut and can be checked out. (Those without a class are cut on demand.)
     pub free: u64,
     /// Of the free segments, those that are cached for the next checkouts.
     pub cached: u64,
@@ -254,9 +254,9 @@ pub struct ClassStats {
     pub returns: u64,
 }
 
-/// Segments checked out and returned on the slow path, by class, and those of threads whose caches are gone; kept under
-/// the central pool's lock. Segments without a class (large or aligned ones, which have a run of their own) take the
-/// slow path always. All counts wrap, since a cache may have counted a return whose checkout the slow path counts.
+/// Segments checked out and returned on the slow path, by class, and those of threads whose caches
+/// are gone; under the central pool's lock. Segments without a class (large or aligned) always take
+/// the slow path. Counts wrap: a cache may count the return of the slow path's checkout.
 #[derive(Clone, Debug)]
 pub(crate) struct ClassTally {
     /// Checkouts and returns of each class, and last of segments without one.

@@ -1,16 +1,16 @@
 //! The ledger: since when a segment is out, and which call checked it out.
 //!
-//! A hit reads no clock, so the pool does not know when most buffers were checked out. Two sources make up for that,
-//! both of them off the hit path, and their entries are kept under the central pool's lock:
+//! A hit reads no clock, so the pool does not know when most buffers were checked out. Two sources
+//! off the hit path make up for that, with entries under the central pool's lock:
 //!
-//! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) cache nothing, so
-//!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
-//! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that no cache served, and each that was requested
-//!   as long-lived, which no cache serves.
+//! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) cache
+//!   nothing: every checkout takes the slow path, and is entered with time, tag and call site.
+//! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that no cache served, and each
+//!   long-lived one, which no cache serves.
 //!
-//! Invariant: *an entry is always of the checkout that it was made for.* The buffer of an entered segment names the
-//! list that always counts as full, in place of its class's (`central::raw`). So its return fails a comparison that
-//! each return makes in any case (whether its list has room), leaves the fast path there, and closes the entry.
+//! Invariant: *an entry is always of the checkout that it was made for.* The buffer of an entered
+//! segment names the list that always counts as full, not its class's (`central::raw`). So its
+//! return fails the comparison that each return makes, leaves the fast path, and closes the entry.
 
 use std::collections::BTreeMap;
 use std::panic::Location;
@@ -52,7 +52,7 @@ pub(crate) struct LedgerEntry {
     pub(crate) origin: CheckoutSite,
 }
 
-/// The checkouts that were entered, by the address of their descriptor, which does not change while the segment is out.
+/// The checkouts that were entered, by their descriptors' addresses, fixed while they are out.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     out: BTreeMap<usize, LedgerEntry>,

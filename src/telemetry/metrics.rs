@@ -1,13 +1,13 @@
 //! The metrics: one table, of which everything about a metric is made.
 //!
-//! A row has the kind, name and labels of a metric, how it is read from a sample, and what it measures. Four
-//! things are made of it: [`METRICS`] with its page, for authors of dashboards; what a poll reads; the events, which
-//! tracing-opentelemetry's `MetricsLayer` turns into metrics; and what the `metrics` facade is given. The table is a
-//! macro, since the name of an event's field has to be known when the crate is compiled. A kind is written in the table
-//! as that layer expects it before the name: `monotonic_counter`, `gauge`, `histogram`.
+//! A row has a metric's kind, name and labels, how it is read from a sample, and what it measures.
+//! Four things are made of it: [`METRICS`] with its page, for authors of dashboards; what a poll
+//! reads; the events, which tracing-opentelemetry's `MetricsLayer` turns into metrics; and what the
+//! `metrics` facade gets. The table is a macro, since the name of an event's field has to be known
+//! at compile time. Its kinds are that layer's prefixes: `monotonic_counter`, `gauge`, `histogram`.
 //!
-//! The first label says what the metric is of, a `pool` or a `device`. A row with a second label reads a list of label
-//! values, each with its value. CONTRIBUTING.md has all steps to a new metric.
+//! The first label says what the metric is of, a `pool` or a `device`. A row with a second label
+//! reads a list of its values, each with its value. CONTRIBUTING.md has all steps to a new metric.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use super::snapshot::{DeviceStats, Snapshot};
 
 /// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";
-/// Their level: there are hundreds a poll, and a log that does not ask for them is not to have them.
+/// Their level: there are hundreds a poll, for logs that ask for them only.
 pub(super) const LEVEL: tracing::Level = tracing::Level::TRACE;
 
 /// Events that one poll makes of one histogram at most.
@@ -56,8 +56,8 @@ impl MetricKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Metric {
-    /// Its name in OpenTelemetry's style, with points. It ends with the unit: `bytes`, `seconds`, `bytes_per_second`,
-    /// or what is counted; a counter's has `total` after that.
+    /// Its name in OpenTelemetry's style, with points. It ends with the unit: `bytes`, `seconds`,
+    /// `bytes_per_second`, or what is counted; a counter's has `total` after that.
     pub name: &'static str,
     /// How it behaves.
     pub kind: MetricKind,
@@ -96,7 +96,7 @@ impl PoolSample {
 pub(super) struct DeviceSample {
     pub(super) stats: DeviceStats,
     pub(super) stuck_streams: usize,
-    /// Bytes and entries in flight on a stream, or on all streams together that have no label of their own.
+    /// Bytes and entries in flight on a stream, or on all without a label of their own.
     pub(super) streams: Vec<(Cow<'static, str>, [usize; 2])>,
 }
 
@@ -106,7 +106,7 @@ impl DeviceSample {
     }
 }
 
-/// A poll of a pool or of a device. A row reads the one that its first label names; with neither, nothing is read.
+/// A poll of a pool or a device. A row reads the one of its first label, if it is there.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Sample<'a> {
     pub(super) pool: Option<&'a PoolSample>,
@@ -122,10 +122,10 @@ pub(super) enum Value {
 }
 
 impl Value {
-    /// What to send: what was counted after the reading before, or a gauge's level. Keeps what the next reading is to
-    /// be compared with, the higher of two counts. A later reading may be lower, since a call that refills a thread's
-    /// list may count its segments as checked out and returned for a moment, and since a stream that ends may be
-    /// counted late; and what was sent cannot be taken back.
+    /// What to send: what was counted after the reading before, or a gauge's level. Keeps what the
+    /// next reading is compared with, the higher of two counts. A later reading may be lower (a
+    /// call that refills a thread's list may count its segments as checked out and returned for a
+    /// moment, and an ending stream may be counted late), and what was sent cannot be taken back.
     pub(super) fn since(&mut self, before: Option<Self>) -> Self {
         match (self, before) {
             (Self::Counter(now), Some(Self::Counter(before))) => {
@@ -157,7 +157,7 @@ impl From<Histogram> for Value {
     }
 }
 
-/// What a value is of: the metric's place in the table, and the value of its second label (empty where it has none).
+/// What a value is of: the metric's place in the table, and the second label's value, if any.
 pub(super) type Key = (usize, Cow<'static, str>);
 
 /// Takes what rows read.
@@ -353,13 +353,13 @@ pub(super) fn send_event((row, label): &Key, value: &Value, first: &str) {
     }
 }
 
-/// The duration that is sent for each one of a bucket, in seconds: three quarters of the bucket's upper bound.
+/// The duration, in seconds, sent for each of a bucket: three quarters of the upper bound.
 fn stands_for(upper: Option<Duration>) -> f64 {
     0.75 * upper.unwrap_or(BOUNDS[BOUNDS.len() - 1] * 2).as_secs_f64()
 }
 
-/// The durations of a histogram, each as what stands for it. Where there are more than [`REPLAYED`], there are fewer,
-/// in the same proportions, and at least one for each bucket: there are half as many buckets as that.
+/// The durations of a histogram, each as what stands for it. More than [`REPLAYED`] are thinned, in
+/// the same proportions, to at least one a bucket: there are half as many buckets.
 fn thinned(durations: &Histogram) -> impl Iterator<Item = f64> + '_ {
     let all = durations.count();
     let shown = move |count: u64| match all {
@@ -391,8 +391,8 @@ pub(super) fn describe() {
     });
 }
 
-/// Sends a value to the facade. Counts of a histogram are exact where the recorder's buckets have the bounds of
-/// [`Histogram::bounds_seconds`].
+/// Sends a value to the facade. Counts of a histogram are exact where the recorder's buckets have
+/// the bounds of [`Histogram::bounds_seconds`].
 #[cfg(feature = "metrics")]
 pub(super) fn send_to_recorder((row, label): &Key, value: &Value, first: &str) {
     static RECORDER_METADATA: metrics::Metadata<'static> =

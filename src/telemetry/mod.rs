@@ -7,9 +7,9 @@
 //! | How does it develop? | a [`Sampler`]: the [`METRICS`] below, as events and, with the feature `metrics`, through the `metrics` facade |
 //! | Which buffers do not come back? | [`Pool::stuck`](crate::Pool::stuck), and its report when a wait times out |
 //!
-//! None of them slows down a checkout from the thread's own cache, which reads no clock and writes no counter that
-//! threads share. Durations are taken on slow paths, and often of a sample, whose rate is documented where it is read
-//! ([`Snapshot`]). The crate installs no subscriber and no recorder, and sets no level.
+//! None of them slows down a hit, which reads no clock and writes no shared counter. Durations are
+//! taken on slow paths, often of a sample, whose rate stands where it is read ([`Snapshot`]). The
+//! crate installs no subscriber and no recorder, and sets no level.
 //!
 //! # Spans
 //!
@@ -28,13 +28,13 @@
 //!
 //! # Events to act on
 //!
-//! The target says which event it is. Texts may change; targets, levels and fields are kept. A filter for
-//! `pinpool::pool` includes the targets below it.
+//! The target says which event it is. Texts may change; targets, levels and fields are kept. A
+//! filter for `pinpool::pool` includes the targets below it.
 //!
-//! A pool has a name that no other pool of the process has at the same time (see
-//! [`PoolBuilder::name`](crate::PoolBuilder::name)); the name of a device is unique too (that of an adopted context has
-//! a number in it), and so is the number of a stream. Text from a file, a driver or the system is escaped in fields and
-//! errors, and cut to a bounded length: it cannot steer a terminal or begin a line.
+//! A pool's name is unique in the process at a time (see
+//! [`PoolBuilder::name`](crate::PoolBuilder::name)), and so are a device's (an adopted context's
+//! has a number in it) and a stream's number. Text from a file, a driver or the system is escaped
+//! in fields and errors, and cut to a bounded length: it cannot steer a terminal or begin a line.
 //!
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
@@ -50,35 +50,36 @@
 //! | `pinpool::device::leak`, `pinpool::region::leak`, `pinpool::stream::leak` | WARN, ERROR for memory | device, error, and bytes of memory | the driver refused to take something back: it stays allocated until the process ends |
 //! | `pinpool::foreign` | ERROR | | code of the program that the crate calls (a waker, a recorder, a source, the drop of a value) panicked, or a thread of the crate did and goes on: the text says what follows, standard error has the panic |
 //!
-//! Other events, under `pinpool::device`, `pinpool::region`, `pinpool::pool` and `pinpool::stream`, explain and need no
-//! action.
+//! Other events, under `pinpool::device`, `pinpool::region`, `pinpool::pool` and `pinpool::stream`,
+//! explain and need no action.
 //!
 //! # Metrics
 //!
-//! [`METRICS`] lists them. A [`Sampler`] sends each value as an event of the target `pinpool::metrics`, level TRACE, so
-//! that a log has them only where it asks for them. The field with the value has the metric's name with
-//! `monotonic_counter.`, `gauge.` or `histogram.` before it, as `MetricsLayer` of the crate tracing-opentelemetry
-//! expects. (Gauges need that crate's feature `metrics_gauge_unstable`. The layer must see the level TRACE of this
-//! target: a filter `info,pinpool::metrics=trace` lets it, and a build with tracing's `release_max_level_info` or the
-//! like has no such events.) The other fields are the labels. With the feature `metrics` the facade's recorder gets the
-//! same values under the same names. In Prometheus's text the points become underscores: `pinpool_checkouts_total`.
+//! [`METRICS`] lists them. A [`Sampler`] sends each value as an event of the target
+//! `pinpool::metrics`, level TRACE, so that a log has them only where it asks for them. The value's
+//! field has the metric's name behind `monotonic_counter.`, `gauge.` or `histogram.`, as
+//! `MetricsLayer` of the crate tracing-opentelemetry expects. (Gauges need that crate's feature
+//! `metrics_gauge_unstable`. The layer must see this target's level TRACE: the filter
+//! `info,pinpool::metrics=trace` lets it, tracing's `release_max_level_info` does not.) The other
+//! fields are the labels. With the feature `metrics` the facade's recorder gets the same.
+//! Prometheus's text has underscores for points: `pinpool_checkouts_total`.
 //!
 //! - A counter is sent as its increase since the poll before.
-//! - A histogram is sent as durations, one value for each, which stands for its [bucket](Histogram). The recorder gets
-//!   all of them; as events at most 64 are sent a poll, in the same proportions. A recorder whose buckets have the
-//!   bounds of [`Histogram::bounds_seconds`] counts exactly; sums are good to a quarter or so.
+//! - A histogram is sent as durations, one value for each, which stands for its
+//!   [bucket](Histogram). The recorder gets all, events are 64 a poll at most, in proportion.
+//!   Buckets of [`Histogram::bounds_seconds`] count exactly; sums are good to a quarter.
 //!
-//! Labels are bounded: the first 64 streams of a device that a sampler sees have gauges of their own; all others are
-//! added up under the label `other`. The facade has no call that removes a metric, and a recorder keeps the last value
-//! of a gauge. So the last poll of a pool, a device or a stream that has ended sends
-//! zeros, and later polls nothing. An exporter needs no timeout for idle metrics (`PrometheusBuilder::idle_timeout`):
-//! that holds for the whole process, and would take away the server's own counters and what it sets but once. A server
+//! Labels are bounded: the first 64 streams of a device that a sampler sees have gauges of their
+//! own; all others are added up under the label `other`. The facade cannot remove a metric, and a
+//! recorder keeps a gauge's last value. So the last poll of a pool, a device or a stream that has
+//! ended sends zeros, and later polls nothing. An exporter needs no timeout for idle metrics
+//! (`PrometheusBuilder::idle_timeout`), which would also take the server's own metrics. A server
 //! that builds pools again and again gives them the same [name](crate::PoolBuilder::name).
 
-// The folder is on two layers. `counters` (what is counted where it happens), `ledger` (when segments were checked out)
-// and `stuck` (the report) lie low, and every module above them may use them. `snapshot` (all counts at one moment),
-// `metrics` (the table) and `sampler` (which sends them) lie above `pool`; the program alone calls these. To read in
-// this order.
+// The folder is on two layers. `counters` (what is counted where it happens), `ledger` (when
+// segments were checked out) and `stuck` (the report) lie low, for every module above. `snapshot`
+// (all counts at one moment), `metrics` (the table) and `sampler` (which sends them) lie above
+// `pool`, for the program. To read in this order.
 pub(crate) mod counters;
 pub(crate) mod ledger;
 mod metrics;
@@ -97,28 +98,28 @@ pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
 use crate::pool::Pool;
 
 impl Pool {
-    /// Lists the buffers that are known to have been out for at least `threshold`, oldest first: size, age and state,
-    /// the stream and the event that each waits for, and the place in the program that checked it out. These are
+    /// Lists the buffers that are known to have been out for at least `threshold`, oldest first:
+    /// size, age, state, the stream and event that each waits for, and its call site. These are
     ///
-    /// - recorded checkouts: all of a pool that
-    ///   [tracks its checkouts](crate::PoolBuilder::track_checkouts); elsewhere those of
-    ///   [long-lived](crate::Request::long_lived) buffers, and one in eight of those that no cache served. Their ages
-    ///   are exact;
-    /// - what streams hold in flight, by the time since the pool found it there, some milliseconds after it was
-    ///   submitted;
+    /// - recorded checkouts: all of a pool that [tracks its
+    ///   checkouts](crate::PoolBuilder::track_checkouts); elsewhere those of
+    ///   [long-lived](crate::Request::long_lived) buffers, and one in eight of those that no cache
+    ///   served. Their ages are exact;
+    /// - what streams hold in flight, by the time since the pool found it there, some milliseconds
+    ///   after it was submitted;
     /// - quarantined buffers.
     ///
-    /// **Other buffers that the program has are counted in the statistics only** ([`PoolStats`](crate::PoolStats),
-    /// [`Snapshot`]), since a checkout that a cache serves reads no clock and leaves no record. To find out which of
-    /// them does not come back, build the pool with [`track_checkouts`](crate::PoolBuilder::track_checkouts).
+    /// **Other buffers of the program are counted in the statistics only**
+    /// ([`PoolStats`](crate::PoolStats), [`Snapshot`]): a checkout that a cache serves leaves no
+    /// record. To find it, build with [`track_checkouts`](crate::PoolBuilder::track_checkouts).
     ///
     /// # What it costs
     ///
-    /// A call looks at each recorded checkout under the pool's lock, and at all that is in flight under the lock of
-    /// each stream. Checkouts and returns of thread caches go on.
+    /// A call looks at each recorded checkout under the pool's lock, and at all that is in flight
+    /// under the lock of each stream. Checkouts and returns of thread caches go on.
     ///
-    /// The same list is logged when a wait for memory times out, at most once a minute, if a subscriber listens: see
-    /// the events of [`telemetry`](crate::telemetry).
+    /// The same list is logged when a wait for memory times out, at most once a minute, if a
+    /// subscriber listens: see the events of [`telemetry`](crate::telemetry).
     ///
     /// ```
     /// use std::time::Duration;

@@ -1,11 +1,11 @@
 //! The sampler: polls pools, and sends metrics and reports of what is stuck.
 //!
-//! A poll takes a [snapshot](Pool::snapshot) of each pool, subtracts the values that were sent before, and sends the
-//! rest as events and, with the feature `metrics`, to the `metrics` facade. It also looks for what an operator has to
-//! act on: buffers that are known to have been out for too long, and streams on which nothing completes. All that takes
-//! tens of microseconds, on the sampler's thread or on the caller's, and does not slow down checkouts.
+//! A poll takes a [snapshot](Pool::snapshot) of each pool, subtracts what was sent before, and
+//! sends the rest as events and, with the feature `metrics`, to the facade. It also looks for what
+//! an operator has to act on: buffers known to have been out for too long, and streams on which
+//! nothing completes. That takes tens of microseconds, and does not slow down checkouts.
 //!
-//! The sampler holds weak handles only: a pool whose last handle is dropped closes, and is not polled any more.
+//! The sampler holds weak handles: a pool whose last handle is dropped closes, unpolled.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -22,16 +22,15 @@ use crate::pool::{Pool, WeakPool};
 
 /// Stuck buffers of a pool that one poll logs at most.
 const BUFFERS_LOGGED: usize = 8;
-/// Streams of a device that have gauges of their own: the first that a sampler sees. A recorder may keep a gauge for
-/// ever, so a server that makes a stream for each request must not add gauges without end.
+/// Streams of a device that have gauges of their own: the first that a sampler sees. A recorder may
+/// keep a gauge for ever, so a stream for each request must not add gauges without end.
 const STREAMS_NAMED: usize = 64;
 /// The label of the gauges of all other streams together.
 const OTHER_STREAMS: &str = "other";
 
 /// Polls pools, and sends [metrics](super::METRICS) and events about what is stuck.
 ///
-/// Give all pools that share a device to one sampler: each sampler sends the device's metrics, so two of them would
-/// count everything twice.
+/// Give all pools of a device to one sampler: two would count the device's metrics twice.
 ///
 /// ```
 /// use std::time::Duration;
@@ -89,8 +88,8 @@ struct Sent {
     values: BTreeMap<Key, Value>,
 }
 
-/// A sampler that runs on a thread of its own: [`Sampler::spawn`]. Dropping it ends the thread, and waits for a poll
-/// that is under way.
+/// A sampler that runs on a thread of its own: [`Sampler::spawn`]. Dropping it ends the thread, and
+/// waits for a poll that is under way.
 #[derive(Debug)]
 #[must_use = "dropping it ends the sampling"]
 pub struct Sampling {
@@ -99,7 +98,7 @@ pub struct Sampling {
 }
 
 impl Sampler {
-    /// A sampler of one pool. Its first poll sends everything that was counted since the pool was built.
+    /// A sampler of one pool. Its first poll sends all that was counted since the pool was built.
     pub fn new(pool: &Pool) -> Self {
         let sampler = Self {
             pools: Vec::new(),
@@ -121,19 +120,19 @@ impl Sampler {
         self
     }
 
-    /// The time after which a buffer that is known to be out counts as stuck, and a stream that has work in flight of
-    /// which nothing completes. Each is logged once. `Duration::MAX`: never. Default: a minute.
+    /// The time after which a buffer known to be out is stuck, and a stream with work in flight of
+    /// which nothing completes. Each is logged once. `Duration::MAX`: never. Default: 60 s.
     ///
-    /// [`Pool::stuck`] says which buffers are known, and what a look for them costs. Buffers that are
-    /// [meant](crate::Request::long_lived) to be held for long never count, nor do quarantined ones. One poll logs at
-    /// most eight buffers of a pool, the oldest first; the next polls log the others.
+    /// [`Pool::stuck`] says which buffers are known, and what a look costs.
+    /// [Long-lived](crate::Request::long_lived) and quarantined buffers never count. One poll logs
+    /// at most eight buffers of a pool, the oldest first; the next polls log the others.
     pub fn stuck_after(mut self, threshold: Duration) -> Self {
         self.stuck_after = threshold;
         self
     }
 
-    /// Polls once, on this thread, which calls the subscriber and the recorder. Whether any of the pools is still open:
-    /// in the child of a fork none is.
+    /// Polls once, on this thread, which calls the subscriber and the recorder. Whether any of the
+    /// pools is still open: in the child of a fork none is.
     pub fn poll(&mut self) -> bool {
         if crate::os::forked() {
             return false;
@@ -168,11 +167,11 @@ impl Sampler {
         !self.pools.is_empty()
     }
 
-    /// Polls on a thread of its own, at once and then every `interval` (10 ms at least), until all pools are closed or
-    /// the handle is dropped.
+    /// Polls on a thread of its own, at once and then every `interval` (10 ms at least), until all
+    /// pools are closed or the handle is dropped.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where no thread can be started; [`Error::Forked`].
+    /// [`Error::Unavailable`] if no thread starts; else [as every call](Error#every-call).
     pub fn spawn(mut self, interval: Duration) -> Result<Sampling> {
         crate::os::check_fork()?;
         let interval = interval.max(Duration::from_millis(10));
@@ -218,8 +217,8 @@ fn send(key: &Key, value: &Value, first: &str, events: bool) {
 }
 
 impl Sent {
-    /// Sends a sample: counters and histograms as what was counted since the poll before. A gauge that was read then
-    /// and is read no more is sent as zero, once, since a recorder keeps the last value of each.
+    /// Sends a sample: counters and histograms as what was counted since the poll before. A gauge
+    /// that is read no more is sent as zero, once, since a recorder keeps the last value.
     fn send(&mut self, sample: Sample, events: bool) {
         let mut before = std::mem::take(&mut self.values);
         for (key, mut value) in metrics::read(sample) {
@@ -260,8 +259,8 @@ impl WatchedPool {
     }
 
     fn log(&mut self, pool: &str, stuck: &[(Known, StuckBuffer)]) {
-        // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond
-        // `BUFFERS_LOGGED` are not entered, so that one of the next polls logs them.
+        // A buffer that is not found any more is forgotten, and logged again should it be stuck
+        // later. One beyond `BUFFERS_LOGGED` is not entered: a later poll logs it.
         let before = std::mem::take(&mut self.logged);
         let mut left = BUFFERS_LOGGED;
         for (known, buffer) in stuck {
@@ -289,7 +288,7 @@ impl WatchedDevice {
         self.sent.send(Sample { pool: None, device: Some(&sample) }, events);
     }
 
-    /// What is in flight on each of the streams that have gauges of their own, and on all others together.
+    /// What is in flight on each stream with gauges of its own, and on all others together.
     fn divide(&mut self, streams: &[StreamStats]) -> Vec<(Cow<'static, str>, [usize; 2])> {
         let (mut samples, mut others) = (Vec::new(), [0; 2]);
         for stream in streams {
@@ -309,7 +308,7 @@ impl WatchedDevice {
         samples
     }
 
-    /// Whether a stream has had work in flight for at least `after`, of which nothing completed. Logs it once.
+    /// Whether nothing has completed for `after` on a stream with work in flight. Logs it once.
     fn is_stuck(&mut self, device: &str, stream: &StreamStats, now: Instant, after: Duration) -> bool {
         let came = (stream.completed, stream.completed_seq);
         let fresh = WatchedStream { came, since: now, logged: false };

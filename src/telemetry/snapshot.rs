@@ -1,5 +1,5 @@
-//! The snapshot: everything that a pool and its devices have counted where it happened ([`super::counters`]), at one
-//! moment.
+//! The snapshot: everything that a pool and its devices have counted where it happened
+//! ([`super::counters`]), at one moment.
 
 use super::counters::{ClassStats, ErrorCounts, Histogram};
 use crate::device::handle::Device;
@@ -26,19 +26,19 @@ pub use crate::stream::timeline::StreamStats;
 pub struct Snapshot {
     /// Bytes by state, and counts.
     pub pool: PoolStats,
-    /// The parts by size class, smallest first; segments without a class come last. Classes that were never used are
-    /// left out.
+    /// The parts by size class, smallest first; segments without a class come last. Classes that
+    /// were never used are left out.
     pub classes: Vec<ClassStats>,
-    /// The devices that the pool serves, with all their streams, also those that only other pools' buffers are on.
+    /// The devices that the pool serves, with all their streams, also those of other pools.
     pub devices: Vec<DeviceStats>,
     /// How far pinning has come.
     pub pinning: Pinning,
     /// How long requests waited in the queue, until they were granted, failed, or gave up.
     pub waiting: Histogram,
-    /// How long buffers were out, from the checkout until the segment was back, with the time in flight. Of a sample:
-    /// one in eight of the checkouts that no cache served, or all with
-    /// [`track_checkouts`](crate::PoolBuilder::track_checkouts). Checkouts that a cache serves are not timed, so of a
-    /// thread that always hits only the first ones are in it.
+    /// How long buffers were out, from the checkout until the segment was back, with the time in
+    /// flight. Of a sample: one in eight of the checkouts that no cache served, or all with
+    /// [`track_checkouts`](crate::PoolBuilder::track_checkouts). A thread that always hits is in it
+    /// with its first ones only.
     pub holding: Histogram,
     /// How long flights took on the pool's devices, from submitting to being seen complete: see
     /// [`DeviceStats::flight`].
@@ -74,31 +74,31 @@ pub struct DeviceStats {
     pub submitted: u64,
     /// Of the copies and holds submitted, those that are known to be complete.
     pub completed: u64,
-    /// Bytes of uploads that the driver accepted, blocking ones included. Copies that a graph makes are not counted,
-    /// nor are those within the device or within the host.
+    /// Bytes of uploads that the driver accepted, blocking ones included. Copies that a graph makes
+    /// are not counted, nor are those within the device or within the host.
     pub uploaded_bytes: u64,
     /// Bytes of downloads that the driver accepted, counted in the same way.
     pub downloaded_bytes: u64,
-    /// How long copies and holds took, from submitting to being seen complete. That is later than their end by up to an
-    /// eighth of the time, and by at most 1 ms, where no thread waits for them. Of a sample: the first of every sixteen
-    /// submissions to each stream.
+    /// How long copies and holds took, from submitting to being seen complete. That is later than
+    /// their end by up to an eighth of the time, and by at most 1 ms, where no thread waits for
+    /// them. Of a sample: the first of every sixteen submissions to each stream.
     pub flight: Histogram,
     /// Its streams: those that the program has a handle to, and those with work in flight.
     pub streams: Vec<StreamStats>,
 }
 
 impl Pool {
-    /// Everything that was counted: bytes by state and by size class, the devices and their streams, histograms of
-    /// waiting, holding and flights.
+    /// Everything that was counted: bytes by state and by size class, the devices and their
+    /// streams, histograms of waiting, holding and flights.
     ///
-    /// While no thread uses the pool, all of it is exact. Otherwise the sums hold all the same, since each counter is
-    /// read once: `free + checked_out + in_flight + quarantined + cut = pinned + unpinned`, and the bytes out of the
-    /// classes sum to those of the pool. A single part may be off by what was moved during the call, some microseconds:
-    /// a segment for each checkout or return, or, where one refilled or emptied a thread's list, up to 64.
+    /// While no thread uses the pool, all of it is exact. Otherwise the sums hold, since each
+    /// counter is read once: `free + checked_out + in_flight + quarantined + cut = pinned +
+    /// unpinned`, and the bytes out of the classes sum to those of the pool. A part may be off by
+    /// what was moved meanwhile: a segment for each checkout or return, or up to 64.
     ///
-    /// The call takes some microseconds and does not slow down checkouts: it reads a counter for each size class from
-    /// each thread that uses the pool, and visits each run of segments under the pool's lock. In the child of a fork it
-    /// has only what is counted without a lock, as [`stats`](Self::stats) has.
+    /// The call takes some microseconds and does not slow down checkouts: it reads a counter for
+    /// each size class and thread, and visits each run of segments under the pool's lock. In the
+    /// child of a fork it has only what is counted without a lock, as [`stats`](Self::stats) has.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         let (mut waiting, mut holding, mut classes) =
@@ -116,8 +116,8 @@ impl Pool {
 }
 
 impl Device {
-    /// The device's counts since it was opened, and what is in flight on it. The call takes a few microseconds for each
-    /// stream. In the child of a fork the result has neither streams nor flights.
+    /// The device's counts since it was opened, and what is in flight on it. The call takes a few
+    /// microseconds a stream. In the child of a fork there are neither streams nor flights.
     #[must_use]
     pub fn stats(&self) -> DeviceStats {
         let context = self.context();
@@ -149,7 +149,7 @@ impl Device {
 }
 
 impl Stream {
-    /// The stream's counts, and what is in flight on it. In the child of a fork all of them are zero.
+    /// The stream's counts, and what is in flight on it. In the child of a fork all are zero.
     #[must_use]
     pub fn stats(&self) -> StreamStats {
         match crate::os::forked() {

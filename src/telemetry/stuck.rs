@@ -1,12 +1,12 @@
 //! The report on buffers that have been out for long: which, since when, and what they wait for.
 //!
-//! It puts together what two places know: the central pool has the checkouts that were entered in the ledger
-//! ([`super::ledger`]), with their time, tag and call site, and the segments that are quarantined; the streams have
-//! what is in flight, under which sequence number, whether the event of that number is recorded, and since when a look
-//! has known of it. The statistics alone count a buffer that the program has and whose checkout was not entered.
+//! It puts together what two places know: the central pool has the checkouts that were entered in
+//! the ledger ([`super::ledger`]), with time, tag and call site, and the quarantined segments; the
+//! streams have what is in flight, under which sequence number, whether its event is recorded, and
+//! since when a look has known of it. Other buffers are in the statistics alone.
 //!
-//! The places are read one after the other. So a buffer that is returned or completes between two readings may still be
-//! listed, or be listed without its stream.
+//! The places are read one after the other. So a buffer that is returned or completes between two
+//! readings may still be listed, or be listed without its stream.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -33,24 +33,24 @@ const BUFFERS_LISTED: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BufferState {
-    /// The program has it: as a `PinnedBuf`, or a stream-ready buffer that was free. A buffer that is shared
-    /// by `Arc` and lent to a device is in this state, and has entries in [`awaited`](StuckBuffer::awaited).
+    /// The program has it: as a `PinnedBuf`, or a stream-ready buffer that was free. So is one
+    /// shared by `Arc` and lent to a device, with entries in [`awaited`](StuckBuffer::awaited).
     CheckedOut,
     /// A device may still use it, and the program has the handle of the copy or hold.
     InFlight,
-    /// A device may still use it, and its handle was dropped: it returns by itself when the device is done.
+    /// A device may still use it, and its handle was dropped: it returns by itself.
     Returning,
     /// The device is done with it; its handle has been neither waited for nor dropped.
     Completed,
-    /// A stream-ready buffer claimed it for later work on the same stream, before the device was done with it.
+    /// A stream-ready buffer claimed it for later work on its stream, before the device was done.
     Claimed,
     /// It is never used again, since the device cannot be shown to be done with it.
     Quarantined,
 }
 
 impl BufferState {
-    /// The state as one word, as in events: `checked_out`, `in_flight`, `returning`, `completed`, `claimed`,
-    /// `quarantined`.
+    /// The state as one word, as in events: `checked_out`, `in_flight`, `returning`, `completed`,
+    /// `claimed`, `quarantined`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -97,24 +97,24 @@ pub struct Awaited {
 pub struct StuckBuffer {
     /// Bytes that it takes of the pool, rounding included.
     pub granted: usize,
-    /// Bytes that were asked for, if the pool [recorded](crate::PoolBuilder::track_checkouts) its checkout.
+    /// Bytes that were asked for, if that was [recorded](crate::PoolBuilder::track_checkouts).
     pub requested: Option<usize>,
     /// How long it has been out, exactly or at least.
     pub age: Duration,
-    /// Whether `age` counts from the checkout. If not, the checkout was not recorded, and `age` counts from when the
-    /// pool found that the buffer was in flight, some milliseconds after it was submitted, or from when it was
-    /// quarantined.
+    /// Whether `age` counts from the checkout. If not, the checkout was not recorded, and `age`
+    /// counts from when the pool found that the buffer was in flight, some milliseconds after it
+    /// was submitted, or from when it was quarantined.
     pub exact: bool,
     /// Its state.
     pub state: BufferState,
-    /// What it waits for, on each stream where it is in flight: none for a buffer that the program has, several for a
-    /// shared buffer that several streams have. Of these, streams that have it for less than the threshold may be
-    /// missing.
+    /// What it waits for, on each stream where it is in flight: none for a buffer that the program
+    /// has, several for a shared one. Streams that have had it for less than the threshold may
+    /// miss.
     pub awaited: Vec<Awaited>,
     /// Whether its request said that it is going to be held for long
     /// ([`Request::long_lived`](crate::Request::long_lived)): then no sampler counts or logs it.
     pub long_lived: bool,
-    /// The tag of its request ([`Request::tag`](crate::Request::tag)), if its checkout was recorded.
+    /// The tag of its request ([`Request::tag`](crate::Request::tag)), if it was recorded.
     pub tag: Option<&'static str>,
     /// The place in the program that checked it out, if its checkout was recorded.
     pub site: Option<&'static Location<'static>>,
@@ -137,8 +137,8 @@ impl StuckBuffer {
     }
 }
 
-/// A descriptor, and since when its segment is out: by these a checkout is told from the next one of the same
-/// descriptor.
+/// A descriptor, and since when its segment is out: by these a checkout is told from the next one
+/// of the same descriptor.
 pub(super) type Known = (usize, Instant);
 
 /// The buffers that are known to have been out for at least `threshold`, oldest first.
@@ -167,7 +167,7 @@ pub(super) fn find(
                 let descriptor = std::ptr::from_ref(word).addr();
                 let (known, awaited) = match out.entry(descriptor) {
                     Entry::Occupied(known) => known.into_mut(),
-                    // Most are young. The timeline is locked meanwhile, so nothing is done for them.
+                    // Most are young, and the timeline is locked: nothing is done for them.
                     Entry::Vacant(_) if now.saturating_duration_since(since) < threshold => return,
                     Entry::Vacant(place) => {
                         let (state, granted) = (word.word().state(), segment.granted());
@@ -193,7 +193,7 @@ pub(super) fn find(
     buffers
 }
 
-/// Logs the buffers that are out, after a wait for memory has timed out, or while one lasts for `long`.
+/// Logs the buffers that are out, after a timed-out wait for memory, or while one lasts `long`.
 pub(crate) fn report(
     pool: &str,
     waited: Duration,
@@ -206,7 +206,7 @@ pub(crate) fn report(
         return;
     }
     let mut all = find(Duration::ZERO, central, devices);
-    // Those that went out later kept the request from nothing until then. Ages that are not exact may be longer.
+    // Later ones kept the request from nothing until then. Inexact ages may be longer.
     all.retain(|(_, buffer)| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
     let bytes: usize = all.iter().map(|(_, buffer)| buffer.granted).sum();
     let what = if long.is_some() { "lasts for long" } else { "timed out" };
