@@ -1,11 +1,10 @@
-//! What only Ascend has: the choice of the library, a server's own contexts and streams, and the raw handles of the
-//! crate's.
+//! What only Ascend has: the library, a server's own contexts and streams, raw handles.
 //!
-//! `Device::open("acl:0")` loads `libascendcl.so` and works in the device's default context, the one that
-//! `aclrtSetDevice` gives to each thread and that the frameworks use. Everything else of this crate works there as on
-//! other devices. **No Ascend hardware was at hand when this was written**: the code depends on the documentation and
-//! the headers of CANN, and the tests run on a simulated library that was written from the same pages. [`hardware`]
-//! says how to try it on a real device, and what to send back.
+//! `Device::open("acl:0")` loads `libascendcl.so` and works in the device's default context, which
+//! `aclrtSetDevice` gives to each thread and the frameworks use. Everything else works there as on
+//! other devices. **No Ascend hardware was at hand when this was written**: the code depends on
+//! CANN's documentation and headers, and the tests run on a simulated library that was written from
+//! the same pages. [`hardware`] says how to try it on a real device, and what to send back.
 //!
 //! ```no_run
 //! # let server_stream = std::ptr::null_mut();
@@ -25,44 +24,44 @@
 //!
 //! # Which library
 //!
-//! `libascendcl.so` as the system's loader finds it (CANN's `set_env.sh` sets its search path), else in `lib64` of
-//! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put it. The environment variable
-//! `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The log says which one was loaded. The calls up
-//! to the end of 2023 (CANN 8.0) are required; later ones are used where the library has them ([`about`] lists them).
-//! The crate calls `aclInit`, and the program may have called it before. The crate never calls `aclFinalize`, which
-//! ends the library for the whole process.
+//! `libascendcl.so` as the system's loader finds it (CANN's `set_env.sh` sets its search path),
+//! else in `lib64` of `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put
+//! it. The environment variable `PINPOOL_LIBASCENDCL` names another one; then nothing else is
+//! tried. The log says which one was loaded. The calls up to the end of 2023 (CANN 8.0) are
+//! required; [`about`] lists the later ones that it has. The crate calls `aclInit`, and the program
+//! may have called it before. It never calls `aclFinalize`, which ends the library for the process.
 //!
-//! The library's code runs in this process. So a program that does not trust its environment (one with more rights than
-//! its user) unsets these three variables before it opens a device.
+//! The library's code runs in this process. So a program that does not trust its environment (one
+//! with more rights than its user) unsets these three variables before it opens a device.
 //!
 //! # What is different from a GPU
 //!
-//! - **Memory.** A pool takes its memory from `aclrtMallocHost`, an allocation for each
+//! - **Memory.** `aclrtMallocHost` allocates a pool's memory, once for each
 //!   [extent](crate::PoolBuilder::extent). Registering memory ([`Pool::adopt`](crate::Pool::adopt),
-//!   [`Device::register`](crate::Device::register), [`Backing::Registered`](crate::Backing::Registered)) needs
-//!   `aclrtHostRegister`, and works in whole pages of 4 KiB: two values on one page are refused.
-//! - **Alignment.** A copy is asynchronous only where both addresses are multiples of 64 (documentation of
-//!   `aclrtMemcpyAsync`, CANN 6.0 to 9.0) and the host's memory is page-locked. Every other copy *waits* for the stream
-//!   and is made before the call returns. Buffers start on multiples of 64 and device memory on multiples of 256, so
-//!   avoid parts of either that start elsewhere.
-//! - **Borrowed memory** ([`Stream::upload_blocking`], [`Stream::download_blocking`]) is copied by way of memory of the
-//!   crate's own, since the library does not say that a copy ends when its device is lost.
-//! - **Contexts.** Each thread has a current context of its own. A call of this crate restores the thread's context. A
-//!   thread that had none has the device's context current afterwards, since no call of the library removes it.
-//! - **Streams** have no lasting numbers: an adopted stream is a new [`Stream`] each time it is adopted, and
-//!   [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight there.
+//!   [`Device::register`](crate::Device::register),
+//!   [`Backing::Registered`](crate::Backing::Registered)) needs `aclrtHostRegister`, in whole
+//!   pages.
+//! - **Alignment.** A copy is asynchronous only where both addresses are multiples of 64
+//!   (documentation of `aclrtMemcpyAsync`, CANN 6.0 to 9.0) and the host's memory is page-locked.
+//!   Every other copy *waits* for the stream, in the call. Buffers start on multiples of 64 and
+//!   device memory on multiples of 256, so avoid parts of either that start elsewhere.
+//! - **Borrowed memory** ([`Stream::upload_blocking`], [`Stream::download_blocking`]) is copied by
+//!   way of memory of the crate's: the library does not say that a copy ends with its device.
+//! - **Contexts.** A call of this crate restores the thread's current context. A thread that had
+//!   none keeps the device's, since no call of the library removes it.
+//! - **Streams** have no lasting numbers: an adopted stream is a new [`Stream`] each time, for
+//!   which [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight.
 //! - **Captures** cannot be detected. Do not capture a stream while this crate submits to it.
 //! - **Copies between host buffers** ([`Stream::copy_host`]) wait for the stream.
-//! - **Several devices** may share a pool, as they share `aclrtMallocHost`'s memory in the frameworks.
-//! - **Sharing a process.** The crate sets a device once when it opens it (`aclrtSetDevice`), and resets it once when
-//!   it closes it. A program that makes contexts there by `aclrtCreateContext` sets the device too, or closing it may
-//!   end these contexts.
-//! - **Ending.** Before host memory is freed the device's region thread drains every open device: trimming a busy
-//!   server's pool takes until its queued work is complete. A program that returns from `main` right after it dropped
-//!   everything ends before that thread has freed it, and the memory is freed with the process. [`Device::close`] waits
-//!   for the thread, and for `aclrtResetDevice`.
-//! - **A lost device** is not called any more at all, and what it had is leaked: the library does not say that the
-//!   device touches it no more.
+//! - **Several devices** may share a pool, as frameworks share `aclrtMallocHost`'s memory.
+//! - **Sharing a process.** The crate sets a device once when it opens it (`aclrtSetDevice`), and
+//!   resets it once when it closes it. A program that makes contexts there by `aclrtCreateContext`
+//!   sets the device too, or closing it may end these contexts.
+//! - **Ending.** Before host memory is freed the device's region thread drains every open device:
+//!   trimming a busy server's pool waits for its queued work. A program that returns from `main`
+//!   right after it dropped everything ends before that thread has freed it, and the memory is
+//!   freed with the process. [`Device::close`] waits for the thread and `aclrtResetDevice`.
+//! - **A lost device** is not called any more, and what it had is leaked: it may still touch it.
 
 #![allow(unsafe_code)]
 
@@ -79,20 +78,19 @@ use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
-/// A device that works in a context that the server made (`aclrtCreateContext`), as `cuda::adopt_context` gives one of
-/// CUDA's. The default context of a device that is open is recognised, and gives that device: a server that has set its
-/// device opens it here by [`Device::open`], and adopts nothing.
+/// A device in a context that the server made (`aclrtCreateContext`), as of `cuda::adopt_context`.
+/// An open device's default context is recognised, and gives that device: one that was set is
+/// opened by [`Device::open`].
 ///
-/// `keep_alive` is dropped after the crate's last call in the context, on any thread. If the device is open already and
-/// has a `keep_alive`, this one is dropped at once. `()` keeps nothing.
+/// `keep_alive` is dropped after the crate's last call in the context, on any thread. If the device
+/// is open already and has a `keep_alive`, this one is dropped at once. `()` keeps nothing.
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable library,
-/// [`Error::Argument`] for null, and what the library says. `keep_alive` is dropped.
+/// [As an opening](Error#opening-a-device), and [`Error::Argument`] for null. Drops `keep_alive`.
 ///
 /// # Safety
-/// `context` is a context of AscendCL, and stays one until `keep_alive` is dropped. Where that keeps nothing: until the
-/// device and everything that came from it has been dropped, and the crate's threads have made their last calls.
+/// `context` is a context of AscendCL, and stays one until `keep_alive` is dropped. Where that
+/// keeps nothing: until the device and all that came from it is gone, and after the last call.
 pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + Sync) -> Result<Device> {
     let keep_alive = kept(keep_alive);
     // SAFETY: the caller promises that it is a context, and for how long.
@@ -100,26 +98,25 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
     Device::adopted(context, keep_alive)
 }
 
-/// A stream that the server made, for copies and holds in order with the server's own work on it. Null is the default
-/// stream of the device's context. The stream is not destroyed.
+/// A stream that the server made, for copies and holds in order with the server's own work on it.
+/// Null is the default stream of the device's context. The stream is not destroyed.
 ///
-/// On it every submit records its event at once, so a [`hold`](Stream::hold) keeps a buffer until the server's own work
-/// that was queued before it is complete. (To find out whether the stream belongs to the device's context, this call
-/// records an event on it.)
+/// On it every submit records its event at once, so a [`hold`](Stream::hold) keeps a buffer until
+/// the server's own work that was queued before it is complete. (To find out whether the stream
+/// belongs to the device's context, this call records an event on it.)
 ///
-/// `keep_alive` is an owner of the stream, such as an `Arc` around it. It is kept for as long as anything needs the
-/// stream, and dropped on the device's region thread, where the context is current. `()` keeps nothing.
+/// `keep_alive` is an owner of the stream, such as an `Arc` around it, kept for as long as anything
+/// needs the stream, and dropped on the region thread, in the context. `()` keeps nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is not Ascend's,
-/// [`Error::Mismatch`] for a stream of another context. What the library says; the device's
-/// loss. `keep_alive` is dropped.
+/// [As for devices of one family](Error#devices-of-one-family), and [`Error::Mismatch`] for a
+/// stream of another context. `keep_alive` is dropped.
 ///
 /// # Safety
-/// `stream` is not captured while this crate submits to it. It is a stream of AscendCL or null, and stays one until
-/// `keep_alive` is dropped. Where that keeps nothing: until everything that was submitted to it through this crate is
-/// known to be complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned; behind a
-/// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well.
+/// `stream` is not captured while this crate submits to it. It is a stream of AscendCL or null, and
+/// stays one until `keep_alive` is dropped. Where that keeps nothing: until everything that was
+/// submitted to it through this crate is complete: its last handle, or [`Stream::synchronize`], was
+/// waited for; behind a [patient hold](Stream::hold_patiently) also [`Stream::record_holds`].
 pub unsafe fn adopt_stream(
     device: &Device,
     stream: *mut c_void,
@@ -136,17 +133,17 @@ pub unsafe fn adopt_stream(
 /// The `aclrtContext` that a device works in. It is valid for as long as the device is open.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is not Ascend's.
+/// [As for devices of one family](Error#devices-of-one-family).
 pub fn raw_context(device: &Device) -> Result<*mut c_void> {
     Ok(acl(device)?.raw_context())
 }
 
-/// The `aclrtStream` behind a stream, for servers that queue work of their own on it. It is valid for as long as a
-/// handle to the stream exists, and must not be destroyed. From here on every submit records its event at once, since
-/// the stream may carry work that the crate does not know of.
+/// The `aclrtStream` behind a stream, for servers that queue work of their own on it. It is valid
+/// for as long as a handle to the stream exists, and must not be destroyed. From here on every
+/// submit records its event at once: the stream may carry work that the crate does not know of.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a stream of a device that is not Ascend's.
+/// [As for devices of one family](Error#devices-of-one-family).
 pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
     acl(stream.device())?;
     stream.timeline().share();
@@ -156,7 +153,7 @@ pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
 /// The facts about a device and its library.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is not Ascend's.
+/// [As for devices of one family](Error#devices-of-one-family).
 pub fn about(device: &Device) -> Result<About> {
     Ok(acl(device)?.about())
 }
@@ -165,7 +162,7 @@ fn acl(device: &Device) -> Result<&Acl, Error> {
     device.driver_of("no Ascend device, and has no AscendCL contexts or streams")
 }
 
-/// Installs a simulated library for the devices from `first` on, for this repository's tests. No part of the API.
+/// Installs a simulated library for the devices from `first` on, for tests. No part of the API.
 ///
 /// # Errors
 /// The name of the first required call that `find` does not have.

@@ -1,7 +1,7 @@
 //! Amounts of memory as people write them, in messages and in what the command prints.
 //!
-//! An amount that is a whole number of a binary unit has that unit (`64 MiB`), and one below 10 KiB all of its digits
-//! (`5000 bytes`). Any other amount has both (`4.8 MiB (5000000 bytes)`), so that two amounts never read alike.
+//! A whole number of a binary unit has that unit (`64 MiB`), and one below 10 KiB all of its digits
+//! (`5000 bytes`). Any other has both (`4.8 MiB (5000000 bytes)`): no two read alike.
 
 use std::fmt::{self, Display, Formatter};
 

@@ -1,9 +1,9 @@
-//! What only CUDA has: a server's own contexts and streams, the raw handles of the crate's, and the device-side heap.
+//! What only CUDA has: a server's own contexts and streams, raw handles, the device-side heap.
 //!
-//! A server that has CUDA streams of its own wants copies on *those*, in order with its kernels, and buffers that are
-//! kept until its kernels have read them. Here a raw `CUcontext` becomes a [`Device`], a raw `CUstream` a [`Stream`],
-//! and the other way round. The runtime API's handles are the same (`cudaStream_t` is `CUstream`), and the runtime
-//! works in the primary context, which [`Device::open`] opens.
+//! A server that has CUDA streams wants copies on *those*, in order with its kernels, and buffers
+//! that are kept until its kernels have read them. Here a raw `CUcontext` becomes a [`Device`], a
+//! raw `CUstream` a [`Stream`], and the other way round. The runtime API's handles are the same
+//! (`cudaStream_t` is `CUstream`), in the primary context, which [`Device::open`] opens.
 //!
 //! ```no_run
 //! # fn enqueue_kernel(_: *mut std::ffi::c_void) -> *mut std::ffi::c_void { std::ptr::null_mut() }
@@ -24,73 +24,72 @@
 //!
 //! # Which library
 //!
-//! `libcuda.so.1` as the system's loader finds it, or the one that the environment variable `PINPOOL_LIBCUDA` names.
-//! Its code runs in this process. So a program that does not trust its environment (one with more rights than its user)
-//! unsets that variable before it opens a device.
+//! `libcuda.so.1` as the system's loader finds it, or the one that the environment variable
+//! `PINPOOL_LIBCUDA` names. Its code runs in this process. So a program that does not trust its
+//! environment (one with more rights than its user) unsets that variable before it opens a device.
 //!
 //! # What is different on a stream that the program can reach
 //!
-//! An adopted stream, and a stream of the crate after a call of [`raw_stream`], may carry work that the crate does not
-//! know of.
+//! An adopted stream, and one of the crate after [`raw_stream`], may carry work unknown here.
 //!
-//! - Every submit records its event at once, so that the event covers exactly what was queued by then. A
-//!   [`hold`](Stream::hold) therefore keeps a buffer until the server's own kernels that were queued before it are
+//! - Every submit records its event at once, so that the event covers exactly what was queued by
+//!   then: a [`hold`](Stream::hold) keeps a buffer until the server's own earlier kernels are
 //!   complete. (Only [`hold_patiently`](Stream::hold_patiently) leaves the event to a later call.)
-//! - The stream may be captured into a graph. Each submit asks the driver first (`cuStreamIsCapturing`) and is refused
-//!   with [`Error::Capturing`], which carries the buffer back, before anything could spoil the capture. A buffer that
-//!   the server's own captured kernels and copies use is kept with the graph by [`Stream::hold_captured`].
-//! - The crate knows a stream by the driver's number for it (`cuStreamGetId`, CUDA 12.0), not by its handle, which the
-//!   driver gives to other streams later. A stream that is adopted twice is one [`Stream`]; a new stream under an old
-//!   handle is another. With a driver without numbers, and while the stream is being captured, each adoption is a
-//!   stream of its own, for which [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight.
+//! - The stream may be captured into a graph. Each submit asks the driver first
+//!   (`cuStreamIsCapturing`) and is refused with [`Error::Capturing`], before anything could spoil
+//!   the capture. [`Stream::hold_captured`] keeps a buffer that captured work uses with the graph.
+//! - The crate knows a stream by the driver's number for it (`cuStreamGetId`, CUDA 12.0), not by
+//!   its handle, which the driver gives to later streams. So a stream that is adopted twice is one
+//!   [`Stream`]. Without numbers, and during a capture, each adoption is a stream of its own, for
+//!   which [`checkout_on`](crate::Pool::checkout_on) gives no buffer that is still in flight.
 //!
 //! # The promise about captures
 //!
-//! A stream that the program can reach neither enters nor leaves a capture while a thread is in a call of this crate
-//! that is given the stream. A stream enters a capture by `cuStreamBeginCapture`, or by a wait for an event that was
-//! recorded in one, and leaves it when the capture is ended. A lock that is taken around both keeps the promise, and so
-//! does capturing on the thread that copies. (Between its calls this crate may record events on the stream at any time.
-//! It handles those itself.)
+//! A stream that the program can reach neither enters nor leaves a capture while a thread is in a
+//! call of this crate that is given the stream. A stream enters a capture by
+//! `cuStreamBeginCapture`, or by a wait for an event that was recorded in one, and leaves it at the
+//! capture's end. A lock around both keeps the promise, or capturing on the thread that copies.
+//! (Events that this crate records between its calls are its own concern.)
 //!
-//! The functions below that are `unsafe`, and every use of a raw handle, depend on this promise. Each call checks that
-//! the stream is not captured, but the driver offers no way to keep a capture out between that check and the copy, nor
-//! to find out afterwards. A copy that gets into a capture in this way reads or writes its buffer with each launch of
-//! the graph, even after the buffer has returned to its pool and was checked out again.
+//! The functions below that are `unsafe`, and every use of a raw handle, depend on this promise.
+//! Each call checks that the stream is not captured, but the driver offers no way to keep a capture
+//! out between that check and the copy. A copy that gets into a capture so uses its buffer with
+//! each launch of the graph, even after the buffer was checked out again.
 //!
 //! # The primary context
 //!
-//! `Device::open("cuda:N")` works in the GPU's *primary* context: the one that the runtime API (`cudaMalloc`,
-//! `cudaMemcpy`), PyTorch, cudarc and candle use. So their memory and this crate's can be used together:
+//! `Device::open("cuda:N")` works in the GPU's *primary* context: that of the runtime API
+//! (`cudaMalloc`, `cudaMemcpy`), PyTorch, cudarc and candle. So memory can be used together:
 //!
-//! - Their device memory goes into every copy call of this crate, by [`Device::raw_memory`]. This crate's device memory
-//!   goes into their kernels and copies, by [`DeviceSlice::address`](crate::DeviceSlice::address).
-//! - Memory that the pool pins is pinned for them too (it is registered for all contexts), so `cudaMemcpyAsync` from a
-//!   buffer of the pool runs at full speed. Such a copy must be complete before the buffer is dropped, or the buffer is
-//!   held: [`Stream::hold`](crate::Stream::hold).
-//! - No call of this crate changes which context is current on the caller's thread, nor its capture mode.
-//! - A sticky error that one of them causes (an illegal address in a kernel) hits all of them: the context is lost, and
-//!   with it the device as this crate sees it ([`Device::lost`]).
+//! - Their device memory goes into this crate's copies, by [`Device::raw_memory`], and this crate's
+//!   into theirs, by [`DeviceSlice::address`](crate::DeviceSlice::address).
+//! - Memory that the pool pins is pinned for them too (it is registered for all contexts), so
+//!   `cudaMemcpyAsync` from a buffer of the pool runs at full speed. Such a copy must be complete
+//!   before the buffer is dropped, or the buffer is [held](crate::Stream::hold).
+//! - No call changes the caller's current context or capture mode.
+//! - A sticky error that one of them causes (an illegal address in a kernel) hits all of them: the
+//!   context is lost, and with it the device as this crate sees it ([`Device::lost`]).
 //!
-//! A context made with `cuCtxCreate` is separate, and a device of its own here ([`adopt_context`]): its memory is
-//! refused by the [`Device::raw_memory`] of the primary context's device.
+//! A context made with `cuCtxCreate` is separate, and a device of its own here ([`adopt_context`]):
+//! its memory is refused by the [`Device::raw_memory`] of the primary context's device.
 //!
 //! # The order of work
 //!
 //! Two streams of one context have no order. Streams that this crate makes are *non-blocking*
-//! (`CU_STREAM_NON_BLOCKING`): they have no implicit order with the legacy default stream, on which `cudaMemcpy` and
-//! kernels launched on "stream 0" run, so neither side waits for the other. Where both use the same memory, order them:
+//! (`CU_STREAM_NON_BLOCKING`): they have no implicit order with the legacy default stream, on which
+//! `cudaMemcpy` and kernels launched on "stream 0" run. Where both use the same memory, order them:
 //!
-//! - the crate's work first: wait for the handle of the copy ([`InFlight::wait`](crate::InFlight::wait)) before the
-//!   other work starts;
+//! - the crate's work first: wait for the handle of the copy
+//!   ([`InFlight::wait`](crate::InFlight::wait)) before the other work starts;
 //! - the crate's work last: synchronise with the other stream first;
 //! - or adopt the other stream, and use [`Stream::wait_for`] in either direction.
 //!
 //! # The device-side heap
 //!
-//! Kernels that call `malloc` or `new` take memory from a heap of fixed size that the driver sets aside in the context.
-//! Nothing outside of a kernel can use that memory: no copy call accepts it, and [`Device::raw_memory`] refuses it
-//! ([`Error::Argument`]). [`device_heap_limit`] returns the heap's size, and
-//! [`set_device_heap_limit`] sets it, before the first module that uses the heap is loaded.
+//! Kernels' `malloc` and `new` take memory from a heap of fixed size in the context. Nothing
+//! outside of a kernel can use that memory: no copy call accepts it, and [`Device::raw_memory`]
+//! refuses it ([`Error::Argument`]). [`device_heap_limit`] returns the heap's size, and
+//! [`set_device_heap_limit`] sets it, before the first module that uses it is loaded.
 
 #![allow(unsafe_code)]
 
@@ -103,26 +102,25 @@ use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
-/// A device that works in a context that the server made (`cuCtxCreate`), instead of the GPU's primary one.
+/// A device in a context that the server made (`cuCtxCreate`), not the GPU's primary one.
 ///
-/// The context is not destroyed, and on the caller's thread the current context stays what it was. The primary context
-/// of a GPU is recognised, and gives the same device as [`Device::open`] does. The same context adopted again gives the
-/// same device while that is open. Two contexts of one GPU are two devices: device memory, streams and events cannot be
-/// exchanged between them, while pinned memory is usable in both (name both to
-/// [`Pool::builder`](crate::Pool::builder)).
+/// The context is not destroyed, and the caller's current context stays. The primary context of a
+/// GPU is recognised, and gives the same device as [`Device::open`]. The same context adopted again
+/// gives the same device while that is open. Two contexts of one GPU are two devices: device
+/// memory, streams and events cannot be exchanged between them, while pinned memory is usable in
+/// both (name both to [`Pool::builder`](crate::Pool::builder)).
 ///
-/// `keep_alive` is dropped after the crate's last call in the context, on any thread. Its drop may destroy the context,
-/// or tell the server that it may. If the device is open already and has a `keep_alive`, this one is dropped at once;
-/// so it is for a primary context. `()` keeps nothing.
+/// `keep_alive` is dropped after the crate's last call in the context, on any thread. Its drop may
+/// destroy the context, or tell the server that it may. If the device is open already and has a
+/// `keep_alive`, this one is dropped at once; so it is for a primary context. `()` keeps nothing.
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable driver, [`Error::Argument`] for null, and what the driver says. `keep_alive`
-/// is dropped.
+/// [As an opening](Error#opening-a-device), and [`Error::Argument`] for null. Drops `keep_alive`.
 ///
 /// # Safety
-/// `context` is a CUDA context, and stays one until `keep_alive` is dropped. Where that keeps nothing: until the device
-/// and everything that came from it (streams, device memory, pools, buffers in flight) has been dropped, and the
-/// crate's threads have made their last calls.
+/// `context` is a CUDA context, and stays one until `keep_alive` is dropped. Where that keeps
+/// nothing: until the device and everything that came from it (streams, device memory, pools,
+/// buffers in flight) has been dropped, and the crate's threads have made their last calls.
 ///
 /// ```no_run
 /// # struct ServerContext;
@@ -143,29 +141,29 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
     Device::adopted(context, keep_alive)
 }
 
-/// A stream that the server made, for copies and holds in order with the server's own work on it. The [module's
-/// page](self) says what is different on it. The stream is not destroyed.
+/// A stream that the server made, for copies and holds in order with the server's own work on it.
+/// The [module's page](self) says what is different on it. The stream is not destroyed.
 ///
-/// 0 and `CU_STREAM_LEGACY` (1) are the legacy default stream of the device's context. `CU_STREAM_PER_THREAD` (2) is
-/// another stream on each thread: this is the calling thread's. Other threads can wait for what is in flight on it, and
-/// each call of theirs that would submit to it, or order it, is [`Error::Mismatch`].
+/// 0 and `CU_STREAM_LEGACY` (1) are the legacy default stream of the device's context.
+/// `CU_STREAM_PER_THREAD` (2) is the calling thread's own stream: others can wait for what is in
+/// flight on it, but to submit to it or order it is [`Error::Mismatch`].
 ///
-/// `keep_alive` is an owner of the stream, such as an `Arc` around it. It is kept for as long as anything needs the
-/// stream: handles to it, and what is in flight on it. It is dropped on the device's region thread, where the context
-/// is current. If the stream was adopted before and still has a `keep_alive`, this one is dropped at once. `()` keeps
-/// nothing.
+/// `keep_alive` is an owner of the stream, such as an `Arc` around it, kept for as long as anything
+/// needs the stream: handles to it, and what is in flight on it. It is dropped on the device's
+/// region thread, where the context is current. If the stream was adopted before and still has a
+/// `keep_alive`, this one is dropped at once. `()` keeps nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is no GPU. [`Error::Mismatch`] for a stream of another context. What the
-/// driver says; the device's loss. `keep_alive` is dropped.
+/// [As for devices of one family](Error#devices-of-one-family), and [`Error::Mismatch`] for a
+/// stream of another context. `keep_alive` is dropped.
 ///
 /// # Safety
-/// The promise about captures on the [module's page](self) is kept. `stream` is a CUDA stream, and stays one until
-/// `keep_alive` is dropped. Where that keeps nothing: until everything that was submitted to it through this crate is
-/// known to be complete: the last handle in flight was waited for, or [`Stream::synchronize`] has returned; behind a
-/// [patient hold](Stream::hold_patiently) [`Stream::record_holds`] has succeeded as well. (Default streams live long
-/// enough: the legacy one as long as its context, and what a thread has submitted to its own is completed though the
-/// thread ends.)
+/// The promise about captures on the [module's page](self) is kept. `stream` is a CUDA stream, and
+/// stays one until `keep_alive` is dropped. Where that keeps nothing: until everything that was
+/// submitted to it through this crate is complete: the last handle was waited for, or
+/// [`Stream::synchronize`] has returned; behind a [patient hold](Stream::hold_patiently) after
+/// [`Stream::record_holds`], too. (Default streams live long enough: the legacy one as long as its
+/// context, and a thread's own until its work is complete.)
 pub unsafe fn adopt_stream(
     device: &Device,
     stream: *mut c_void,
@@ -187,17 +185,17 @@ pub unsafe fn adopt_stream(
 /// The `CUcontext` that a device works in. It is valid for as long as the device is open.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is no GPU.
+/// [As for devices of one family](Error#devices-of-one-family).
 pub fn raw_context(device: &Device) -> Result<*mut c_void> {
     Ok(cuda(device)?.raw_context())
 }
 
-/// The `CUstream` behind a stream, for servers that launch kernels of their own on it. It is valid for as long as a
-/// handle to the stream exists, and must not be destroyed. From here on the program can reach the stream: see the
-/// [module's page](self).
+/// The `CUstream` behind a stream, for servers that launch kernels of their own on it. It is valid
+/// for as long as a handle to the stream exists, and must not be destroyed. From here on the
+/// program can reach the stream: see the [module's page](self).
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a stream of a device that is no GPU; what the driver says; the device's loss.
+/// [As for devices of one family](Error#devices-of-one-family).
 ///
 /// ```no_run
 /// # fn launch_kernel_on(_: *mut std::ffi::c_void) {}
@@ -230,21 +228,19 @@ pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
 /// (`CU_LIMIT_MALLOC_HEAP_SIZE` of the device's context; 8 MiB by default).
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a device that is no GPU; the device's loss; what the driver says.
+/// [As for devices of one family](Error#devices-of-one-family).
 pub fn device_heap_limit(device: &Device) -> Result<usize> {
     let cuda = cuda(device)?;
     device.context().alive()?;
     device.context().noting(cuda.heap_limit())
 }
 
-/// Sets the size of that heap ([`device_heap_limit`]), in bytes, for all code that works in the device's context. The
-/// driver may round it up: [`device_heap_limit`] returns the new size. The call can synchronise the device, so it is
-/// for the start of a server.
+/// Sets the size of that heap ([`device_heap_limit`]), in bytes, for all code in the device's
+/// context. The driver may round it up. The call can synchronise the device: make it at the start.
 ///
 /// # Errors
 /// [`Error::Argument`] once a module whose kernels use the heap is loaded (`cuCtxSetLimit` says
-/// `CUDA_ERROR_INVALID_VALUE`); [`Error::Unsupported`] for a device that is no GPU; the device's loss; what the driver
-/// says, out of memory among it.
+/// `CUDA_ERROR_INVALID_VALUE`); else [as for devices of one family](Error#devices-of-one-family).
 pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
     cuda(device)?;
     let context = device.context();
@@ -253,7 +249,7 @@ pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
     context.worker().call(move || maker.noting(cuda(&device)?.set_heap_limit(bytes)))
 }
 
-/// Installs a simulated driver for the devices from `first` on, for this repository's tests. No part of the API.
+/// Installs a simulated driver for the devices from `first` on, for tests. No part of the API.
 ///
 /// # Errors
 /// The name of the first required call that `find` does not have.

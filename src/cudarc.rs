@@ -1,8 +1,8 @@
-//! cudarc beside the pool: copies between the pool's buffers and cudarc's slices, on cudarc's streams.
+//! cudarc beside the pool: copies between its slices and the pool's buffers, on its streams.
 //!
-//! A server that already computes through [cudarc](https://docs.rs/cudarc) gives the pool its context and its streams,
-//! and keeps them. Its kernels and the pool's copies are then ordered by the stream, and an upload goes into the
-//! server's own `CudaSlice`.
+//! A server that already computes through [cudarc](https://docs.rs/cudarc) gives the pool its
+//! context and its streams, and keeps them. Its kernels and the pool's copies are then ordered by
+//! the stream, and an upload goes into the server's own `CudaSlice`.
 //!
 //! ```no_run
 //! # fn demo(
@@ -30,49 +30,48 @@
 //!
 //! # How cudarc's slices stay safe
 //!
-//! A `CudaSlice` belongs to a stream, on which it is freed, and cudarc keeps two events with it, so that work on other
-//! streams waits for earlier uses of the slice. It does that only while its context *manages synchronisation*: with
-//! event tracking on, and more than the default stream in use. A copy here is made under cudarc's own guard, like a
-//! copy of cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. So the slice is
-//! borrowed only while a copy is submitted: its drop, or a kernel that uses it, is ordered after the copy. Where cudarc
-//! records nothing, only the slice's own stream orders its uses, and a copy on another stream is refused
-//! ([`Error::Mismatch`]); so is a slice of the default stream of another `CudaContext` object, which stops tracking
-//! with its last stream.
+//! A `CudaSlice` belongs to a stream, on which it is freed, and cudarc keeps two events with it, so
+//! that work on other streams waits for earlier uses. It does that only while its context *manages
+//! synchronisation*: with event tracking on, and more than the default stream in use. A copy here
+//! is made under cudarc's own guard, which makes the stream wait beforehand, and records the event
+//! afterwards. So the slice is borrowed only while a copy is submitted: its drop, or a kernel that
+//! uses it, comes after the copy. Where cudarc records nothing, only the slice's own stream orders
+//! its uses, and a copy on another stream is refused ([`Error::Mismatch`]); so is a slice of
+//! another `CudaContext` object's default stream, which stops tracking with its last stream.
 //!
-//! The events of a slice that was just allocated were never recorded, and look the same as events that are complete. So
-//! a copy on another stream also waits, on the device, for all work that was queued on the slice's own stream so far.
-//! To overlap with other streams' work, let the stream that copies allocate the slices that it copies to.
+//! The events of a new slice were never recorded, and look like complete ones. So a copy on another
+//! stream also waits, on the device, for all work that was queued on the slice's own stream. To
+//! overlap with other streams' work, let the copying stream allocate the slices.
 //!
-//! The per-thread default stream is another stream on each thread, and a slice of it does not say of which. So a copy
-//! of such a slice waits for the work of all threads' streams so far, and their later work waits for the copy: by the
-//! legacy default stream, which is in order with all of them (CUDA C++ Programming Guide, "Per-thread Default Stream").
+//! The per-thread default stream is another stream on each thread, and a slice of it does not say
+//! of which. So its copy is in order with the work of all threads' streams, by the legacy default
+//! stream (CUDA C++ Programming Guide, "Per-thread Default Stream").
 //!
-//! cudarc keeps one event for the reads of a slice, that of the last read. A download here waits for the read before
-//! it, so that its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream
-//! while a download of it is in flight, wait for the download before the slice is written or dropped.
+//! cudarc keeps one event for the reads of a slice, that of the last read. A download here waits
+//! for the read before it, so that its own event covers both; cudarc's own reads do not. So where
+//! cudarc reads a slice on a second stream meanwhile, wait for the download before the slice ends.
 //!
 //! # Waiting
 //!
-//! [`InFlight`] waits for an event of the pool's. (cudarc's own pinned slice waits for one of cudarc's before it lets
-//! the CPU read, and an event that was never recorded reads as complete: on the default stream, and with event tracking
-//! off, it shows bytes that are not copied yet, seen with 0.19.10.)
+//! [`InFlight`] waits for an event of the pool's. (cudarc's own pinned slice waits for one of
+//! cudarc's, and one that was never recorded reads as complete: on the default stream, and with
+//! event tracking off, it shows bytes that are not copied yet, seen with 0.19.10.)
 //!
 //! # Passing a buffer to cudarc
 //!
-//! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not
-//! pinned. Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be checked
-//! out again. **Never pass a slice of a pinned buffer to cudarc's own copies**, but the buffer to the copies here.
-//! ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's: cudarc skips the wait that such a slice asks for
-//! while its context has an error on record, and returns `Ok` with the copy under way, seen with 0.19.10.)
+//! cudarc's `memcpy_htod` takes any `&[T]` and returns at once: the driver takes a copy of memory
+//! that is not pinned, but of pinned memory none: `memcpy_htod(&buf[..], ..)` reads the buffer
+//! later, when it may be checked out again. **Never pass a slice of a pinned buffer to cudarc's own
+//! copies**, but the buffer to the copies here. ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice`:
+//! cudarc skips its wait after an error, seen with 0.19.10.)
 //!
 //! # Captures
 //!
-//! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream.
-//! But cudarc's `begin_capture` and `end_capture` are safe to call, on any thread, even between the check of the stream
-//! and the copy. So [`CudarcStream::new`] is `unsafe`, and depends on [the promise about
-//! captures](crate::cuda#the-promise-about-captures). Without a stream of cudarc's there is nothing to promise:
-//! `device(&context)?.stream()` makes a stream that no other code can reach, for copies to and from memory of
-//! [`Device::alloc`].
+//! While a stream is captured all copies here are refused before anything is done to it or to the
+//! slice's own stream. But cudarc's `begin_capture` and `end_capture` are safe to call, on any
+//! thread, even between that check and the copy. So [`CudarcStream::new`] is `unsafe`, and depends
+//! on [the promise about captures](crate::cuda#the-promise-about-captures).
+//! `device(&context)?.stream()` makes a stream that no other code can reach.
 
 #![allow(unsafe_code)]
 
@@ -99,8 +98,8 @@ use crate::stream::Stream;
 
 pub use self::shared::SharedSlice;
 
-/// The device that works in a context of cudarc's. If that is the GPU's primary context, as `CudaContext::new` makes
-/// it, this is the same device as [`Device::open`] gives. The device keeps the context alive.
+/// The device that works in a context of cudarc's, which it keeps alive. For the GPU's primary
+/// context, as of `CudaContext::new`, it is the device of [`Device::open`].
 ///
 /// # Errors
 /// As for [`cuda::adopt_context`](crate::cuda::adopt_context).
@@ -132,7 +131,7 @@ enum Owner {
     Same,
     /// cudarc's events: its own stream is another one.
     Other,
-    /// Its own stream is that of some thread: the legacy default stream, which is in order with those of all threads.
+    /// Its own stream is some thread's: the legacy default stream, in order with those of all.
     SomeThread(Stream),
 }
 
@@ -146,9 +145,9 @@ pub struct CudarcStream {
 }
 
 impl CudarcStream {
-    /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream. The
-    /// per-thread default stream is the calling thread's own, and is used on this thread: see
-    /// [`cuda::adopt_stream`](crate::cuda::adopt_stream).
+    /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same
+    /// stream. The per-thread default stream is the calling thread's own, and is used on this
+    /// thread: see [`cuda::adopt_stream`](crate::cuda::adopt_stream).
     ///
     /// ```no_run
     /// # fn demo(server_stream: std::sync::Arc<cudarc::driver::CudaStream>) -> pinpool::Result<()> {
@@ -177,14 +176,14 @@ impl CudarcStream {
     /// As for [`device`]; [`Error::Capturing`].
     ///
     /// # Safety
-    /// - [The promise about captures](crate::cuda#the-promise-about-captures) holds for this stream, and for the own
-    ///   streams of the slices that are copied on it. (cudarc's `begin_capture` and `end_capture` take a stream in and
-    ///   out of a capture; so do its `join` and `wait` for a stream or an event of a capture, and work that is given
-    ///   slices of a captured stream.)
-    /// - cudarc does not count streams of [`CudaContext::wrap_borrowed_stream`], and stops tracking slices when a
-    ///   context has no other. Where a slice of such a stream is copied on another stream, or another stream's slice on
-    ///   such a stream, the slice's `CudaContext` keeps a stream of [`CudaContext::new_stream`] until the copy is
-    ///   complete.
+    /// - [The promise about captures](crate::cuda#the-promise-about-captures) holds for this
+    ///   stream, and for the own streams of the slices that are copied on it. (cudarc's
+    ///   `begin_capture` and `end_capture` take a stream in and out of a capture; so do its `join`
+    ///   and `wait` for those of a capture, and work with slices of a captured stream.)
+    /// - cudarc does not count streams of [`CudaContext::wrap_borrowed_stream`], and stops tracking
+    ///   slices when a context has no other. Where a slice of such a stream is copied on another
+    ///   stream, or another stream's slice on such a stream, the slice's `CudaContext` keeps a
+    ///   stream of [`CudaContext::new_stream`] until the copy is complete.
     pub unsafe fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let device = device(stream.context())?;
         let keep_alive = stream.clone();
@@ -199,14 +198,14 @@ impl CudarcStream {
         &self.theirs
     }
 
-    /// Copies the written bytes of `src` to the front of a `CudaSlice` or `CudaViewMut`, which must be at least as
-    /// long. Later uses of the slice, by cudarc or by the pool, come after the copy.
+    /// Copies the written bytes of `src` to the front of a `CudaSlice` or `CudaViewMut`, which must
+    /// be at least as long. Later uses of the slice, by cudarc or by the pool, come after the copy.
     ///
     /// # Errors
-    /// Each carries the buffer back. As for [`Stream::upload`], with [`Error::Capturing`] also where the slice's own
-    /// stream is captured. [`Error::Mismatch`] for a slice of another context, or of another stream where nothing would
-    /// keep the order, what the driver says where one stream cannot be made to wait for the other, and an error that
-    /// cudarc's context has on record ([`CudaContext::check_err`]), which would break the order.
+    /// As for [`Stream::upload`]; [`Error::Capturing`] also where the slice's own stream is
+    /// captured; [`Error::Mismatch`] for a slice of another context, or of another stream where
+    /// nothing would keep the order; and an error that cudarc's context has on record
+    /// ([`CudaContext::check_err`]), which would break the order.
     pub fn upload_to<B: Lend, T: AnyBitPattern>(
         &self,
         src: B,
@@ -218,8 +217,8 @@ impl CudarcStream {
         }
     }
 
-    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into `landing`, which must be at least as long. Later uses of
-    /// the slice, by cudarc or by the pool, come after the copy.
+    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into `landing`, which must be at least as
+    /// long. Later uses of the slice, by cudarc or by the pool, come after the copy.
     ///
     /// # Errors
     /// As for [`Stream::download`] and [`upload_to`](Self::upload_to).
@@ -234,8 +233,8 @@ impl CudarcStream {
         }
     }
 
-    /// Copies borrowed memory, pinned or not, to the front of a `CudaSlice` or `CudaViewMut` in stream order, and
-    /// returns when the device will not touch the memory again, on an error too.
+    /// Copies borrowed memory, pinned or not, to the front of a `CudaSlice` or `CudaViewMut` in
+    /// stream order, and returns when the device has let go of it, on an error too.
     ///
     /// # Errors
     /// As for [`Stream::upload_blocking`] and [`upload_to`](Self::upload_to).
@@ -243,8 +242,8 @@ impl CudarcStream {
         self.copy(self.target(dst)?, |range| self.ours.upload_blocking(src, range))
     }
 
-    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into borrowed memory in stream order, and returns when the
-    /// copy is complete. After an error the contents of `dst` are undefined.
+    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into borrowed memory in stream order, and
+    /// returns when the copy is complete. After an error the contents of `dst` are undefined.
     ///
     /// # Errors
     /// As for [`Stream::download_blocking`] and [`upload_to`](Self::upload_to).
@@ -264,7 +263,7 @@ impl CudarcStream {
         let owner = self.enter(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
         let refused = match &guard {
-            // On the slice's own stream too: the guard's record replaces one that another stream may have made.
+            // On the slice's own stream too: the guard's record replaces another stream's.
             SyncOnDrop::Record(Some((read, _))) => self.theirs.wait(read).err(),
             _ => None,
         };
@@ -297,10 +296,10 @@ impl CudarcStream {
         }
     }
 
-    /// Checks for captures, and makes this stream wait for the slice's own stream if that is another one.
+    /// Checks for captures, and makes this stream wait for the slice's own, if that is another one.
     ///
-    /// It runs before cudarc's guard, which makes this stream wait. That wait would spoil a capture of this stream; and
-    /// a wait for an event that the slice's own stream has recorded into a capture would draw this stream into it.
+    /// It runs before cudarc's guard, whose wait would spoil a capture of this stream; and a wait
+    /// for an event of a capture that the slice's own stream is in would draw this one into it.
     fn enter(&self, owner: &Arc<CudaStream>) -> Result<Owner> {
         const WHAT: &str = "a copy of a slice of cudarc's";
         const OUTSIDE_CAPTURE: &str = "submit it outside the capture";
@@ -319,8 +318,8 @@ impl CudarcStream {
             Owner::Same
         } else {
             self.orders(owner)?;
-            // SAFETY: the stream is alive, since the slice has it, and the adopted stream keeps it so. The promise
-            // about captures is `new`'s.
+            // SAFETY: the slice keeps the stream alive, later the adopted one does. Captures: see
+            // `new`.
             let owner = unsafe { adopt_stream(self.ours.device(), owner.cu_stream().cast(), owner.clone()) };
             owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(capturing)?;
             Owner::Other
@@ -329,12 +328,11 @@ impl CudarcStream {
         Ok(order)
     }
 
-    /// An error, unless cudarc makes the slice's later uses, and its end, wait for the event of a copy on a stream that
-    /// is not its own.
+    /// An error, unless cudarc makes the slice's later uses and end wait for another stream's copy.
     fn orders(&self, owner: &CudaStream) -> Result<()> {
         let (handle, ours) = (owner.cu_stream() as usize, self.theirs.context());
-        // cudarc asks the slice's own context each time. That tracks for as long as it has a stream: the slice's,
-        // unless that is a default stream, or this one, if both are of one `CudaContext`.
+        // cudarc asks the slice's own context each time. That tracks while it has a stream: the
+        // slice's, unless that is a default stream, or this one, if both are of one `CudaContext`.
         let lasts = handle > PER_THREAD || Arc::ptr_eq(owner.context(), ours);
         let tracked = [owner.context(), ours].iter().all(|c| c.is_managing_stream_synchronization());
         if tracked && lasts { Ok(()) } else { Err(self.unordered()) }
@@ -349,8 +347,8 @@ impl CudarcStream {
         Error::Mismatch { what: "a cudarc slice", of, with, remedy }
     }
 
-    /// An error if cudarc's contexts have one on record. The guard records one there where this stream could not be
-    /// made to wait, and does not even try while there is one.
+    /// An error if cudarc's contexts have one on record. The guard records one there where this
+    /// stream could not be made to wait, and does not even try while there is one.
     fn nothing_noted(&self, owner: &CudaStream) -> Result<()> {
         for context in [self.theirs.context(), owner.context()] {
             said(self.ours.device().context(), "a call that cudarc noted", context.check_err().err())?;
@@ -358,15 +356,14 @@ impl CudarcStream {
         Ok(())
     }
 
-    /// Called once the copy is submitted: records the slice's event, or else waits. Either way the slice's next use
-    /// comes after the copy.
+    /// Records the slice's event behind the copy, or waits: the slice's next use comes after it.
     fn release(&self, mut guard: SyncOnDrop<'_>, owner: &Owner) {
         if matches!(owner, Owner::SomeThread(legacy) if legacy.wait_for(&self.ours).is_err()) {
             self.wait_somehow();
         }
         let SyncOnDrop::Record(target) = &mut guard else { return };
         let context = self.theirs.context();
-        // `orders` has promised the event to a slice of another stream, even if its context stopped tracking meanwhile.
+        // `orders` has promised the event to another stream's slice, tracked or not.
         let wanted = matches!(owner, Owner::Other) || context.is_managing_stream_synchronization();
         let Some((event, stream)) = target.take().filter(|_| wanted) else { return };
         if let Err(error) = event.record(stream) {
@@ -377,16 +374,14 @@ impl CudarcStream {
 
     /// Waits until the copy is complete.
     fn wait_somehow(&self) {
-        // `synchronize` fails in a waker, which must not wait for its own thread; the driver's own wait needs no thread
-        // of this process. Where that fails too the stream is lost, mostly with its device, which copies nothing any
-        // more.
+        // `synchronize` fails in a waker, which must not wait for its own thread; the driver's own
+        // wait needs no thread of this process. Where that fails too the stream is lost.
         if self.ours.synchronize().is_err() {
             let _ = self.theirs.synchronize();
         }
     }
 
-    /// A slice as memory that a copy can use, if this stream waits for earlier uses, and later uses are known to come
-    /// after the copy.
+    /// A slice as memory for a copy, if this stream waits for earlier uses, and later uses for it.
     fn take<'a>(
         &self,
         stream: &CudaStream,
@@ -404,15 +399,15 @@ impl CudarcStream {
             {
                 return Err(self.unordered());
             }
-            // SAFETY: the slice is borrowed, so it is not freed before the copy is submitted. Later it is freed on its
-            // own stream, which is this one or waits for the event that the guard records.
+            // SAFETY: the slice is borrowed, so it is not freed before the copy is submitted. Later
+            // it is freed on its own stream, which is this one or waits for the guard's event.
             unsafe { self.ours.device().raw_memory(address, bytes, ()) }.map_err(Error::from)
         });
         match usable {
             Ok(range) => Ok(Taken { range, guard, owner }),
             Err(error) => {
-                // There is no copy. If the guard recorded the event, it would no longer stand for the use before, and
-                // this stream may not wait for that.
+                // There is no copy. If the guard recorded the event, it would no longer stand for
+                // the use before, and this stream may not wait for that.
                 std::mem::forget(guard);
                 Err(error)
             }
@@ -433,11 +428,11 @@ impl fmt::Debug for CudarcStream {
     }
 }
 
-/// A source of copies on a [`CudarcStream`]: `CudaSlice`, `CudaView`, `CudaViewMut`. The trait is sealed, since safe
-/// code can implement cudarc's own trait for any type, with an invented address.
+/// A source of copies on a [`CudarcStream`]: `CudaSlice`, `CudaView`, `CudaViewMut`. The trait is
+/// sealed, since safe code can implement cudarc's own trait for any type, with an invented address.
 pub trait Slice<T>: DevicePtr<T> + sealed::SealedSlice {}
 
-/// A target of copies on a [`CudarcStream`]: `CudaSlice`, `CudaViewMut`. The trait is sealed, like [`Slice`].
+/// A target of copies on a [`CudarcStream`]: `CudaSlice`, `CudaViewMut`. Sealed, too.
 pub trait SliceMut<T>: DevicePtrMut<T> + sealed::SealedSlice {}
 
 mod sealed {

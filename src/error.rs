@@ -22,13 +22,11 @@ pub enum ErrorClass {
     /// This call cannot succeed as it was made, and nothing else is affected. The mistake is mostly
     /// the server's own and not its client's; [`Error::TooLong`] may be the client's.
     Argument,
-    /// The call cannot be part of the graph that the stream is being captured into. Only this call
-    /// is affected, and it may succeed outside the capture.
+    /// The stream is being captured into a graph: the call may succeed outside of the capture.
     Capture,
     /// A condition that may pass: the same call may succeed later.
     Transient,
-    /// The program has shut the pool down ([`Pool::shutdown`](crate::Pool::shutdown)). Every
-    /// further call of that pool fails so.
+    /// The program has [shut the pool down](crate::Pool::shutdown): further calls fail so.
     Closed,
     /// The program has cancelled this transfer, which may be started again.
     Cancelled,
@@ -72,8 +70,7 @@ pub struct DeviceError {
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 ///
-/// A server answers by [`class`](Self::class): 500 where the mistake is its own or the device is
-/// lost, 503 where another try may succeed.
+/// A server answers by [`class`](Self::class), with 503 where another try may succeed.
 ///
 /// | kind | cause | remedy | HTTP |
 /// | --- | --- | --- | --- |
@@ -104,21 +101,19 @@ pub struct DeviceError {
 /// | `Device` | a driver call has failed | as its class | as its class |
 /// | `Internal` | a mistake in this crate | report it, restart the process | 500 |
 ///
-/// What many calls have in common stands in the sections below; the calls themselves name only what
-/// is particular to them.
+/// The sections below have what many calls share; a call names only what is particular to it.
 ///
 /// # Every call
 /// [`Forked`](Self::Forked) in a child whose parent had opened a device; [`Device`](Self::Device)
-/// with what the driver says; and, once a stream or device is lost, the error with which it was
-/// lost.
+/// with what the driver says; after a loss, the error with which the stream or device was lost.
 ///
 /// # Opening a device
 /// [`UnknownDevice`](Self::UnknownDevice) for a name or number that no device has.
 /// [`Unavailable`](Self::Unavailable) without a usable driver or device.
 ///
 /// # Devices of one family
-/// Calls of the modules `cuda`, `acl`, `host` and `cudarc` give [`Unsupported`](Self::Unsupported)
-/// for a device of another family, or a stream of one.
+/// The modules `cuda`, `acl`, `host` and `cudarc` refuse another family's devices and streams as
+/// [`Unsupported`](Self::Unsupported).
 ///
 /// # Checkouts
 /// - [`ZeroLength`](Self::ZeroLength), [`TooLong`](Self::TooLong), [`Closed`](Self::Closed), and
@@ -138,17 +133,16 @@ pub struct DeviceError {
 /// # Waits
 /// The error with which the stream was lost; a buffer is then quarantined.
 /// [`Capturing`](Self::Capturing) if completion cannot be known before a capture of the stream
-/// ends. [`Unsupported`](Self::Unsupported) where a wait could never end: on a thread of the crate,
-/// as in a waker, a source or a sink.
+/// ends. [`Unsupported`](Self::Unsupported) on a thread of the crate, as in a waker or a source,
+/// where a wait could never end.
 ///
 /// # Transfers
 /// - Before anything is copied, and with what was given: as for [copies](#copies), inside of
 ///   [`Piece`](Self::Piece) where a call names many.
 /// - Later: [`Read`](Self::Read), [`Write`](Self::Write), and what the pool or the device said,
 ///   inside of [`Transfer`](Self::Transfer) where a source, a sink or a slice is copied.
-/// - [`Timeout`](Self::Timeout) after the deadline of
-///   [`Copier::with_timeout`](crate::Copier::with_timeout), [`Cancelled`](Self::Cancelled) after a
-///   cancel that came in time.
+/// - [`Timeout`](Self::Timeout) after the [copier's deadline](crate::Copier::with_timeout),
+///   [`Cancelled`](Self::Cancelled) after a cancel that came in time.
 /// - [`Unsupported`](Self::Unsupported) as for [waits](#waits); a transfer that was begun goes on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -180,8 +174,8 @@ pub enum Error {
         /// Bytes that the target has.
         have: usize,
     },
-    /// A thing of one device, context, thread or stream was used with another. Copies between
-    /// devices are not made, with or without peer access.
+    /// A thing of one device, context, thread or stream was used with another's. No copy goes
+    /// between devices.
     #[error(
         "{what} of {} cannot be used with {}: {remedy}",
         if of == with { format!("another opening of {}", shown(of)).into() } else { shown(of) }, shown(with)
@@ -196,8 +190,7 @@ pub enum Error {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// The stream is being captured into a graph, and this call cannot be part of one. Nothing was
-    /// submitted, and the capture is as it was.
+    /// The stream is being captured into a graph, without this call: the capture is as it was.
     #[error(
         "{what} was refused: the stream is being captured into a graph, where it would spoil the capture, or happen \
          again with every launch; {remedy}"
@@ -216,8 +209,7 @@ pub enum Error {
         /// The names there are.
         known: String,
     },
-    /// The device cannot be used here: its driver or itself is missing, or a thread could not be
-    /// started. `pinpool doctor --device NAME` tells more.
+    /// A driver, a device or a thread is missing. `pinpool doctor --device NAME` tells more.
     #[error("device {} is not available: {}", shown(device), shown(why))]
     Unavailable {
         /// The device.
@@ -228,8 +220,7 @@ pub enum Error {
     /// This platform, device or thread cannot do it; the text says why, and what to do instead.
     #[error("unsupported: {}", shown(.0))]
     Unsupported(String),
-    /// The memlock limit of the process does not allow the pages to be locked. See also
-    /// [`Unpinned::Allow`](crate::Unpinned::Allow).
+    /// The memlock limit refuses the pages. See also [`Unpinned::Allow`](crate::Unpinned::Allow).
     #[error(
         "locking {} was refused: the memlock limit is {}; raise it (ulimit -l, LimitMEMLOCK=infinity, --ulimit \
          memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration",
@@ -249,8 +240,7 @@ pub enum Error {
         /// The system's text.
         text: String,
     },
-    /// The pool has no room for this request now, and the call does not wait.
-    /// [`Pool::stuck`](crate::Pool::stuck) lists what is out.
+    /// The pool has no room now. [`Pool::stuck`](crate::Pool::stuck) lists what is out.
     #[error("no room now in the {_0}; {}, or raise the capacity", remedy(_0))]
     Exhausted(Box<Shortage>),
     /// [`PoolBuilder::max_waiting`](crate::PoolBuilder::max_waiting) requests wait for the pool's
@@ -266,8 +256,7 @@ pub enum Error {
     /// The deadline passed before the wait was over.
     #[error("timed out after {0}")]
     Timeout(Waited),
-    /// Waiting cannot help: the capacity is too small for what was asked for together, or
-    /// quarantined bytes are in the way.
+    /// Waiting cannot help: the capacity is too small, or quarantined bytes are in the way.
     #[error(
         "no amount of waiting makes room for {} within a capacity of {}{}; raise the capacity, or ask for less at once",
         amount(*len), amount(*capacity), of_which_quarantined(*quarantined)
@@ -296,8 +285,7 @@ pub enum Error {
         /// Bytes that were to be moved.
         total: u64,
     },
-    /// This process is the child of a fork, and its parent had begun to open a device before.
-    /// Nothing of this crate can be used here.
+    /// In a fork's child whose parent had begun to open a device nothing of this crate can be used.
     #[error(
         "this process was forked from one that had opened a device, and can use none: fork before the first device is \
          opened, or start another program"
@@ -305,9 +293,9 @@ pub enum Error {
     Forked,
     /// The source of a transfer could not be read, or has become shorter
     /// ([`UnexpectedEof`](ErrorKind::UnexpectedEof)). Of a transfer that had begun, the bytes
-    /// before [`Progress::landed_to`](crate::copier::Progress::landed_to) are on the device. Where
-    /// too many files are open, the kind is [`QuotaExceeded`](ErrorKind::QuotaExceeded), and the
-    /// class [`ErrorClass::Transient`].
+    /// before [`Progress::landed_to`](crate::copier::Progress::landed_to) are there. With too many
+    /// files open, the kind is [`QuotaExceeded`](ErrorKind::QuotaExceeded), and the class
+    /// transient.
     #[error("{} cannot be read at offset {offset}: {}", shown(what), shown(text))]
     Read {
         /// The file, or the name of another source.
@@ -336,8 +324,7 @@ pub enum Error {
         /// The system's text.
         text: String,
     },
-    /// A file is not as it describes itself, or it was written to since it was opened. Get it again
-    /// from where it can be trusted.
+    /// A file contradicts itself, or was written to since it was opened. Get it again.
     #[error(
         "{} is refused: {}{}", shown(what),
         .tensor.as_ref().map_or_else(String::new, |name| format!("tensor \"{}\" ", shown(name))), shown(why)
@@ -370,8 +357,7 @@ pub enum Error {
         /// The error of the chunk.
         cause: Box<Error>,
     },
-    /// A transfer failed, so this tensor of a checkpoint is not on the device, and the load has
-    /// ended. No tensor behind it can be relied on.
+    /// A transfer failed, so this tensor, and those behind it in the load, are not on the device.
     #[error(
         "tensor \"{}\" is not on the device ({landed} of {total} tensors are, those before it): {cause}",
         shown(tensor)
@@ -408,8 +394,7 @@ pub struct Shortage {
     pub free: usize,
     /// The longest range of free memory that is not withheld, in bytes.
     pub largest: usize,
-    /// The free bytes that are withheld for requests that wait, and the bytes that the largest of
-    /// these requests asks for.
+    /// The free bytes that are withheld for waiting requests, and the largest one's bytes.
     pub withheld: usize,
     /// See [`withheld`](Self::withheld).
     pub withheld_for: usize,
@@ -541,8 +526,7 @@ impl Error {
         Self::Unavailable { device: device.to_owned(), why }
     }
 
-    /// Sets a timeout's time to the time since the whole call began: the last of several waits
-    /// knows its own alone.
+    /// Sets a timeout's time since the whole call began: the last wait knows its own alone.
     pub(crate) fn waited(mut self, since: Instant) -> Self {
         if let Self::Timeout(waited) = &mut self {
             waited.time = since.elapsed();

@@ -1,17 +1,17 @@
-//! Text from outside, made fit to be shown: on a terminal, in a line of a log, in an error's message.
+//! Text from outside, made fit to be shown: on a terminal, in a log, in an error's message.
 //!
-//! A file, a name or a server may contain anything: sequences that steer a terminal, newlines that forge a line of a
-//! log, characters that reverse text or take no room, or nine megabytes. What is shown of it has its control
-//! characters, its direction characters and its invisible characters escaped (`\u{1b}`), and a greatest length. The
-//! whole crate shows such text through [`text`] or [`clean`].
+//! A file, a name or a server may contain anything: sequences that steer a terminal, newlines that
+//! forge a line of a log, characters that reverse text or take no room, or nine megabytes. What is
+//! shown of it has its control, direction and invisible characters escaped (`\u{1b}`), and a
+//! greatest length. The whole crate shows such text through [`text`] or [`clean`].
 //!
-//! Backslashes stay as they are, so that an escaped text is not escaped again when messages are put together.
+//! Backslashes stay, so that an escaped text is not escaped again in another message.
 
 use std::borrow::Cow;
 
 /// The most characters of a name that are shown.
 pub const NAME: usize = 200;
-/// The most characters of a message that are shown: it may have a path in it (Linux's `PATH_MAX` is 4096).
+/// The most characters of a message that are shown: it may have a path (`PATH_MAX` is 4096).
 pub const TEXT: usize = 5000;
 
 /// A message, shown up to [`TEXT`] characters.
@@ -25,8 +25,8 @@ pub fn unnamed<'a>(text: &'a str, name: &str) -> &'a str {
     text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(text)
 }
 
-/// The start of a text, escaped: at most this many characters, and `...` if there are more. No copy is made of a text
-/// that is shown as it is.
+/// The start of a text, escaped: at most this many characters, and `...` if there are more. No copy
+/// is made of a text that is shown as it is.
 pub fn clean(text: &str, most: usize) -> Cow<'_, str> {
     // (A text has at least as many bytes as characters.)
     if text.len() <= most && text.chars().all(is_plain) {
@@ -53,10 +53,10 @@ fn is_plain(character: char) -> bool {
     match character {
         ' '..='~' => true,
         '\0'..='\u{9f}' => false,
-        // Those of Unicode's Default_Ignorable_Code_Point that count as letters or marks: they are shown as nothing.
+        // Letters and marks of Unicode's Default_Ignorable_Code_Point, which show nothing.
         '\u{34f}' | '\u{115f}' | '\u{1160}' | '\u{17b4}' | '\u{17b5}' | '\u{3164}' | '\u{ffa0}' => false,
         '\u{180b}'..='\u{180f}' | '\u{fe00}'..='\u{fe0f}' | '\u{e0000}'..='\u{e0fff}' => false,
-        // The standard library knows which characters can be printed: none of the categories Cc, Cf (directions, zero
+        // The standard library knows which characters can be printed: not Cc, Cf (directions, zero
         // width), Zl, Zp, Cs, Co and Cn. An accent is printed if it follows a letter.
         _ => {
             let mut bytes = *b"a\0\0\0\0";

@@ -1,26 +1,26 @@
 //! The end of the process.
 //!
-//! A process may end at any moment: by `main` returning, by `exit` on any thread, by a panic. The exit handlers run
-//! while all other threads go on, and among them is the one by which an accelerator's driver takes itself down. A
-//! thread that is inside the driver at that moment, or calls it later, may crash. So an exit handler of the crate runs
-//! before the driver's and *shuts the gate*:
+//! A process may end at any moment: by `main` returning, by `exit` on any thread, by a panic. The
+//! exit handlers run while all other threads go on; one of them is that by which an accelerator's
+//! driver takes itself down. A thread that is inside the driver then, or calls it later, may crash.
+//! So an exit handler of the crate runs before the driver's and *shuts the gate*:
 //!
-//! 1. From then on no [`Pass`] is given out. Every call of a vendor's library needs one ([`crate::device::gate`]), on
-//!    the crate's threads and on the program's. So does every drop of a value of the program's
+//! 1. From then on no [`Pass`] is given out. Every call of a vendor's library needs one
+//!    ([`crate::device::gate`]), on any thread. So does every drop of a value of the program's
 //!    ([`crate::foreign::discard`]), since that drop may call the library too.
-//! 2. The handler waits until the threads that have a pass give it back, but not for longer than [`EXIT_TIMEOUT`]: a
-//!    call behind a kernel that hangs never returns.
+//! 2. The handler waits until the threads that have a pass give it back, but not for longer than
+//!    [`EXIT_TIMEOUT`]: a call behind a kernel that hangs never returns.
 //! 3. All else is left to the system: nothing is freed, and no events are sent.
 //!
-//! Exit handlers run in the reverse order of their registration. The driver registers its own when it is loaded, when
-//! it is initialised, or later; so the crate registers its handler again after each step of opening a device
-//! (`watch_exit` of [`crate::device`]'s gate).
+//! Exit handlers run in the reverse order of their registration. The driver registers its own when
+//! it is loaded, when it is initialised, or later; so the crate registers its handler again after
+//! each step of opening a device (`watch_exit` of [`crate::device`]'s gate).
 //!
 //! # What a pass costs
 //!
-//! A thread counts its pass on one of [`STRIPES`] counters, by two atomic additions on a cache line that hardly any
-//! other thread uses. A pass within another pass of the same thread only counts how deep it is. A checkout or a return
-//! that makes no driver call takes no pass.
+//! A thread counts its pass on one of [`STRIPES`] counters, by two atomic additions on a cache line
+//! that hardly any other thread uses. A pass within another pass of the same thread only counts how
+//! deep it is. A checkout or a return that makes no driver call takes no pass.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -34,22 +34,21 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of counters. Threads beyond this number share them.
 const STRIPES: usize = 64;
 
-/// Sequentially consistent, like `PASSES`: `pass` adds to a counter and then reads this flag, the handler sets the flag
-/// and then reads the counters. So at least one of the two sees the other.
+/// Sequentially consistent, like `PASSES`: `pass` adds to a counter and then reads this flag, the
+/// handler sets the flag and then reads the counters. So at least one of the two sees the other.
 static SHUT: AtomicBool = AtomicBool::new(false);
 /// The number of threads that have a pass.
 static PASSES: [CachePadded<AtomicUsize>; STRIPES] =
     [const { CachePadded::new(AtomicUsize::new(0)) }; STRIPES];
 
 thread_local! {
-    /// How many passes this thread has, one within the other. (Neither has a destructor, so that the destructors of
-    /// other thread-locals can take a pass.)
+    /// How many passes this thread has. (Neither has a destructor: those of others can take one.)
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     /// Which counter this thread uses, plus one.
     static STRIPE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The right to call a vendor's library, for as long as it exists. The exit of the process waits for it.
+/// The right to call a vendor's library while it exists. The exit of the process waits for it.
 #[derive(Debug)]
 #[must_use = "the right ends when this is dropped"]
 pub(crate) struct Pass {
@@ -80,7 +79,7 @@ impl Drop for Pass {
         let depth = DEPTH.get().saturating_sub(1);
         DEPTH.set(depth);
         if depth == 0 {
-            // Pairs with the load in `shut`, which then sees everything that was done under the pass.
+            // Pairs with the load in `shut`, which then sees all that was done under the pass.
             counter().fetch_sub(1, Ordering::SeqCst);
         }
     }
@@ -112,7 +111,7 @@ pub(crate) fn shut() {
     if SHUT.swap(true, Ordering::SeqCst) {
         return;
     }
-    // This thread may have a pass itself: a signal handler, or a callback of the driver's, has called `exit`.
+    // This thread may have a pass: a signal handler or driver's callback has called `exit`.
     let own = usize::from(DEPTH.replace(0) > 0);
     let since = Instant::now();
     let passes = || PASSES.iter().map(|passes| passes.load(Ordering::SeqCst)).sum::<usize>();

@@ -1,43 +1,41 @@
 //! Foreign code: code that this crate calls and that is not part of it.
 //!
-//! A program embeds the pool, so the pool's calls run code of the program: `tracing` subscribers and `metrics`
-//! recorders, wakers, the drop of values that were lent or registered, sources and sinks, host functions, callbacks.
-//! Any of it may panic (also with a payload whose drop panics), block, or call back into the pool. No invariant of the
-//! crate rests on it.
+//! A program embeds the pool, so the pool's calls run code of the program: `tracing` subscribers
+//! and `metrics` recorders, wakers, the drop of values that were lent or registered, sources and
+//! sinks, host functions, callbacks. Any of it may panic (also with a payload whose drop panics),
+//! block, or call back into the pool. No invariant of the crate rests on it.
 //!
 //! # The rule
 //!
-//! 1. Foreign code runs under no lock of the crate, nor between the driver's acceptance of work and the timeline's
-//!    entry for it, nor on a thread that has lent borrowed memory to a device.
-//! 2. Each call of it goes through this module, which catches a panic, drops the payload, logs what follows, and
-//!    returns to its caller. So foreign code never unwinds through a frame of the crate. The exception is what a caller
-//!    gives a call for its own duration, on its own thread: a reader, a writer, a closure. The drops in such a call put
-//!    its state in order.
+//! 1. Foreign code runs under no lock of the crate, nor between the driver's acceptance of work and
+//!    the timeline's entry for it, nor on a thread that has lent borrowed memory to a device.
+//! 2. Each call of it goes through this module, which catches a panic, drops the payload, logs what
+//!    follows, and returns to its caller. So foreign code never unwinds through a frame of the
+//!    crate. The exception is what a caller gives a call for its own duration, on its own thread: a
+//!    reader, a writer, a closure. The drops in such a call put its state in order.
 //! 3. The crate's own threads go on after a panic that reaches the top of their loop.
 //!
 //! # How the rule is kept
 //!
-//! - A [`Deferral`] marks a section in which foreign code must not run. Each guard of a lock (`locks`) has one, so has
-//!   each submission of a timeline, and so has each blocking copy of borrowed memory. A thread's deferrals nest.
-//! - Events, wakes and drops that come up in such a section are queued on the thread, and run when its last deferral
-//!   ends: after the unlock, the entry, the return of the borrow. Wakes come first, then the others in order.
-//! - Foreign code that returns a value to the crate (a source's bytes, a recorder's handle) cannot be put off. [`call`]
-//!   asserts in debug builds that no deferral is active.
-//! - Wakes are made by a loop: a wake that comes up while this thread runs a waker waits for its turn. So wakers that
-//!   poll their tasks at once, which wake others, need no stack for each of them. Events take turns in the same way.
-//!   But a wake waits for no event and for no drop: a subscriber may run tasks of its own until they are done.
-//! - [`Owned`] holds a value of the program's. Its drop goes through this module wherever the value is dropped.
-//! - Clippy denies the macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) in the
-//!   whole library but here, and locks without a deferral in the whole library but in `locks` (`clippy.toml`).
-//!   `.ci/layers` looks for the two macros that this module's own expand to, `tracing::event!` and `tracing::span!`.
+//! - A [`Deferral`] marks a section without foreign code: each guard of a lock (`locks`), each
+//!   submission of a timeline and each blocking copy of borrowed memory has one. They nest.
+//! - Events, wakes and drops that come up there are queued on the thread, and run when its last
+//!   deferral ends. Wakes come first, then the others in order.
+//! - Foreign code that returns a value to the crate (a source's bytes, a recorder's handle) cannot
+//!   be put off. [`call`] asserts in debug builds that no deferral is active.
+//! - Wakes are made by a loop: a wake that comes up while this thread runs a waker waits for its
+//!   turn. So wakers that poll their tasks at once need no stack for each. Events take turns in the
+//!   same way. But a wake waits for no event and no drop: a subscriber may run tasks of its own.
+//! - [`Owned`] holds a value of the program's. Its drop, anywhere, goes through this module.
+//! - Clippy denies the macros and methods that call foreign code (`tracing`'s, `Waker::wake`,
+//!   `catch_unwind`) outside of this module, and locks without a deferral outside of `locks`
+//!   (`clippy.toml`). `.ci/layers` looks for `tracing::event!` and `tracing::span!`.
 //!
 //! Unparking a thread is the standard library's code, and is not deferred.
 //!
-//! Under loom foreign code runs at once: a model's threads take turns on one thread of the system, and share its
-//! thread-locals.
+//! Under loom foreign code runs at once: a model's threads share the thread-locals of one.
 //!
-//! This file reads from top to bottom: the deferrals and the queues, then the calls, then events and spans. Every
-//! module above the base calls it.
+//! To be read from top to bottom: deferrals and queues, calls, events and spans.
 
 // The lint's exception: this module calls foreign code for all others.
 #![allow(clippy::disallowed_macros, clippy::disallowed_methods)]
@@ -63,10 +61,10 @@ struct ThreadState {
     deferrals: Cell<usize>,
     /// Whether a frame further out on this thread is running wakers.
     waking: Cell<bool>,
-    /// Whether a frame further out on this thread is running other foreign code that can be put off.
+    /// Whether a frame further out on this thread runs other foreign code that can be put off.
     running: Cell<bool>,
-    /// What was put off, in order. The queues have no destructor, so that the thread's last destructors can still use
-    /// them; they are empty whenever no deferral is active and nothing runs.
+    /// What was put off, in order. The queues have no destructor, so that the thread's last
+    /// destructors can use them; they are empty whenever no deferral is active and nothing runs.
     wakes: DeferredQueue,
     others: DeferredQueue,
 }
@@ -135,8 +133,8 @@ impl Drop for Deferral {
     }
 }
 
-/// Runs `inside` as if the innermost deferral had ended, and starts that deferral again afterwards: for a lock that is
-/// released for a moment. If no other deferral is active, what was put off runs first.
+/// Runs `inside` as if the innermost deferral had ended, and starts that again afterwards: for a
+/// lock that is released for a moment. Without another deferral, what was put off runs first.
 pub(crate) fn lifted<R>(inside: impl FnOnce() -> R) -> R {
     struct Again;
     impl Drop for Again {
@@ -158,7 +156,7 @@ pub(crate) fn is_work_due() -> bool {
     })
 }
 
-/// Runs what was put off: all wakes, then one of the others, and so on. A wake waits for other wakes only.
+/// Runs what was put off: all wakes, then one of the others, and so on.
 #[cold]
 fn run_deferred(state: &ThreadState) {
     // If wakers run already, the frame further out that runs them goes on with the queue.
@@ -187,8 +185,7 @@ fn run_deferred(state: &ThreadState) {
     }
 }
 
-/// Runs foreign code whose result nothing waits for: now; or later, if this thread puts it off, or a frame further out
-/// runs such code already.
+/// Runs unawaited foreign code: now, or later if it is put off or a frame further out runs such.
 fn later(queue: fn(&ThreadState) -> &DeferredQueue, work: impl FnOnce() + 'static) {
     if cfg!(loom) {
         return work();
@@ -201,7 +198,7 @@ fn later(queue: fn(&ThreadState) -> &DeferredQueue, work: impl FnOnce() + 'stati
     });
 }
 
-// --- calls -----------------------------------------------------------------------------------------------------------
+// --- calls ---------------------------------------------------------------------------------------
 
 /// Catches a panic of `run`. The payload is dropped here, and its drop may panic too.
 fn guard<R>(run: impl FnOnce() -> R) -> Option<R> {
@@ -215,15 +212,14 @@ fn dispose(payload: Box<dyn Any + Send>) {
     }
 }
 
-/// Calls foreign code and returns its result, or `None` if it panicked. Then `panicked` is logged: what panicked, and
-/// what follows.
+/// Calls foreign code. `None`: it panicked, and `panicked` is logged: what did, what follows.
 pub(crate) fn call<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
     debug_assert!(may_call(), "foreign code is called where it must be put off");
     survive(panicked, run)
 }
 
-/// Runs code of the crate's own at the top of one of its threads, or where it must not unwind. That code may use
-/// deferrals; when it has panicked, none of them is active.
+/// Runs code of the crate's own at the top of one of its threads, or where it must not unwind. That
+/// code may use deferrals; when it has panicked, none of them is active.
 pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
     let result = guard(run);
     if result.is_none() {
@@ -232,8 +228,7 @@ pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Opt
     result
 }
 
-/// Runs a thread of the crate's: runs `run` again after each panic, until it returns by itself. Only the first panic is
-/// logged.
+/// Runs a thread of the crate's: `run`, again after each panic. Only the first one is logged.
 pub(crate) fn live(panicked: &'static str, mut run: impl FnMut()) {
     /// The pause between two attempts: code that panics again at once must not use up a processor.
     const RETRY_PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
@@ -274,12 +269,11 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
     if !std::mem::needs_drop::<T>() {
         return;
     }
-    // Unlike wakes, a drop does not wait for its turn: the caller may rely on the value being dropped.
+    // Unlike a wake, a drop waits for no turn: the caller may rely on the value's being dropped.
     when_allowed(move || _ = call(DROP_PANICKED, || release(value)));
 }
 
-/// Drops a value of the program's; or leaks it, if the process ends: its drop may call an accelerator's driver, which
-/// is being taken down.
+/// Drops a value of the program's; or leaks it, if the process ends: its drop may call a driver.
 fn release<T>(value: T) {
     match crate::exit::pass() {
         Some(_pass) => drop(value),
@@ -287,13 +281,12 @@ fn release<T>(value: T) {
     }
 }
 
-/// Runs a job of the crate's that may call foreign code and that nothing waits for: now; or later, if this thread puts
-/// such code off.
+/// Runs a job that may call foreign code, unawaited: now, or later if this thread defers that.
 pub(crate) fn when_allowed(job: impl FnOnce() + 'static) {
     if may_call() { job() } else { later(|state| &state.others, job) }
 }
 
-/// A value of the program's. Its drop, wherever it happens, is foreign code and goes through [`discard`].
+/// A value of the program's. Its drop, anywhere, is foreign code: see [`discard`].
 pub(crate) struct Owned<T: Send + 'static>(ManuallyDrop<T>);
 
 /// What keeps an adopted context or stream alive.
@@ -335,10 +328,10 @@ impl<T: Send + 'static> fmt::Debug for Owned<T> {
     }
 }
 
-// --- events and spans ------------------------------------------------------------------------------------------------
+// --- events and spans ----------------------------------------------------------------------------
 
-/// Whether events of a level may have a listener. Calls no subscriber. From the process's exit on there are no events:
-/// what follows then is no news, and the subscriber may have ended.
+/// Whether events of a level may have a listener. Calls no subscriber. From the process's exit on
+/// there are no events: what follows then is no news, and the subscriber may have ended.
 #[inline]
 pub(crate) fn listens(level: tracing::Level) -> bool {
     level <= STATIC_MAX_LEVEL && level <= LevelFilter::current() && !crate::exit::exiting()
@@ -346,18 +339,17 @@ pub(crate) fn listens(level: tracing::Level) -> bool {
 
 /// Sends an event to the subscriber, now or later. The event owns its fields.
 pub(crate) fn tell(event: impl FnOnce() + 'static) {
-    // The panic hook has reported a panic. No event reports it too, since that would go to the same subscriber.
+    // The panic hook has reported it. An event would go to the same subscriber.
     later(|state| &state.others, move || _ = guard(event));
 }
 
-/// Sends an event to the subscriber now, for events whose fields are borrowed. Must not be called where foreign code
-/// must be put off.
+/// Sends an event with borrowed fields now. Not to be called where foreign code is put off.
 pub(crate) fn tell_now(event: impl FnOnce()) {
     debug_assert!(may_call(), "foreign code is called where it must be put off");
     _ = guard(event);
 }
 
-/// `event!(LEVEL, target: "…", field = value, %field, field, "message")`: like `tracing`'s macro of that name. The
+/// `event!(LEVEL, target: "…", field = value, %field, field, "message")`: like `tracing`'s. The
 /// fields' values are taken at once; the subscriber gets them when foreign code may run.
 macro_rules! event {
     (@ $level:ident $target:literal [$($kept:tt)*] % $name:ident, $($rest:tt)+) => {
@@ -388,8 +380,8 @@ macro_rules! warning { ($($event:tt)+) => { $crate::foreign::event!(WARN, $($eve
 macro_rules! info { ($($event:tt)+) => { $crate::foreign::event!(INFO, $($event)+) } }
 macro_rules! debug { ($($event:tt)+) => { $crate::foreign::event!(DEBUG, $($event)+) } }
 
-/// `span!(LEVEL, target: "…", "name", field = value)`, with `parent: &span,` behind the target for a span with a
-/// parent. Makes a [`Span`] at once.
+/// `span!(LEVEL, target: "…", "name", field = value)`, with `parent: &span,` behind the target for
+/// a span with a parent. Makes a [`Span`] at once.
 macro_rules! span {
     ($level:ident, target: $target:literal, parent: $parent:expr, $($rest:tt)+) => {
         $crate::foreign::Span::make(tracing::Level::$level, || {
@@ -405,8 +397,7 @@ macro_rules! span {
 
 pub(crate) use {debug, error, event, info, span, warning as warn};
 
-/// A span of `tracing`'s. Each use of it that calls the subscriber is guarded: if the subscriber panics, only that call
-/// is lost.
+/// A span of `tracing`'s. If the subscriber panics in a use of it, only that call is lost.
 #[derive(Clone)]
 pub(crate) struct Span(Option<Arc<Owned<tracing::Span>>>);
 
@@ -424,7 +415,7 @@ impl Span {
         Entered(self.0.as_ref().filter(|_| may_call()).and_then(|span| guard(|| span.enter())))
     }
 
-    /// The number that the subscriber gave to this span, for a span whose parent this is. Calls no subscriber.
+    /// The subscriber's number for this span, for children. Calls no subscriber.
     pub(crate) fn id(&self) -> Option<tracing::Id> {
         self.0.as_ref().and_then(|span| span.id())
     }

@@ -1,13 +1,13 @@
 //! The host device: a device whose memory and streams are the host's own.
 //!
-//! It has two uses. On a machine without an accelerator it is a working device: each stream is a thread that copies at
-//! the speed of `memcpy`, and a program written for pinned memory and streams runs unchanged. In tests of a program it
-//! is a bad device on demand: it copies late, lets streams overtake each other, refuses calls, hangs and dies.
+//! It has two uses. On a machine without an accelerator it is a working device: each stream is a
+//! thread that copies by `memcpy`, and a program runs unchanged. In tests it is a bad device on
+//! demand: it copies late, lets streams overtake each other, refuses calls, hangs and dies.
 //!
 //! # Kernels
 //!
-//! A server's kernels are imitated by functions of the program: [`launch`] queues one on a stream, where it runs in
-//! order with the copies, and gets the bytes of device memory. So a server has the same shape here as on a GPU.
+//! Functions of the program imitate a server's kernels: [`launch`] queues one on a stream, where it
+//! runs in order with the copies on bytes of device memory, as on a GPU.
 //!
 //! ```
 //! # use pinpool::{Device, Pool, Unpinned, host};
@@ -28,35 +28,35 @@
 //!
 //! # Nodes
 //!
-//! A [`HostNode`] is a machine with one or more host devices. `Device::open("host")` uses [`HostNode::system`]. Tests
-//! make nodes of their own with [`HostNode::new`], which share nothing with that one nor with each other, and open
-//! their devices by [`Device::on`](crate::Device::on). Devices of a node are counted from 0 and are named `host:0`,
-//! `host:1` and so on. What is asked about a device that the node does not have is answered with zero, and a command to
-//! it does nothing.
+//! A [`HostNode`] is a machine with one or more host devices. `Device::open("host")` uses
+//! [`HostNode::system`]. Tests make nodes of their own with [`HostNode::new`], which share nothing,
+//! and open their devices by [`Device::on`](crate::Device::on). Devices of a node are named
+//! `host:0`, `host:1` and so on. What is asked about a device that the node does not have is
+//! answered with zero, and a command to it does nothing.
 //!
 //! # Streams
 //!
-//! Each stream has an operating system thread (`pinpool-host-N`) that runs the stream's operations in order and sleeps
-//! when there are none. [`HostConfig::late`] makes the threads wait for a random time before each copy, so that copies
-//! of other streams come first, and code that does not wait for an event reads bytes that are not written yet.
+//! Each stream has a thread (`pinpool-host-N`) that runs the stream's operations in order and
+//! sleeps when there are none. [`HostConfig::late`] makes the threads wait for a random time before
+//! each copy, so that code that does not wait for an event reads bytes that are not written yet.
 //!
 //! # Host memory
 //!
-//! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and record the range: two ranges that
-//! overlap are refused, two that share a page are not. Host memory that the device allocates is a mapping of its own,
-//! locked unless it is managed memory. The device sees all host memory at the host's own addresses.
+//! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and record the
+//! range: ranges that overlap are refused, those that share a page are not. Host memory of the
+//! device is a mapping, locked unless it is managed memory. Addresses are the host's.
 //!
 //! # Failing
 //!
-//! [`HostNode::fail`] arms a [`Fault`]; with [`HostNode::start_trace`] a test learns which calls a scenario makes, and
-//! can repeat it with each of them failing once. [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued
-//! operations from running until resumed.
+//! [`HostNode::fail`] arms a [`Fault`]; with [`HostNode::start_trace`] a test learns which calls a
+//! scenario makes, and can repeat it with each of them failing once. [`HostNode::hang`] and
+//! [`HostNode::hang_stream`] keep queued operations from running until resumed.
 //!
-//! [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has failed
-//! with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more. Every
-//! later call fails with that class, but what the device has is given back all the same, so that [`HostNode::live`]
-//! comes to zero. A queued copy or host function whose device memory was freed before its turn kills the device, as
-//! accelerators die of an illegal address.
+//! [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or
+//! any call has failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies
+//! touches host memory any more. Every later call fails with that class, but what the device has is
+//! given back all the same, so that [`HostNode::live`] comes to zero. A queued operation on device
+//! memory that was freed before its turn kills the device.
 
 pub use crate::copy::launch::launch;
 pub use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};

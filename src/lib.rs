@@ -1,14 +1,14 @@
 //! A pool of page-locked ("pinned") host memory for inference servers.
 //!
-//! Accelerators copy at full speed from and to pinned memory only, and the system takes long to pin memory. So the pool
-//! pins large *regions*, once, and cuts them into *segments* by size class. A segment is checked out as a buffer,
-//! filled, copied to or from a device on a stream, and returns to the pool by itself when the copy is complete.
+//! Accelerators copy at full speed from and to pinned memory only, and pinning takes the system
+//! long. So the pool pins large *regions*, once, and cuts them into *segments* by size class. A
+//! segment is checked out as a buffer, filled, copied on a stream to or from a device, and returns.
 //!
 //! # The one rule
 //!
-//! **A host-ready buffer never has device work outstanding, and getting one never waits for a stream unless the caller
-//! chose to wait.** Stream order alone does not protect host memory: the CPU writes at once, while an earlier copy may
-//! still read. So the type of a buffer says what may be done with it:
+//! **A host-ready buffer never has device work outstanding, and getting one never waits for a
+//! stream unless the caller chose to wait.** Stream order alone does not protect host memory: the
+//! CPU writes at once, while an earlier copy may still read. A buffer's type says what may be done:
 //!
 //! | type | the CPU may | the device may |
 //! | --- | --- | --- |
@@ -16,8 +16,8 @@
 //! | [`StreamBuf`], stream-ready | do nothing | use it on one stream, in order |
 //! | [`InFlight`], in flight | do nothing | read or write it at any time, until the copy is complete |
 //!
-//! A copy takes the buffer. Waiting for the copy, or awaiting it, gives the buffer back. Dropping the handle lets the
-//! segment return to the pool when the copy is complete.
+//! A copy takes the buffer. Waiting for the copy, or awaiting it, gives the buffer back. Dropping
+//! the handle lets the segment return to the pool when the copy is complete.
 //!
 //! # Example
 //!
@@ -60,33 +60,33 @@
 //! | handle errors | [`Error::class`]; `examples/async_server.rs` has an HTTP status for each class |
 //! | test | [`host`], a device that can be told to be late, to fail, to hang and to die |
 //!
-//! The manual is in the folder `docs` of the repository and of the package: `operations.md` (setting up a machine,
-//! limits, forks and signals, trouble), `cuda.md`, `ascend.md`, `benchmarks.md`, and for a reader of the code
-//! `architecture.md`.
+//! The manual is in the folder `docs` of the repository and of the package: `operations.md`
+//! (setting up a machine, limits, forks and signals, trouble), `cuda.md`, `ascend.md`,
+//! `benchmarks.md`, and for a reader of the code `architecture.md`.
 //!
 //! # Calls into the program
 //!
-//! The crate calls code of the program: `tracing` subscribers, `metrics` recorders, wakers, sources and sinks, host
-//! functions, [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic,
-//! block, and call the crate. The rules:
+//! The crate calls code of the program: `tracing` subscribers, `metrics` recorders, wakers, sources
+//! and sinks, host functions, [`PoolBuilder::before_unpin`], and the drop of registered, adopted
+//! and lent values. Such code may panic, block, and call the crate. The rules:
 //!
-//! - **When it runs.** It runs under no lock of the crate, never between a driver's acceptance of work and the entry
-//!   that keeps the memory for it, and not while its thread has lent borrowed memory to a device. A call that falls due
-//!   there is made on the same thread afterwards: wakes first, then the others in order. So a subscriber may call the
-//!   pool, and run tasks until they are done.
-//! - **Panics.** A panic is caught, and reported by an event of the target `pinpool::foreign` (but for a subscriber's
-//!   own). It ends that one call: the event, the wake, the transfer with that source or sink. A payload whose drop
-//!   panics is leaked. All handles are [`UnwindSafe`](std::panic::UnwindSafe): a server may catch the panic of a
-//!   request and go on with the pool, the device and the buffers that the request used.
-//! - **Threads of the crate** go on after a panic. If a mistake of the crate leaves the state of memory in doubt, the
-//!   memory is quarantined, and calls return [`Error::Internal`].
-//! - **Wakers.** A wake that falls due while the thread runs another waker is made after that one. A waker must not
-//!   wait for a wake that its own thread is to make. Waits that only their own thread could end are refused with
-//!   [`Error::Unsupported`].
-//! - **Signals.** The crate's threads block signals. Threads and processes that such code starts there inherit the mask
-//!   (`std::process::Command` keeps it): set another one for a process that is to receive `SIGTERM`.
-//! - **Code for one call**: a reader for [`upload_read`](Copier::upload_read), a writer or a closure, which runs on the
-//!   caller's thread, may panic through that call. The call first waits for its copies.
+//! - **When it runs.** Under no lock of the crate, never between a driver's acceptance of work and
+//!   the entry that keeps the memory for it, and not while its thread has lent borrowed memory to a
+//!   device. A call that falls due there is made on the same thread afterwards: wakes first, then
+//!   the others in order. So a subscriber may call the pool, and run tasks until they are done.
+//! - **Panics.** A panic is caught, and reported by an event of the target `pinpool::foreign` (but
+//!   for a subscriber's own). It ends that one call: the event, the wake, the transfer. A payload
+//!   whose drop panics is leaked. All handles are [`UnwindSafe`](std::panic::UnwindSafe): a server
+//!   may catch the panic of a request and go on with the pool, the device and the buffers.
+//! - **Threads of the crate** go on after a panic. If a mistake of the crate leaves the state of
+//!   memory in doubt, the memory is quarantined, and calls return [`Error::Internal`].
+//! - **Wakers.** A wake that falls due while the thread runs another waker is made after that one.
+//!   A waker must not wait for a wake that its own thread is to make. Waits that only their own
+//!   thread could end are refused with [`Error::Unsupported`].
+//! - **Signals.** The crate's threads block signals. Threads and processes that such code starts
+//!   there inherit the mask (`Command` keeps it): set another for one that needs `SIGTERM`.
+//! - **Code for one call**, a reader, a writer or a closure, which runs on the caller's thread, may
+//!   panic through that call. The call first waits for its copies.
 //!
 //! # Features
 //!
@@ -109,18 +109,18 @@
 //!
 //! # Public dependencies
 //!
-//! Types and traits of these crates are part of the interface. Another major version of one of them is a breaking
-//! change of this crate: `bytes` 1 ([`PinnedBuf`] is a `BufMut`, `Bytes` a source of a copier), `bytemuck` 1 (bounds of
-//! typed views), `stable_deref_trait` 1 ([`StableDeref`], a bound of what is registered or adopted); with the feature
-//! `cudarc` that crate's 0.19. Spans and events go to `tracing` 0.1, metrics to the recorder of `metrics` 0.24.
+//! Types and traits of these crates are part of the interface, and another major version of one is
+//! a breaking change: `bytes` 1 ([`PinnedBuf`] is a `BufMut`, `Bytes` a source), `bytemuck` 1
+//! (bounds of typed views), `stable_deref_trait` 1 ([`StableDeref`], a bound of what is registered
+//! or adopted); with the feature `cudarc` that crate's 0.19. Also `tracing` 0.1, `metrics` 0.24.
 //!
-//! CUDA was tested on H200 GPUs and on a simulated driver. Ascend was tested on a simulated library alone, written from
-//! CANN's documentation, since no hardware was at hand; the module `acl::hardware` says how to test it there.
+//! CUDA was tested on H200 GPUs and on a simulated driver, Ascend on a simulated library alone,
+//! written from CANN's documentation: the module `acl::hardware` says how to test it on hardware.
 //!
 //! # Events
 //!
-//! The crate logs through [`tracing`], and never for a hit or a copy. The page of [`telemetry`] lists all spans, the
-//! events that an operator acts on, and all metrics.
+//! The crate logs through [`tracing`], and never for a hit or a copy. The page of [`telemetry`]
+//! lists all spans, the events that an operator acts on, and all metrics.
 //!
 //! # Platforms
 //!
@@ -128,56 +128,56 @@
 
 // Which feature a thing needs stands beside it on docs.rs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// The models (`loom`) use a part of the crate. Where there are no fences (`pinpool_rmw`), the system's barrier has no
-// caller, and without a vendor's feature neither has what only that vendor's driver calls.
+// The models (`loom`) use a part of the crate. Without fences (`pinpool_rmw`) the system's barrier
+// has no caller, and without a vendor's feature some code is only that vendor's.
 #![cfg_attr(any(loom, pinpool_rmw, not(all(feature = "acl", feature = "cuda"))), allow(dead_code))]
 // Code of the program is called by way of `foreign` alone, and locks are those of `locks`.
 #![cfg_attr(not(test), deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types))]
 
 // # The layers
 //
-// Each module uses only modules above it in this table, so that nothing calls upward. One type is named from below, and
-// not called: `arena` marks extents with `region`'s number.
-// Unsafe code is denied but in the modules that are marked; there each block says why it is sound.
+// Each module uses only modules above it in this table, so that nothing calls upward. One type is
+// named from below, and not called: `arena` marks extents with `region`'s number. Unsafe code is
+// denied but in the modules that are marked; there each block says why it is sound.
 // docs/architecture.md has a picture of the layers, and two walks through them.
 //
-// | module              | what it has                                                                      | unsafe |
-// | ------------------- | -------------------------------------------------------------------------------- | ------ |
-// | amount              | amounts of memory, to be shown                                                   |        |
-// | escape              | text of a file, a driver or the system, escaped and cut, to be shown             |        |
-// | error               | the errors, and what each means for the caller                                   |        |
-// | sealed              | a key that methods of sealed traits take, so that only the crate calls them      |        |
-// | exit                | the end of the process: from then on no driver is called                         |        |
-// | os                  | all system calls                                                                 | yes    |
-// | foreign             | all calls of the program's code, and when they must not be made                  | yes    |
-// | locks               | locks under which the program's code is put off                                  |        |
-// | sync                | atomics, locks and fences: the standard library's or loom's                      |        |
-// | timer               | the thread that wakes what waits for a time                                      |        |
-// | segment             | the segment rule and the size classes: integer arithmetic only                   |        |
-// | telemetry::counters | histograms and counts: numbers only                                              |        |
-// | telemetry::ledger   | when segments were checked out: numbers only                                     |        |
-// | freelist            | the lock-free parts; no device and no policy                                     | yes    |
-// | arena               | extents, runs and segments, and a check of every invariant                       | yes    |
-// | device              | the contract that a device fulfils; below it, the devices                        | yes    |
-// | region              | where pinned ranges come from, written against the contract                      | yes    |
-// | central             | the central pool: leases of thread caches, reclaim, growth, the queue of waiters | yes    |
-// | stream              | timelines, holds and the reaper                                                  | yes    |
-// | device::handle      | an opened device: its context, its reaper, its end                               | yes    |
-// | stream::handle      | the public stream: a timeline, and the device that it keeps open                 |        |
-// | cuda                | what only CUDA has: adopted contexts and streams                                 | yes    |
-// | buffer              | the types of buffers, and of what is in flight                                   | yes    |
-// | config              | how a pool is set up                                                             |        |
-// | telemetry::stuck    | the report on buffers that have been out for long                                |        |
-// | pool                | the public face: trying, growing, waiting, ending                                | yes    |
-// | copy                | copies of buffers to devices and back; the copier                                | yes    |
-// | host                | the host device's page, and the functions that run on its streams                |        |
-// | cudarc              | cudarc's contexts, streams and slices beside the pool                            | yes    |
-// | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
-// | telemetry           | the snapshot, and the sampler that sends metrics                                 |        |
-// | unwind              | which types may be used after a panic                                            |        |
+// | module              | what it has                                                 | unsafe |
+// | ------------------- | ----------------------------------------------------------- | ------ |
+// | amount              | amounts of memory, to be shown                              |        |
+// | escape              | text from outside, escaped and cut to be shown              |        |
+// | error               | the errors, and what each means for the caller              |        |
+// | sealed              | a key for methods that only the crate may call              |        |
+// | exit                | the end of the process: from then on no driver is called    |        |
+// | os                  | all system calls                                            | yes    |
+// | foreign             | all calls of the program's code, and when none must be made | yes    |
+// | locks               | locks under which the program's code is put off             |        |
+// | sync                | atomics, locks and fences: std's or loom's                  |        |
+// | timer               | the thread that wakes what waits for a time                 |        |
+// | segment             | the segment rule and the size classes: integer arithmetic   |        |
+// | telemetry::counters | histograms and counts: numbers only                         |        |
+// | telemetry::ledger   | when segments were checked out: numbers only                |        |
+// | freelist            | the lock-free parts; no device and no policy                | yes    |
+// | arena               | extents, runs and segments, and a check of every invariant  | yes    |
+// | device              | the contract that a device fulfils; below it, the devices   | yes    |
+// | region              | where pinned ranges come from, by the contract              | yes    |
+// | central             | the central pool: leases, reclaim, growth, queue of waiters | yes    |
+// | stream              | timelines, holds and the reaper                             | yes    |
+// | device::handle      | an opened device: its context, its reaper, its end          | yes    |
+// | stream::handle      | the public stream: a timeline and its open device           |        |
+// | cuda                | what only CUDA has: adopted contexts and streams            | yes    |
+// | buffer              | the types of buffers, and of what is in flight              | yes    |
+// | config              | how a pool is set up                                        |        |
+// | telemetry::stuck    | the report on buffers that are out for long                 |        |
+// | pool                | the public face: trying, growing, waiting, ending           | yes    |
+// | copy                | copies of buffers to devices and back; the copier           | yes    |
+// | host                | the host device's page, and functions on its streams        |        |
+// | cudarc              | cudarc's contexts, streams and slices beside the pool       | yes    |
+// | acl                 | what only Ascend has: the library, contexts and streams     | yes    |
+// | telemetry           | the snapshot, and the sampler that sends metrics            |        |
+// | unwind              | which types may be used after a panic                       |        |
 //
-// Below, the modules are in alphabetical order. The packages in `crates` use the public face alone; the command's
-// doctor also uses a hidden module, `cgroup`, of which no other program has a use.
+// Below, the modules are in alphabetical order. The packages in `crates` use the public face alone;
+// the command's doctor also uses a hidden module, `cgroup`, of which no other program has a use.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!(
@@ -232,10 +232,10 @@ pub use stream::Stream;
 
 /// What keeps sealed traits sealed.
 ///
-/// A trait that the crate's generic code uses is public, and so are the methods of the traits that it stands on: with a
-/// bound on it, code outside the crate can call them, hidden or not. So each of these methods takes a `Key`, which only
-/// the crate can name or make. (It has no `Default` and no public function returns one, so inference does not help
-/// either.)
+/// A trait that the crate's generic code uses is public, and so are the methods of the traits that
+/// it stands on: with a bound on it, code outside the crate can call them, hidden or not. So each
+/// takes a `Key`, which only the crate can name or make. (No public function returns one, so
+/// inference does not help.)
 mod sealed {
     /// Proof that the crate itself makes the call.
     #[derive(Clone, Copy, Debug)]
@@ -245,7 +245,7 @@ mod sealed {
     pub(crate) const KEY: Key = Key(());
 }
 
-/// Compiles and runs the examples of the README and of the pages in `docs` with the other examples.
+/// Compiles and runs the examples of the README and of the pages in `docs`, too.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 #[doc = include_str!("../docs/operations.md")]

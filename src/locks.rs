@@ -1,13 +1,12 @@
 //! Locks: parking_lot's, under which a thread defers foreign code (see [`crate::foreign`]).
 //!
-//! A guard holds a deferral. The deferral ends after the unlock, and what came up meanwhile runs then. A thread that
-//! waits on a condition variable gives its lock up: what it has deferred by then runs first, if it holds no other lock.
+//! A guard holds a deferral, which ends after the unlock: what came up meanwhile runs then. A wait
+//! on a condition variable gives the lock up, and what was deferred runs first, too.
 //!
-//! In the child of a fork the crate takes no lock: a thread that the child does not have may hold the lock, or a part
-//! of parking_lot's table of waiting threads. Debug builds assert that.
+//! In the child of a fork the crate takes no lock: a missing thread may hold the lock, or a part of
+//! parking_lot's table of waiting threads. Debug builds assert that.
 //!
-//! Every module may call this one. `sync` passes the mutex on, or loom's in models; modules without loom models use it
-//! from here.
+//! `sync` passes the mutex on, or loom's in models; modules without models use this one.
 
 // Clippy denies these types in every other module of the library.
 #![allow(clippy::disallowed_types)]
@@ -63,8 +62,8 @@ impl<T: ?Sized> MutexGuard<'_, T> {
         parking_lot::MutexGuard::unlocked(&mut this.inner, || foreign::lifted(inside))
     }
 
-    /// Before a wait: runs what this thread has deferred, without the lock. `true`: there was something to run, and the
-    /// caller's condition may hold by now.
+    /// Before a wait: runs what this thread has deferred, without the lock. `true`: there was
+    /// something to run, and the caller's condition may hold by now.
     fn catch_up(&mut self) -> bool {
         let due = foreign::is_work_due();
         if due {
@@ -90,7 +89,7 @@ impl<T: ?Sized> DerefMut for MutexGuard<'_, T> {
     }
 }
 
-/// A condition variable. A wait may end without a notification: callers check their condition in a loop.
+/// A condition variable. A wait may end without a notification: check conditions in a loop.
 #[derive(Debug, Default)]
 pub(crate) struct Condvar(parking_lot::Condvar);
 

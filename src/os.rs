@@ -1,21 +1,21 @@
-//! The system calls: every one that the crate makes is in this file or the folder beside it, each behind a safe or
-//! plainly `unsafe` function that returns the crate's own errors.
+//! The system calls: every one of the crate is in this file or the folder beside it, behind a safe
+//! or plainly `unsafe` function that returns the crate's own errors.
 //!
 //! Two things in this file are less obvious than a call and its error code.
 //!
-//! *Alignment.* `mmap` promises a page; a region wants 2 MiB, so that huge pages can back it. [`map`] therefore asks
-//! for the alignment on top of the length and gives the two ends back, so the range that it returns can be unmapped in
-//! one piece.
+//! *Alignment.* `mmap` promises a page; a region wants 2 MiB, so that huge pages can back it.
+//! [`map`] therefore asks for the alignment on top of the length and gives the two ends back, so
+//! the range that it returns can be unmapped in one piece.
 //!
-//! *Locking.* The kernel refuses `mlock` with three codes (ENOMEM, EPERM, EAGAIN) that an administrator cures in one
-//! way, by raising the memlock limit, so they become one error that shows the limit. The limit is only shown, never
-//! used to predict: a process with CAP_IPC_LOCK is not bound by it.
+//! *Locking.* The kernel refuses `mlock` with three codes (ENOMEM, EPERM, EAGAIN) that have one
+//! cure, raising the memlock limit, so they become one error that shows the limit. It is only
+//! shown, never used to predict: a process with CAP_IPC_LOCK is not bound by it.
 //!
-//! Nothing here keeps a state of the pool's, and the only foreign code that it calls is the subscriber's, by events.
+//! Nothing here keeps state of the pool's. The only foreign code called is the subscriber's.
 //!
-//! This file has the calls on memory and processors, and what `/proc` tells. `file` has the calls on files, `thread`
-//! starts threads, `cgroup` reads what control groups leave, `barrier` has the barrier for all threads, and `fork` says
-//! what a fork does. Every module may call this one.
+//! This file has the calls on memory and processors, and what `/proc` tells. `file` has the calls
+//! on files, `thread` starts threads, `cgroup` reads what control groups leave, `barrier` has the
+//! barrier for all threads, and `fork` says what a fork does. Every module may call this one.
 
 #![allow(unsafe_code)]
 
@@ -46,23 +46,22 @@ pub(crate) fn page_size() -> usize {
     *SIZE.get_or_init(|| {
         // SAFETY: sysconf only reads a value.
         let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-        // POSIX has no failure for this name; if there were one, the smallest page would be a safe choice.
+        // POSIX has no failure for this name; if it had, the smallest page would be a safe choice.
         usize::try_from(size).ok().filter(|size| size.is_power_of_two()).unwrap_or(4096)
     })
 }
 
-/// Maps `len` bytes (some, rounded up to whole pages) of zeroed private memory, starting at a multiple of `align`,
-/// a power of two.
+/// Maps `len` bytes (rounded up to pages) of zeroed private memory on a multiple of `align`.
 pub(crate) fn map(len: usize, align: usize) -> Result<NonNull<u8>> {
     debug_assert!(len > 0 && align.is_power_of_two());
     let page = page_size();
-    // mmap aligns to a page by itself; beyond that, up to one page less than the alignment is lost in front.
+    // mmap aligns to a page; beyond that, up to a page less than the alignment is lost in front.
     let slack = align.saturating_sub(page);
     let too_much = || Error::OutOfMemory { wanted: len, text: "more than the address space".to_owned() };
     let len = len.checked_next_multiple_of(page).ok_or_else(too_much)?;
     let total = len.checked_add(slack).ok_or_else(too_much)?;
 
-    // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
+    // SAFETY: a new anonymous mapping, where the kernel chooses, touches nothing that exists.
     let start = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -80,8 +79,8 @@ pub(crate) fn map(len: usize, align: usize) -> Result<NonNull<u8>> {
 
     // At most the slack, since the mapping starts on a page.
     let front = start.addr().get().next_multiple_of(align) - start.addr().get();
-    // SAFETY: front <= slack, so all offsets lie within the mapping, and both ends are whole pages of it that
-    // nothing uses. If the kernel refuses to split it (too many mappings), the ends stay mapped, unused.
+    // SAFETY: front <= slack, so all offsets lie within the mapping, and both ends are whole unused
+    // pages. If the kernel refuses to split it (too many mappings), the ends stay mapped.
     unsafe {
         let base = start.add(front);
         if front > 0 {
@@ -97,7 +96,7 @@ pub(crate) fn map(len: usize, align: usize) -> Result<NonNull<u8>> {
 /// Undoes [`map`], for all of it or for a part.
 ///
 /// # Safety
-/// `base..base + len` are whole pages of a range that `map` gave out, and nothing uses them any more.
+/// `base..base + len` are whole pages of a range of `map`'s, and nothing uses them any more.
 pub(crate) unsafe fn unmap(base: NonNull<u8>, len: usize) -> Result<()> {
     // SAFETY: the caller's promise.
     if unsafe { libc::munmap(base.as_ptr().cast(), len) } == 0 { Ok(()) } else { Err(refused(len)) }
@@ -118,22 +117,22 @@ pub(crate) fn dont_fork(base: NonNull<u8>, len: usize) -> bool {
     advise(base, len, libc::MADV_DONTFORK)
 }
 
-/// Makes the kernel provide the pages of the range now, as if each were written to. `false`: it did not (before
-/// Linux 5.14 it cannot), and a page comes when it is touched.
+/// Makes the kernel provide the pages of the range now, as if each were written to. `false`: it did
+/// not (before Linux 5.14 it cannot), and a page comes when it is touched.
 pub(crate) fn populate(base: NonNull<u8>, len: usize) -> bool {
     advise(base, len, libc::MADV_POPULATE_WRITE)
 }
 
-/// Makes the pages of the range, which have not been touched yet, come from a NUMA node as long as that has any.
-/// `false`: the kernel knows no such node, and a page comes from where it is touched.
+/// Makes the pages of the range, which have not been touched yet, come from a NUMA node as long as
+/// that has any. `false`: the kernel knows no such node, and a page comes from where it is touched.
 pub(crate) fn prefer_node(base: NonNull<u8>, len: usize, node: u32) -> bool {
     const BITS: usize = u64::BITS as usize;
     const NODES: usize = 1024;
     let mut mask = [0_u64; NODES / BITS];
     let Some(word) = mask.get_mut(node as usize / BITS) else { return false };
     *word = 1 << (node as usize % BITS);
-    // SAFETY: a policy changes no contents; the mask lives for the call and has as many bits as are named, and for
-    // a range that is not mapped the kernel answers with an error.
+    // SAFETY: a policy changes no contents; the mask lives for the call and has as many bits as are
+    // named, and for a range that is not mapped the kernel answers with an error.
     let done = unsafe {
         libc::syscall(
             libc::SYS_mbind,
@@ -148,8 +147,7 @@ pub(crate) fn prefer_node(base: NonNull<u8>, len: usize, node: u32) -> bool {
     done == 0
 }
 
-/// Makes this thread run on those processors of a NUMA node only that it may run on. `false`: nothing
-/// was changed.
+/// Makes this thread run on its allowed processors of a NUMA node. `false`: nothing changed.
 pub(crate) fn run_on_node(node: u32) -> bool {
     let Ok(list) = fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist")) else {
         return false;
@@ -165,7 +163,7 @@ pub(crate) fn run_on_node(node: u32) -> bool {
     unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) == 0 }
 }
 
-/// The processors that this thread may run on: an administrator, or the server, may have excluded others.
+/// The processors that this thread may run on: others may have been excluded.
 fn allowed_cpus() -> Option<libc::cpu_set_t> {
     // SAFETY: a set of numbers, for which zeros are the empty one.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -208,14 +206,14 @@ fn kernel_version(release: &str) -> Option<(u32, u32)> {
 
 /// Only for advice that leaves contents as they are, in this process.
 fn advise(base: NonNull<u8>, len: usize, advice: libc::c_int) -> bool {
-    // SAFETY: the kinds of advice given above change neither contents nor validity in this process, and for a range
-    // that is not mapped the kernel answers with an error.
+    // SAFETY: the kinds of advice given above change neither contents nor validity in this process,
+    // and for a range that is not mapped the kernel answers with an error.
     unsafe { libc::madvise(base.as_ptr().cast::<c_void>(), len, advice) == 0 }
 }
 
 /// Locks the pages of the range in memory, faulting them in. On an error none stays locked.
 pub(crate) fn lock(base: NonNull<u8>, len: usize) -> Result<()> {
-    // SAFETY: mlock changes no contents, and for a range that is not mapped the kernel answers with an error.
+    // SAFETY: mlock changes no contents, and an unmapped range gives an error.
     if unsafe { libc::mlock(base.as_ptr().cast(), len) } == 0 {
         return Ok(());
     }
@@ -235,7 +233,7 @@ pub(crate) fn lock(base: NonNull<u8>, len: usize) -> Result<()> {
 
 /// Unlocks the pages of the range.
 pub(crate) fn unlock(base: NonNull<u8>, len: usize) -> Result<()> {
-    // SAFETY: munlock changes no contents, and for a range that is not mapped the kernel answers with an error.
+    // SAFETY: munlock changes no contents, and an unmapped range gives an error.
     if unsafe { libc::munlock(base.as_ptr().cast(), len) } == 0 { Ok(()) } else { Err(refused(len)) }
 }
 
@@ -250,14 +248,14 @@ pub(crate) fn memlock_limit() -> Option<u64> {
     Some(limit.rlim_cur)
 }
 
-/// Bytes of memory that this process could still take: what the system has available, or what its control groups
-/// (of either version) have left, whichever is less. An estimate: page cache in use could be dropped too.
+/// Bytes of memory that this process could still take: the lesser of what the system has available
+/// and what control groups (of either version) have left. Page cache could be dropped too.
 pub(crate) fn available_memory() -> Option<u64> {
     cgroup::available(Path::new("/")).into_iter().flatten().min()
 }
 
-/// Refuses memory that the control groups of this process would not carry: once it were touched, the kernel would
-/// end a process of the group. Groups whose files cannot be read refuse nothing. Swap does not count as room.
+/// Refuses memory that the process's control groups would not carry: once touched, the kernel would
+/// end a process. Unreadable groups refuse nothing. Swap does not count as room.
 pub(crate) fn refuse_over_cgroups(len: usize) -> Result<()> {
     over_cgroups(Path::new("/"), len)
 }
@@ -278,14 +276,14 @@ fn over_cgroups(root: &Path, len: usize) -> Result<()> {
     Err(Error::OutOfMemory { wanted: len, text })
 }
 
-/// Whether the address is in memory that this process can read or write like any other: mapped with such a
-/// permission, and not a window of a GPU's driver. Slow, since it reads a table of the kernel's: for saying what an
-/// address is once it is known to be wrong. `None`: the table cannot be read.
+/// Whether the address is in memory that this process can read or write like any other: mapped so,
+/// and not a window of a GPU's driver. Slow, since it reads a table of the kernel's: for saying
+/// what a wrong address is. `None`: the table cannot be read.
 pub(crate) fn is_host_memory(address: u64) -> Option<bool> {
     Some(maps_host_memory(&maps()?, address as usize))
 }
 
-/// Whether this process may write to all of a range, by the same table. `None`: the table cannot be read.
+/// Whether this process may write to all of a range. `None`: the table cannot be read.
 pub(crate) fn is_writable(start: usize, len: usize) -> Option<bool> {
     Some(maps_writable(&maps()?, start, start + len))
 }
@@ -295,8 +293,8 @@ fn maps() -> Option<String> {
     Some(String::from_utf8_lossy(&fs::read("/proc/self/maps").ok()?).into_owned())
 }
 
-/// Address range, permissions and path (or nothing) of each mapping, in order of the addresses. Lines read `from-to
-/// perms offset device inode path`, in hexadecimal.
+/// Address range, permissions and path (or nothing) of each mapping, in order of the addresses.
+/// Lines read `from-to perms offset device inode path`, in hexadecimal.
 fn mappings(maps: &str) -> impl Iterator<Item = (Range<usize>, &str, &str)> {
     maps.lines().filter_map(|line| {
         let mut fields = line.split_ascii_whitespace();
@@ -314,8 +312,8 @@ fn maps_writable(maps: &str, start: usize, end: usize) -> bool {
 
 /// Whether a mapping has the address in memory of the host's.
 fn maps_host_memory(maps: &str, address: usize) -> bool {
-    // Drivers reserve the addresses of their devices without any permission, or map them from a device file of
-    // theirs. Shared memory is mapped from paths under /dev too (/dev/zero, /dev/shm), which are no devices.
+    // Drivers reserve their devices' addresses without permission, or map them from a device file.
+    // Shared memory is mapped from under /dev too (/dev/zero, /dev/shm).
     let windows = ["/dev/nvidia", "/dev/dxg", "/dev/davinci", "/dev/devmm_svm"];
     mappings(maps).any(|(range, permissions, path)| {
         let is_window = windows.iter().any(|window| path.starts_with(window));
@@ -323,15 +321,15 @@ fn maps_host_memory(maps: &str, address: usize) -> bool {
     })
 }
 
-/// Makes the process call `handler` when it exits, before the handlers that were registered so far, by the program
-/// or by libraries. `false`: the system has no memory for it. The handler must not panic.
+/// Makes the process's exit call `handler` before the handlers that were registered so far.
+/// `false`: the system has no memory for it. The handler must not panic.
 pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
     // SAFETY: the function lives as long as the process.
     unsafe { libc::atexit(handler) == 0 }
 }
 
-/// Makes the system keep the shared library that this code is in until the process ends, although the program
-/// unloads it. The program itself is never unloaded.
+/// Makes the system keep the shared library that this code is in until the process ends, although
+/// the program unloads it. The program itself is never unloaded.
 pub(super) fn pin_library() {
     // SAFETY: fields that zeros are a valid value of: pointers and numbers.
     let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };
@@ -340,8 +338,7 @@ pub(super) fn pin_library() {
     if unsafe { libc::dladdr(here, &raw mut found) } == 0 || found.dli_fname.is_null() {
         return;
     }
-    // Nothing is loaded: the call finds what is there, or nothing where this is the program. The handle is not
-    // closed. SAFETY: the name is the loader's own.
+    // Nothing is loaded: the call finds what is there. SAFETY: the name is the loader's own.
     unsafe { libc::dlopen(found.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
 }
 

@@ -1,18 +1,17 @@
 //! The segment rule and the size classes: how much memory a request takes. Integer arithmetic only.
 //!
-//! A pool rounds each request up to a *size class*, and cuts its memory into *runs* of segments of one class. The
-//! classes are the same on every device.
+//! Every pool rounds requests up to a *size class*, and cuts its memory into *runs* of one class.
 //!
 //! # The rule
 //!
-//! A segment for `len` bytes spans at least `align_up(len, 32) + 32` bytes and starts on a multiple of 64. CANN demands
-//! this of programs that divide memory from `aclrtMallocHost` (CANN application development guide, API reference of
-//! `aclrtMallocHost`, 7.0 and later). The rule holds on every device, so that a pool behaves the same on all of them.
+//! A segment for `len` bytes spans at least `align_up(len, 32) + 32` bytes and starts on a multiple
+//! of 64. CANN demands this of programs that divide memory of `aclrtMallocHost` (CANN application
+//! development guide, API reference, 7.0 and later). The rule holds on every device alike.
 //!
 //! # The classes
 //!
-//! A class is a *stride*: the distance between two segments of a run. Strides are multiples of 64. So every segment of
-//! a run starts on a multiple of 64 if the run does.
+//! A class is a *stride*: the distance between two segments of a run. Strides are multiples of 64.
+//! So every segment of a run starts on a multiple of 64 if the run does.
 //!
 //! ```text
 //! class      0    1    2  ..   16 |   17    18  ..    24 |   25    26  ..     32 | ...          112
@@ -20,30 +19,29 @@
 //!           multiples of 64       | 1024*(9..=16)/8 + 64 | 2048*(9..=16)/8 + 64  | ...
 //! ```
 //!
-//! Up to 1088 the strides are all multiples of 64; above, each doubling has eight steps. Both parts are shifted by 64.
-//! So a power-of-two length, the most common request by far, has a stride of its length + 64: the rule itself takes 32
-//! of these, the alignment to 64 the rest. Eight steps bound the loss ((stride - length) / stride) by 12.5% for any
-//! length from 4 KiB. Four steps would lose up to 20%; sixteen would halve the loss and double the number of half-used
-//! runs.
+//! Up to 1088 the strides are all multiples of 64; above, each doubling has eight steps. Both parts
+//! are shifted by 64. So a power-of-two length, the most common request by far, has a stride of its
+//! length + 64: the rule itself takes 32 of these, the alignment to 64 the rest. Eight steps bound
+//! the loss ((stride - length) / stride) by 12.5% for any length from 4 KiB. Four steps would lose
+//! up to 20%; sixteen would halve the loss and double the number of half-used runs.
 //!
 //! Lengths beyond the largest class, and alignments beyond 64, get a run of pages of their own.
 //!
 //! # Runs
 //!
-//! A run of a class has as many pages of [`PAGE`] bytes as make two things small: the tail that no segment fits into
-//! (at most 1/64 of the run), and the share of the run's table entry. Where no run of that length is free, a pool
-//! cuts a shorter one.
+//! A run of a class has as many pages of [`PAGE`] bytes as make two things small: the tail that no
+//! segment fits into (at most 1/64 of the run), and the share of the run's table entry. Where no
+//! run of that length is free, a pool cuts a shorter one.
 //!
 //! # What follows from a change of the classes
 //!
-//! The constants below and `stride_at` define the classes; tables and arrays follow when the crate is compiled. The
-//! following does not:
+//! The constants below and `stride_at` define the classes, tables and arrays, but not this:
 //!
-//! - `Class::of` computes the class of a length by a formula of its own. The tests of this file compare the two.
-//! - A state word and a [`Class`] have 8 bits for the class, and 255 stands for a segment that has a run of its own.
-//! - Loom's models use classes 18 and 19, and rely on six and four segments in two pages (`freelist::LISTED_CLASSES`).
-//! - The number of classes and the loss by rounding are written out in `docs/architecture.md`, `docs/operations.md` and
-//!   `README.md`. Strides, most often 4160, are written out in tests.
+//! - `Class::of` has a formula for a length's class, which this file's tests compare.
+//! - A state word and a [`Class`] have 8 bits for the class; 255 stands for a run of its own.
+//! - Loom's models use classes 18 and 19, with six and four segments in two pages.
+//! - The number of classes and the loss by rounding are written out in `docs/architecture.md`,
+//!   `docs/operations.md` and `README.md`. Strides, most often 4160, are written out in tests.
 
 use crate::error::{Error, Result};
 
@@ -54,8 +52,7 @@ pub const SEGMENT_ALIGN: usize = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub(crate) u64);
 
-/// The unit in which a pool divides its memory into runs, in bytes. It is a constant, and may differ from the system's
-/// page size.
+/// The unit of runs, in bytes: a constant that may differ from the system's page size.
 pub const PAGE: usize = 4096;
 
 /// The largest alignment that a checkout can ask for, in bytes: a huge page of most systems.
@@ -73,10 +70,10 @@ const LAST_LINEAR: usize = 1 << (FIRST_DOUBLING - 1);
 /// Number of size classes.
 pub const CLASSES: usize = LINEAR_CLASSES + (LAST_DOUBLING - FIRST_DOUBLING) as usize * 8;
 
-/// The largest length that has a size class, in bytes. Longer requests get a run of pages of their own.
+/// The largest length that has a size class, in bytes. Longer requests get their own pages.
 pub const LARGEST_CLASS_LEN: usize = stride_at(CLASSES - 1) - 32;
 
-/// A size class: all segments of a class have the same length. There are [`CLASSES`] of them, ordered by size.
+/// A size class: its segments have one length. There are [`CLASSES`], ordered by size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Class(u8);
 
@@ -110,8 +107,8 @@ const TABLE: [(u32, Shape); CLASSES] = {
     table
 };
 
-/// The smallest run that is large enough to amortise its table entry and that loses at most 1/64 at its end. One
-/// segment of 256 KiB or more always qualifies, since less than a page is lost behind it.
+/// The smallest run that amortises its table entry and loses at most 1/64 at its end. One segment
+/// of 256 KiB or more always does, since less than a page is lost behind it.
 const fn shape_at(stride: usize) -> Shape {
     let least = if stride < 4096 {
         64 << 10
@@ -142,20 +139,20 @@ impl Class {
         (0..CLASSES).map(|i| Self(i as u8))
     }
 
-    /// The smallest class whose segments hold `len` bytes. `None` for 0 and beyond [`LARGEST_CLASS_LEN`].
+    /// The smallest class whose segments hold `len` bytes. `None`: 0, or no class holds them.
     #[inline]
     pub fn of(len: usize) -> Option<Self> {
         // Wrapping, so that 0 is beyond the limit.
         if len.wrapping_sub(1) >= LARGEST_CLASS_LEN {
             return None;
         }
-        // One formula serves both parts: no processor could predict a branch between them. `below` is what the class's
-        // number counts, span - 65, except for bits that are shifted out. It is negative for the first class only, and
-        // there the shift, which rounds down, gives the right number.
+        // One formula serves both parts: no processor could predict a branch between them. `below`
+        // is what the class's number counts, span - 65, but for bits that are shifted out. It is
+        // negative for the first class only, and there the shift, which rounds down, is right.
         let below = len as isize - 33;
-        // The leading bit names the doubling, and the three bits after it the step in it. The linear part counts as the
-        // doubling below the first, whose steps are 64 wide. (Lengths that the 31 lifts into the next doubling have
-        // quotient 7 there in place of 15 here, which gives the same class.)
+        // The leading bit names the doubling, the three bits after it the step. The linear part
+        // counts as the doubling below the first, whose steps are 64 wide. (Lengths that the 31
+        // lifts into the next doubling have quotient 7 there and 15 here: one class.)
         let shift = ((len + 31) | LAST_LINEAR).ilog2() - 3;
         // The first doubling has shift 7 and quotients 8 to 15.
         const OFFSET: isize = (FIRST_DOUBLING as isize - 2) * 8 - LINEAR_CLASSES as isize;
@@ -168,14 +165,14 @@ impl Class {
         self.0 as usize
     }
 
-    /// Bytes from one segment of this class to the next: what a request of this class takes of the pool.
+    /// Bytes from one segment of this class to the next: what a request takes of the pool.
     #[inline]
     pub fn stride(self) -> usize {
         TABLE[self.0 as usize].0 as usize
     }
 
-    /// The pages that runs for `count` segments of this class take. Whole runs have the class's shape, and the last one
-    /// has the pages that its segments need.
+    /// The pages that runs for `count` segments of this class take. Whole runs have the class's
+    /// shape, and the last one has the pages that its segments need.
     pub(crate) fn pages_of(self, count: usize) -> usize {
         let Shape { pages, segments } = self.shape();
         let (runs, rest) = (count / segments as usize, count % segments as usize);
@@ -209,7 +206,7 @@ pub fn span(len: usize) -> Result<usize> {
 pub enum Placement {
     /// A segment of this class, in a run that other segments of the class share.
     Class(Class),
-    /// A run of its own: as many pages as `span` bytes need, the first on a multiple of `align` pages.
+    /// A run of its own: the pages of `span` bytes, the first on a multiple of `align` pages.
     Pages {
         /// Bytes that the segment spans by the rule.
         span: usize,
@@ -222,8 +219,8 @@ impl Placement {
     /// Where a pool serves `len` bytes from that start on a multiple of `align` bytes.
     ///
     /// # Errors
-    /// [`Error::ZeroLength`] for 0 bytes, [`Error::TooLong`] on overflow, [`Error::Argument`] for an alignment that
-    /// is no power of two or that is above [`MAX_ALIGN`].
+    /// [`Error::ZeroLength`] for 0 bytes, [`Error::TooLong`] on overflow, [`Error::Argument`] for
+    /// an alignment that is no power of two or that is above [`MAX_ALIGN`].
     pub fn of(len: usize, align: usize) -> Result<Self> {
         if !align.is_power_of_two() || align > MAX_ALIGN {
             let text = format!("{align} is no alignment: it must be a power of two of at most {MAX_ALIGN}");
@@ -246,8 +243,8 @@ impl Placement {
         }
     }
 
-    /// The least number of adjacent free pages that the placement needs where no run has a free segment for it, and
-    /// their alignment. Both in pages of [`PAGE`] bytes.
+    /// The least number of adjacent free pages that the placement needs where no run has a free
+    /// segment for it, and their alignment. Both in pages of [`PAGE`] bytes.
     pub fn fresh_pages(self) -> (usize, usize) {
         match self {
             Self::Class(class) => (class.stride().div_ceil(PAGE), 1),

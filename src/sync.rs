@@ -2,14 +2,14 @@
 //!
 //! # The asymmetric fence
 //!
-//! A checkout and a return must not pay for a full fence (20 cycles and more). Yet they need the order that one gives,
-//! against the rare thread that reclaims a thread cache: the owner stores *busy* and then loads *permit*, the cold side
-//! stores *permit* and then loads *busy*, and at least one of the two must see the other's store (Dekker's pattern,
-//! which needs store-load order on both sides). So the rare side pays for both: [`light`] on the frequent side is a
-//! compiler fence, and [`heavy`] on the rare side is `membarrier(PRIVATE_EXPEDITED)`, which runs a full fence on every
-//! core that runs a thread of this process.
+//! A checkout and a return must not pay for a full fence (20 cycles and more). Yet they need its
+//! order against the rare thread that reclaims a thread cache: the owner stores *busy* and then
+//! loads *permit*, the cold side stores *permit* and then loads *busy*, and at least one must see
+//! the other's store (Dekker's pattern, which needs store-load order on both sides). The rare side
+//! pays for both: [`light`] on the frequent side is a compiler fence, and [`heavy`] on the rare
+//! side is `membarrier(PRIVATE_EXPEDITED)`, a full fence on every core of the process.
 //!
-//! There are three modes, because some environments lack that call, and some tools do not understand it:
+//! There are three modes: some environments lack that call, some tools do not know it:
 //!
 //! | mode | when | `light` | `heavy` |
 //! | --- | --- | --- | --- |
@@ -19,17 +19,17 @@
 //!
 //! (Loom models only fences as sequentially consistent. Sanitizers do not model fences at all.)
 //!
-//! Only the first mode exercises the pairing of `light` with the system call. `tests/core/threads.rs` runs that on real
-//! threads. Models follow the first mode's code, with fences in place of the call; some models follow the second mode's
-//! (`model_fenced`).
+//! Only the first mode exercises the pairing of `light` with the system call.
+//! `tests/core/threads.rs` runs that on real threads. Models follow the first mode's code, with
+//! fences in place of the call; some models follow the second mode's (`model_fenced`).
 //!
-//! A sandbox (seccomp) that is installed after a pool was built can refuse a call that the kernel granted before. Then
-//! nothing is known of owners, which have executed no fence, and the process ends, with the reason on stderr. A program
-//! with such a sandbox sets `PINPOOL_FENCES=1`, which selects the second mode from the first pool on.
+//! A sandbox (seccomp) that is installed after a pool was built can refuse the call. Then nothing
+//! is known of owners, which have executed no fence, and the process ends, with the reason on
+//! stderr. A program with such a sandbox sets `PINPOOL_FENCES=1`, for the second mode.
 //!
-//! Loom runs a model's threads in turn on one thread of the system, so thread-locals and parking are loom's, too.
-//! What is no part of a protocol stays std's (`Arc`, counters of names): loom sees neither a race nor an ordering
-//! there.
+//! Loom runs a model's threads in turn on one thread of the system, so thread-locals and parking
+//! are loom's, too. What is no part of a protocol stays std's (`Arc`, counters of names): loom sees
+//! neither a race nor an ordering there.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
@@ -40,13 +40,11 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, 
 #[cfg(all(test, loom))]
 pub(crate) use loom::cell::UnsafeCell;
 
-/// A mutex that is locked by `lock()`: parking_lot's with a deferral of foreign code, or loom's with the same
-/// interface.
+/// A mutex: parking_lot's with a deferral of foreign code, or loom's with that interface.
 #[cfg(not(loom))]
 pub(crate) use crate::locks::{Mutex, MutexGuard};
 
-/// Loom's mutex with parking_lot's interface. Locking it after its drop panics, as long as the memory is still there (a
-/// model keeps a `Weak` for that).
+/// Loom's mutex as parking_lot's. Locking a dropped one panics (a model keeps a `Weak` to it).
 #[cfg(loom)]
 #[derive(Debug, Default)]
 pub(crate) struct Mutex<T> {
@@ -131,7 +129,7 @@ pub(crate) mod thread {
         CURRENT.with(Clone::clone)
     }
 
-    /// Parks this thread until it is unparked or the deadline passes. May return earlier for no reason.
+    /// Parks this thread until it is unparked or the deadline passes, or for no reason less.
     pub(crate) fn park_until(deadline: Option<Instant>) {
         #[cfg(loom)]
         {
@@ -154,8 +152,8 @@ pub(crate) fn yield_now() {
     std::thread::yield_now();
 }
 
-/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. A pool asks this when it
-/// is built. After `false` its gate keeps `mode::FENCED` set.
+/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. A
+/// pool asks this when it is built. After `false` its gate keeps `mode::FENCED` set.
 pub(crate) fn asymmetric() -> bool {
     // Models follow the code that uses the call, with fences on both sides in its place.
     #[cfg(all(test, loom))]
@@ -178,7 +176,7 @@ pub(crate) fn asymmetric() -> bool {
     }
 }
 
-/// The frequent side's fence where [`asymmetric`] holds: a compiler fence, except in models. Pairs with [`heavy`].
+/// The frequent side's fence if [`asymmetric`]: a compiler fence. Pairs with [`heavy`].
 #[inline(always)]
 pub(crate) fn light() {
     #[cfg(not(loom))]
@@ -187,8 +185,8 @@ pub(crate) fn light() {
     fence(Ordering::SeqCst);
 }
 
-/// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a full fence on the
-/// frequent side. Ends the process if the call is refused: nothing is known of threads that execute only [`light`].
+/// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a
+/// full fence on the frequent side. Ends the process if the call is refused.
 pub(crate) fn heavy(both: bool) {
     fence(Ordering::SeqCst);
     #[cfg(not(any(loom, pinpool_rmw)))]
@@ -203,8 +201,8 @@ pub(crate) fn heavy(both: bool) {
     let _ = both;
 }
 
-/// The crate's own threads on which a wait could be for the thread itself. Foreign code (wakers, drops of owned values)
-/// runs on them too, and must not wait for what only the thread that it runs on does.
+/// The crate's own threads on which a wait could be for the thread itself. Foreign code (wakers,
+/// drops of owned values) runs on them too, and must not wait for what that thread does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Own {
     /// The region thread.
@@ -225,24 +223,24 @@ pub(crate) fn enter(own: Own) {
     OWN.set(Some(own));
 }
 
-/// Which kind of [`Own`] thread this is, if any. A thread counts as the reaper while it does the reaper's work.
+/// Which kind of [`Own`] thread this is, if any: the reaper while it does the reaper's work.
 pub(crate) fn own() -> Option<Own> {
     OWN.get().or_else(|| LANDING.with(std::cell::Cell::get).then_some(Own::Reaper))
 }
 
-/// Whether this thread is the reaper or does the reaper's work now. Such a thread must not wait for a completion.
+/// Whether this thread does the reaper's work now: it must not wait for a completion.
 pub(crate) fn finds_out() -> bool {
     OWN.get() == Some(Own::Reaper) || LANDING.with(std::cell::Cell::get)
 }
 
-// Whether this thread now does what follows from a completion. Loom's in models, whose threads share one system thread.
+// Whether this thread does what follows from a completion. In models: loom's.
 thread_local! {
     static LANDING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Runs what follows from a completion, or from knowing that there will be none: returns of segments, wakes, drops.
-/// Foreign code that runs meanwhile and waited for another completion could wait for ever: the wake, or the segment,
-/// may be one that this very thread has yet to deliver. [`finds_out`] lets such waits be refused.
+/// Runs what follows from a completion, or from there being none: returns of segments, wakes,
+/// drops. Foreign code that runs meanwhile could wait for ever for another completion, which this
+/// thread has yet to deliver. [`finds_out`] lets such waits be refused.
 pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
     struct Before(bool);
     impl Drop for Before {
@@ -256,9 +254,9 @@ pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
 
 /// A point where the threads of a model may overtake each other: put before each step of a model.
 ///
-/// Loom remembers only the last access to each atomic, so a thread that loads a word and then changes it hides an
-/// earlier load of another thread. All these points change one word, so loom tries every order of the steps. The access
-/// is relaxed: it synchronises nothing.
+/// Loom remembers only the last access to each atomic, so a thread that loads a word and then
+/// changes it hides an earlier load of another thread. All these points change one word, so loom
+/// tries every order of the steps. The access is relaxed: it synchronises nothing.
 #[cfg(all(test, loom))]
 pub(crate) fn step() {
     loom::lazy_static! {
@@ -281,11 +279,11 @@ pub(crate) fn model_fenced(name: &'static str, preemptions: usize, run: impl Fn(
     THREAD_FENCED.set(false);
 }
 
-/// Runs a loom model: every interleaving with at most `preemptions` switches away from a thread that could have gone on
-/// (`LOOM_MAX_PREEMPTIONS` overrides that). Prints how many executions there were.
+/// Runs a loom model: every interleaving with at most `preemptions` switches away from a thread
+/// that could go on (`LOOM_MAX_PREEMPTIONS` overrides that). Prints the number of executions.
 ///
-/// A model that fails ends the process with the reason and status 101. What the model leaves behind can be neither used
-/// nor dropped outside of loom, so unwinding would end in an abort that hides the reason.
+/// A model that fails ends the process with the reason and status 101. What it leaves behind can be
+/// neither used nor dropped outside of loom: unwinding would hide the reason by an abort.
 #[cfg(all(test, loom))]
 pub(crate) fn model(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
     use std::cell::Cell;

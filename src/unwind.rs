@@ -1,10 +1,10 @@
 //! What may be used after a caught panic: every handle.
 //!
-//! A panic leaves nothing of the crate broken. Locks are not poisoned, what a call holds goes back as its frames are
-//! left, and the program's code runs under none of the locks ([`crate::foreign`]). So a server may catch the panic of a
-//! request and go on with the pool, the device and the buffers that the request used. The compiler cannot see this: it
-//! finds locks, and functions and values of the program's, inside of the handles. So the list is written down, in one
-//! place.
+//! A panic leaves nothing of the crate broken. Locks are not poisoned, what a call holds goes back
+//! as its frames are left, and the program's code runs under none of the locks
+//! ([`crate::foreign`]). So a server may catch the panic of a request and go on with the pool, the
+//! device and the buffers. The compiler cannot see this: it finds locks, and functions and values
+//! of the program's, inside of the handles. So the list is written down, in one place.
 //!
 //! A value of the program's that a handle gives back decides for itself.
 

@@ -1,9 +1,9 @@
 //! Slices of cudarc's that copies of the crate use as device memory, and give back.
 //!
-//! A [`DeviceSlice`](crate::DeviceSlice) may be copied to on any stream of the crate, long after the call that made it.
-//! A `CudaSlice` is ordered with other work by its own stream and its events alone. So a slice is taken as a whole:
-//! nothing else can use it meanwhile. All work of its context is complete before the first copy, and all copies are
-//! complete when it comes back. Between the two, cudarc's events and streams have nothing to order.
+//! A [`DeviceSlice`](crate::DeviceSlice) may be copied to on any stream, long after the call that
+//! made it. A `CudaSlice` is ordered by its own stream and events alone. So a slice is taken as a
+//! whole: nothing else can use it, all work of its context is complete before the first copy, and
+//! all copies are complete when it comes back.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::locks::{Condvar, Mutex};
 
 /// How often a wait looks whether the device was lost.
 const LOOK: Duration = Duration::from_millis(50);
-/// How many times it looks after that: what is in flight on a lost device is given up by a thread of the crate's.
+/// Looks after that: a thread of the crate gives up what is in flight on a lost device.
 const LOOKS_AFTER: u32 = 20;
 
 /// A `CudaSlice` as device memory for copies: for a loader that fills a server's own allocations.
@@ -62,20 +62,20 @@ impl<T> Drop for Owner<T> {
 }
 
 impl<T: bytemuck::AnyBitPattern + Send + 'static> SharedSlice<T> {
-    /// Takes a slice, after a wait for all work of its context: other streams may still use the slice, or, where it was
-    /// just allocated, the memory that it was given. So make them at start-up, one after the other, before there is
-    /// other work. No stream of the context is being captured meanwhile.
+    /// Takes a slice, after a wait for all work of its context: other streams may still use the
+    /// slice, or the memory that a new one was given. So make them at start-up, one after the
+    /// other, before other work. No stream of the context is being captured meanwhile.
     ///
     /// # Errors
-    /// With the slice: what the driver says, as for a context of which a stream is being captured; [`Error::Argument`]
-    /// for a slice without elements; as for [`device`](crate::cudarc::device); [`Error::Forked`].
+    /// With the slice: [`Error::Argument`] for a slice without elements; else as for
+    /// [`device`](crate::cudarc::device), also while a stream of the context is being captured.
     #[allow(clippy::result_large_err, reason = "the slice comes back")]
     pub fn new(slice: CudaSlice<T>) -> Result<Self, SubmitError<CudaSlice<T>>> {
         let ((device, address, len), slice) = SubmitError::unless(Self::looked_at(&slice), slice)?;
         let back = Arc::new(Back { slice: Mutex::default(), came: Condvar::new() });
         let owner = Owner { slice: Some(slice), back: back.clone() };
-        // SAFETY: the owner has the slice, which keeps the memory allocated, and through which alone other code could
-        // use it. All work that did is complete. Any bytes are a `T`.
+        // SAFETY: the owner has the slice, which keeps the memory allocated, and through which
+        // alone other code could use it. All work that did is complete. Any bytes are a `T`.
         match unsafe { device.raw_memory(address, len, owner) } {
             Ok(memory) => Ok(Self { memory, device, back }),
             Err(SubmitError { error, buffer }) => {
@@ -108,13 +108,12 @@ impl<T: Send + 'static> SharedSlice<T> {
         &self.memory
     }
 
-    /// The slice, when no other handle to its memory is left and no copy uses it: a wait for that. (Tensors that a
-    /// loader has given out are such handles.) Dropping a `SharedSlice` instead frees the slice then.
+    /// The slice, after a wait until no other handle to its memory and no copy is left. (Tensors
+    /// that a loader has given out are such handles.) Dropped, it frees the slice then.
     ///
     /// # Errors
-    /// The device's loss, if what was in flight is not given up in a second after it; the slice is dropped then.
-    /// [`Error::Unsupported`] on a thread that must not wait (in a waker, a source or a sink), and [`Error::Forked`]:
-    /// the slice is freed when nothing uses it any more.
+    /// The device's loss, if what was in flight is not given up a second later; drops the slice.
+    /// Else [as every wait](Error#waits): the slice is freed when nothing uses it any more.
     pub fn into_inner(self) -> Result<CudaSlice<T>> {
         crate::os::check_fork()?;
         may_wait()?;

@@ -85,8 +85,7 @@ fn what_comes_up_under_locks_runs_after_the_last() {
     assert_eq!(calls.all().last(), Some(&"now"));
 }
 
-/// A lock is given up for a moment, and by a wait on a condition: then foreign code runs, unless the thread has a
-/// second lock.
+/// While a lock is given up, or waits on a condition, foreign code runs, but for a second lock.
 #[test]
 fn a_lock_that_is_given_up_lets_foreign_code_run() {
     let calls = Calls::default();
@@ -145,8 +144,8 @@ fn a_wake_waits_for_no_event_and_for_no_drop() {
     assert_eq!(calls.all(), ["put off behind them", "event", "woken by a drop", "the end of the drop"]);
 }
 
-/// A guard that unwinding drops ends its deferral, and what was put off runs even then. A thread that panics goes on
-/// until it ends by itself.
+/// A guard that unwinding drops ends its deferral, and what was put off runs even then. A thread
+/// that panics goes on until it ends by itself.
 #[test]
 fn unwinding_ends_deferrals() {
     let (calls, lives, lock) = (Calls::default(), Cell::new(0), Mutex::new(()));
@@ -190,7 +189,7 @@ fn the_end_of_a_thread_is_no_exception() {
     }
     let calls = Calls::default();
     let own = calls.clone();
-    // The module's thread-local is used before it, and so would be destroyed before it if it had a destructor.
+    // Used before the module's thread-local, which would be destroyed first if it could be.
     std::thread::spawn(move || {
         LAST.set(Some(AtTheEnd(own.clone())));
         own.tell("first");

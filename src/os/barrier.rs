@@ -1,24 +1,22 @@
 //! The barrier that all threads of the process execute.
 //!
-//! `membarrier` with the private expedited command interrupts every core that runs a thread of this process and makes
-//! it execute a full fence. The process registers for it first. The kernel documents no failure after that, but a
-//! sandbox that is set up later may refuse the call.
+//! `membarrier` with the private expedited command interrupts every core that runs a thread of this
+//! process and makes it execute a full fence. The process registers for it first. The kernel
+//! documents no failure after that, but a sandbox that is set up later may refuse the call.
 
 use libc::{
     MEMBARRIER_CMD_PRIVATE_EXPEDITED as BARRIER, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED as REGISTER,
 };
 
-/// Registers this process for [`membarrier`]. `false`: the kernel does not have it, or a sandbox forbids it.
+/// Registers this process for [`membarrier`]. `false`: the kernel or a sandbox refuses.
 pub(crate) fn membarrier_register() -> bool {
     // One call now, to find out about a sandbox that allows the registration and not the barrier.
     command(REGISTER) && membarrier()
 }
 
-/// Executes a full fence on every core that runs a thread of this process. To be called only after
-/// [`membarrier_register`] has returned `true`.
+/// A full fence on every core of this process, after [`membarrier_register`] gave `true`.
 ///
-/// `true`: done. `false`: a sandbox that was set up since then refuses the call. (The kernel documents no failure after
-/// registration.)
+/// `false`: a later sandbox refuses. (The kernel documents no failure after registration.)
 pub(crate) fn membarrier() -> bool {
     command(BARRIER)
 }
@@ -31,7 +29,7 @@ fn command(command: libc::c_int) -> bool {
     }
 }
 
-/// Ends the process and writes the reason to stderr: for a state in which going on would be unsound.
+/// Ends the process with a reason on stderr: for a state in which going on is unsound.
 pub(crate) fn die(why: &str) -> ! {
     let text = format!("pinpool: {why}\n");
     // Not by std's handle, since another thread may hold its lock.

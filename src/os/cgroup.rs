@@ -1,10 +1,10 @@
-//! The memory limits of this process's control groups, of version 1 and 2, at every level up to the mount.
+//! The memory limits of this process's control groups, versions 1 and 2, up to the mount.
 //!
-//! Pages of a region are charged to the group of the thread that touches them, and pinned pages cannot be reclaimed. So
-//! pinning does not fail at a limit: the kernel ends a process of the group. The tightest limit may be at any level
-//! above the process's own; a container's mounts decide which levels it sees.
+//! A region's pages are charged to the group of the thread that touches them, and pinned pages
+//! cannot be reclaimed: at a limit the kernel ends a process of the group. The tightest limit may
+//! be at any level above the process's own; a container's mounts decide which levels it sees.
 //!
-//! The command's checks use this file too, and their tests try it: it reads files below a root, which a test replaces.
+//! The command's checks use this file too; it reads files below a root, which tests replace.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +20,7 @@ pub struct ControlGroup {
     pub high: Option<u64>,
     /// Memory in use, without the page cache that the kernel would drop at once.
     pub used: u64,
-    /// Of the memory in use, what the kernel can drop after all: page cache in use, and caches of its own.
+    /// Of the memory in use, what the kernel can drop: page cache, and caches of its own.
     pub cached: u64,
 }
 
@@ -32,7 +32,7 @@ pub struct ControlGroups {
     /// Where the hierarchy is mounted.
     #[allow(dead_code, reason = "the command's checks read it")]
     pub point: String,
-    /// From this process's own group upward. A mount point without limits is the root of all groups, and left out.
+    /// From this process's group upward. A mount point without limits, the root, is left out.
     pub groups: Vec<ControlGroup>,
 }
 
@@ -44,8 +44,8 @@ impl ControlGroup {
 }
 
 impl ControlGroups {
-    /// Reads the groups of this process from the files below `root`. `None`: no group counts memory, the files cannot
-    /// be read, or only groups of others are mounted.
+    /// Reads the groups of this process from the files below `root`. `None`: no group counts
+    /// memory, the files cannot be read, or only groups of others are mounted.
     pub fn read(root: &Path) -> Option<Self> {
         let own = text(root, "/proc/self/cgroup")?;
         let mounts = text(root, "/proc/self/mountinfo").unwrap_or_default();
@@ -69,32 +69,31 @@ impl ControlGroups {
         if self.version == 2 { "memory.max" } else { "memory.limit_in_bytes" }
     }
 
-    /// Bytes that this process may still use under the tightest limit of its groups. `None`: there is no limit.
+    /// Bytes left under the tightest limit of the process's groups. `None`: there is no limit.
     pub fn left(&self) -> Option<u64> {
         let of = |group: &ControlGroup| [group.left(group.max), group.left(group.high)];
         self.groups.iter().flat_map(of).flatten().min()
     }
 
-    /// The group with the least memory left until the kernel ends a process, and how many bytes that are. What the
-    /// kernel can drop counts as left.
+    /// The group with the fewest bytes left until the kernel ends a process; caches count as left.
     pub fn tightest(&self) -> Option<(u64, &ControlGroup)> {
         let left = |group: &ControlGroup| group.left(group.max).map(|left| left.saturating_add(group.cached));
         self.groups.iter().filter_map(|group| Some((left(group)?, group))).min_by_key(|(left, _)| *left)
     }
 }
 
-/// Bytes that the system below `root` has available, and bytes that this process's control groups still allow. `None`:
-/// unknown, or no limit.
+/// Bytes that the system below `root` has available, and bytes that this process's control groups
+/// still allow. `None`: unknown, or no limit.
 pub fn available(root: &Path) -> [Option<u64>; 2] {
     let meminfo = text(root, "/proc/meminfo").unwrap_or_default();
     let kib = stat(&meminfo, "MemAvailable:");
     [kib.and_then(|kib| kib.checked_mul(1024)), ControlGroups::read(root).and_then(|groups| groups.left())]
 }
 
-/// What a line of `/proc/self/mountinfo` mounts, if it is a file system `kind` that has `option` among its options: the
-/// folder inside of the file system, and the mount point. The line: `36 35 98:0 /folder /point rw shared:1 - kind
-/// source options`. A path with white space, which the kernel writes in digits, is no path of anything, so its groups
-/// are unknown.
+/// What a line of `/proc/self/mountinfo` mounts, if it is a file system `kind` that has `option`
+/// among its options: the folder inside of the file system, and the mount point. The line: `36 35
+/// 98:0 /folder /point rw shared:1 - kind source options`. A path with white space, which the
+/// kernel writes in digits, is no path of anything, so its groups are unknown.
 fn mount<'a>(line: &'a str, kind: &str, option: &str) -> Option<(&'a str, &'a str)> {
     let (front, back) = line.split_once(" - ")?;
     let (mut front, mut back) = (front.split(' ').skip(3), back.split(' '));
@@ -103,15 +102,15 @@ fn mount<'a>(line: &'a str, kind: &str, option: &str) -> Option<(&'a str, &'a st
     if wanted { Some((front.next()?, front.next()?)) } else { None }
 }
 
-/// The path of a group from the group `top` on, which is mounted. `None`: it is not below that one. Of a process
-/// outside of what its namespace shows the kernel writes `/..`: there what is mounted counts as its group.
+/// The path of a group from the mounted group `top` on. `None`: it is not below that one. Outside
+/// of what a namespace shows the kernel writes `/..`: there the mounted group counts.
 fn below<'a>(top: &str, path: &'a str) -> Option<&'a Path> {
     let is_outside = [top, path].iter().any(|path| path.split('/').any(|part| part == ".."));
     if is_outside { Some(Path::new("")) } else { Path::new(path).strip_prefix(top).ok() }
 }
 
 fn one(root: &Path, version: u32, path: String) -> Option<ControlGroup> {
-    /// Version 2 writes `max` for no limit, version 1 the largest number of whole pages, which is above this.
+    /// Version 2 writes `max` for no limit, version 1 the most whole pages, which is above this.
     const NO_LIMIT: u64 = 1 << 62;
     let number = |file: &str| text(root, &format!("{path}/{file}"))?.trim().parse::<u64>().ok();
     let (used, max, [idle, busy, kernels]) = match version {
@@ -136,14 +135,14 @@ fn text(root: &Path, path: &str) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The number in a line `key number`, as in a control group's `memory.stat`. A unit behind it is left out.
+/// The number in a line `key number`, as in `memory.stat`, without a unit behind it.
 pub fn stat(text: &str, key: &str) -> Option<u64> {
     let number =
         |line: &str| line.strip_prefix(key)?.strip_prefix(' ')?.split_ascii_whitespace().next()?.parse().ok();
     text.lines().find_map(number)
 }
 
-/// The path of this process's group in the hierarchy of a controller; `""` stands for the unified hierarchy.
+/// The path of this process's group by a controller; `""`: in the unified hierarchy.
 pub fn group(text: &str, controller: &str) -> Option<String> {
     text.lines().find_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
@@ -156,9 +155,9 @@ pub fn group(text: &str, controller: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// What is left in the tightest group of a machine whose process is in the group `own`, of version 2. Mounted are
-    /// these folders of the hierarchy; what a group below each of them has left is one byte more than below the one
-    /// before.
+    /// What is left in the tightest group of a machine whose process is in the group `own`, of
+    /// version 2. Mounted are these folders of the hierarchy; what a group below each of them has
+    /// left is one byte more than below the one before.
     fn left(own: &str, mounted: &[(&str, &str)]) -> Option<u64> {
         let root = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {

@@ -1,15 +1,14 @@
-//! The system calls on files: reading at an offset into uninitialised memory, asking what the page cache has, and
-//! reading past the page cache.
+//! The system calls on files: reading at an offset, through the page cache and past it.
 //!
-//! *What the cache has.* `cachestat` (Linux 6.5) counts the cached pages of a range, and `mincore` marks them in a
-//! mapping that nobody touches. Neither has any other effect. A read that does not wait (`preadv2` with `RWF_NOWAIT`)
-//! is no question: before it answers that bytes are missing, the kernel starts to read them ahead. The kernel tells
-//! only who owns the file, who may write to it, or root. To others `mincore` calls every page cached, so it is asked
-//! only of files that this user owns, and by root.
+//! *What the cache has.* `cachestat` (Linux 6.5) counts the cached pages of a range, and `mincore`
+//! marks them in a mapping that nobody touches, without another effect. A read that does not wait
+//! (`preadv2` with `RWF_NOWAIT`) is no question: the kernel starts to read ahead. The kernel tells
+//! only who owns the file, who may write to it, or root. To others `mincore` calls every page
+//! cached, so only the owner and root ask it.
 //!
-//! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that exists already, so
-//! that it is the same file whatever its name means by now. If a file system refuses that, there is no second
-//! descriptor, and the file is read through the cache.
+//! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that
+//! exists already, so that it is the same file whatever its name means by now. If a file system
+//! refuses that, there is no second descriptor, and the file is read through the cache.
 
 use std::fs::File;
 use std::io;
@@ -29,11 +28,11 @@ fn position(at: u64) -> io::Result<i64> {
     i64::try_from(at).map_err(|_| io::ErrorKind::FileTooLarge.into())
 }
 
-/// Reads at an offset. Returns how many bytes at the front of `into` were read; 0: the file ends before them.
+/// Reads at an offset. Returns the bytes read at the front of `into`; 0: the file ends before.
 pub(crate) fn read_at(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<usize> {
     let at = position(at)?;
     loop {
-        // SAFETY: the kernel writes at most `into.len()` bytes to memory that is borrowed mutably meanwhile.
+        // SAFETY: the kernel writes at most `into.len()` bytes to memory borrowed mutably.
         let read = unsafe { libc::pread64(file.as_raw_fd(), into.as_mut_ptr().cast(), into.len(), at) };
         match usize::try_from(read) {
             Ok(read) => return Ok(read),
@@ -45,7 +44,7 @@ pub(crate) fn read_at(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io:
     }
 }
 
-/// How much of `len` bytes of a file from `at` on the page cache has. `None`: the system does not tell.
+/// How much of `len` bytes of a file from `at` on the page cache has. `None`: it is not told.
 pub(crate) fn cached(file: &File, at: u64, len: usize) -> Option<Cached> {
     let page = crate::os::page_size() as u64;
     let end = at.checked_add(len as u64).filter(|end| *end > at && i64::try_from(*end).is_ok())?;
@@ -77,15 +76,15 @@ fn is_overlay(file: &File) -> bool {
     told.f_type as u64 == libc::OVERLAYFS_SUPER_MAGIC as u64
 }
 
-/// Pages of a range that the page cache has. `None`: the kernel or a sandbox does not have the call, the file
-/// system does not support it, or the process may not know.
+/// Pages of a range that the page cache has. `None`: the kernel or a sandbox does not have the
+/// call, the file system does not support it, or the process may not know.
 fn cachestat(file: &File, at: u64, len: u64) -> Option<u64> {
     /// The call's number, on all architectures that number new calls alike.
     const CACHESTAT: libc::c_long = 451;
     if cfg!(not(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))) {
         return None;
     }
-    // The kernel's `cachestat_range` and `cachestat`, of which the first is the number of cached pages.
+    // The kernel's `cachestat_range`, and `cachestat`, which begins with the cached pages.
     let (range, mut counts) = ([at, len], [0_u64; 5]);
     // SAFETY: the kernel reads the range and writes the counts.
     let said = unsafe {
@@ -94,15 +93,13 @@ fn cachestat(file: &File, at: u64, len: u64) -> Option<u64> {
     (said == 0).then_some(counts[0])
 }
 
-/// The number of pages from `first` to `last` that the page cache has, by `mincore`. `None`: the file cannot be
-/// mapped.
+/// Cached pages from `first` to `last`, by `mincore`. `None`: the file cannot be mapped.
 fn mincore(file: &File, first: u64, last: u64) -> Option<u64> {
     let page = crate::os::page_size();
     let at = i64::try_from(first * page as u64).ok()?;
     let mut marks = vec![0_u8; (last - first + 1) as usize];
     let len = marks.len() * page;
-    // SAFETY: a mapping of its own, which nothing touches and which is unmapped below. There is a mark for each of
-    // its pages.
+    // SAFETY: a mapping of its own, untouched and unmapped below, with a mark for each page.
     let said = unsafe {
         let (shared, read) = (libc::MAP_SHARED, libc::PROT_READ);
         let map = libc::mmap64(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), at);
@@ -121,13 +118,13 @@ pub(crate) fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()>
     std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
 }
 
-/// The flags with which the file was opened, or that it was given since; 0 if the system does not tell.
+/// The flags that the file was opened with, or was given since; 0: it is not told.
 fn flags(file: &File) -> libc::c_int {
     // SAFETY: asks for a number; the descriptor is open as long as the file is borrowed.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) }.max(0)
 }
 
-/// Whether every write goes to the end of the file, whatever its offset (open(2), pwrite(2): `O_APPEND`).
+/// Whether every write goes to the file's end (open(2), pwrite(2): `O_APPEND`).
 pub(crate) fn appends(file: &File) -> bool {
     flags(file) & libc::O_APPEND != 0
 }
@@ -137,14 +134,13 @@ pub(crate) fn is_direct(file: &File) -> bool {
     flags(file) & libc::O_DIRECT != 0
 }
 
-/// Opens the same file once more, by the calling thread's own table of files. A thread that has left the process's
-/// table (unshare(2): `CLONE_FILES`) has other files under the same numbers.
+/// Opens the same file once more, by the calling thread's own table of files. A thread that has
+/// left the process's table (unshare(2): `CLONE_FILES`) has other files under the same numbers.
 fn same(file: &File, options: &std::fs::OpenOptions) -> io::Result<File> {
     options.open(format!("/proc/thread-self/fd/{}", file.as_raw_fd()))
 }
 
-/// The same file, opened for reading past the page cache. Reads through it start and end on whole pages, in the
-/// file and in memory.
+/// The same file, opened for reads past the page cache: of whole pages, in file and memory.
 pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
     same(file, std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT))
 }
@@ -194,8 +190,8 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 use std::os::fd::FromRawFd;
-                // SAFETY: this thread's table is a copy from here on. In it the number of the other file is given to
-                // this file too, and to no other.
+                // SAFETY: this thread's table is a copy from here on, with both numbers this
+                // file's.
                 let file = unsafe {
                     assert_eq!(libc::unshare(libc::CLONE_FILES), 0);
                     assert_eq!(libc::dup2(mine.as_raw_fd(), other.as_raw_fd()), other.as_raw_fd());

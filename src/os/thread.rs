@@ -1,17 +1,17 @@
 //! Threads: the one place that starts them.
 //!
-//! A signal that is sent to the process is handled on any of its threads that does not block it. A handler of the
-//! program may expect a thread of the program (its stack, its thread-locals, a place where it may wait), and it must
-//! not interrupt a driver's call. So the crate's threads block every signal except those that a thread raises by its
-//! own actions and that cannot wait: a fault, a trap, a refused system call, an abort.
+//! A signal that is sent to the process is handled on any of its threads that does not block it. A
+//! handler of the program may expect a thread of the program (its stack, its thread-locals, a place
+//! to wait), and it must not interrupt a driver's call. So the crate's threads block every signal
+//! except those that a thread raises itself and that cannot wait: a fault, a trap, an abort.
 //!
-//! The starting thread sets its own mask before it starts a thread and restores it afterwards. A new thread has the
-//! mask of its starter from its first instruction, so there is no moment at which a signal could reach it. Threads that
-//! a driver starts on one of these threads have the same mask.
+//! The starting thread sets its own mask before it starts a thread and restores it afterwards: a
+//! new thread has the mask from its first instruction, so no signal can reach it. Threads that a
+//! driver starts on one of these threads have the same mask.
 //!
-//! The threads run the crate's code until the process ends. So before its first thread starts, the crate makes
-//! `dlclose` leave the shared library that contains it where it is. Exit handlers of that library then run at the end
-//! of the process, like those of the program.
+//! The threads run the crate's code until the process ends. So before its first thread starts, the
+//! crate makes `dlclose` leave the shared library that contains it where it is. Exit handlers of
+//! that library then run at the end of the process, like those of the program.
 
 use std::io;
 use std::sync::Once;
@@ -37,14 +37,14 @@ fn stay_loaded() {
     ONCE.call_once(super::pin_library);
 }
 
-/// This thread blocks signals until this is dropped. Signals that are sent to it meanwhile are delivered then.
+/// This thread blocks signals until this is dropped. Those sent meanwhile come then.
 struct Blocked {
     before: Option<libc::sigset_t>,
 }
 
 impl Blocked {
     fn now() -> Self {
-        // SAFETY: sets of numbers, filled within; they live for the calls, which change this thread's mask alone.
+        // SAFETY: sets of numbers that live for the calls, which change this thread's mask alone.
         let before = unsafe {
             let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
             libc::sigfillset(&raw mut all);
