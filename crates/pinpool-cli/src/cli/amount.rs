@@ -6,8 +6,8 @@ const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
 /// Fewer bytes are told one by one.
 const FEW: u64 = 10 << 10;
 
-/// Displays a number of bytes. A whole number of a binary unit has that unit (`64 MiB`); another amount has a decimal
-/// (`4.8 MiB`), or below 10 KiB all of its digits (`5000 bytes`).
+/// Displays a number of bytes. A whole number of a binary unit has that unit (`64 MiB`); another
+/// amount has a decimal (`4.8 MiB`), or below 10 KiB all of its digits (`5000 bytes`).
 pub struct Amount(pub u64);
 
 /// A number of bytes as it is shown.

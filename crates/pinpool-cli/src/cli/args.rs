@@ -1,4 +1,4 @@
-//! The command line: its subcommands and options, their help texts, and the parsing of sizes and intervals.
+//! The command line: subcommands and options, their help texts, parsing of sizes.
 //!
 //! The comments on fields and variants are the help texts that the command prints.
 
@@ -26,34 +26,36 @@ pub struct Args {
 pub enum Command {
     /// Move files to a device through the pool, in overlapped chunks
     ///
-    /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
-    /// memory that holds all of it. A .safetensors file, an index of several (a .json file), or a folder with an index
-    /// or such files in it is loaded as tensors, and checked tensor by tensor. Sizes are in KiB, MiB and GiB, speeds in
-    /// GB/s of 10^9 bytes. The upload speed includes reading the file, and for tensors allocating their device memory;
-    /// the download speed includes computing the checksums of the downloaded bytes.
+    /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool,
+    /// and copied to device memory that holds all of it. A .safetensors file, an index of several
+    /// (a .json file), or a folder with an index or such files in it is loaded as tensors, and
+    /// checked tensor by tensor. Sizes are in KiB, MiB and GiB, speeds in GB/s of 10^9 bytes. The
+    /// upload speed includes reading the file, and for tensors allocating their device memory; the
+    /// download speed includes computing the checksums of the downloaded bytes.
     #[command(after_help = EXIT_STATUS)]
     Load(LoadArgs),
     /// Find what stands in the way of pinning and copying on this machine, and how to correct it
     ///
-    /// Checks the memlock limit, memory, control groups, huge pages and NUMA; then opens the device, pins a little
-    /// memory, copies it both ways, compares every byte, and prints the measured speed and that of the device's link.
-    /// No setting is changed.
+    /// Checks the memlock limit, memory, control groups, huge pages and NUMA; then opens the
+    /// device, pins a little memory, copies it both ways, compares every byte, and prints the
+    /// measured speed and that of the device's link. No setting is changed.
     #[command(after_help = EXIT_STATUS)]
     Doctor(DoctorArgs),
     /// Measure the link to a device in both directions, and the copier's share of its speed
     ///
-    /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at
-    /// once. Beside it, for the same bytes: the driver's plain copy of ordinary memory (one call); and with --threads
-    /// threads the copier on ordinary memory, and copies in memory.
-    /// Each figure is the best of five, wall time of the whole copy, and each time the bytes at the target are compared
-    /// with the source.
+    /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream
+    /// or on several at once. Beside it, for the same bytes: the driver's plain copy of ordinary
+    /// memory (one call); and with --threads threads the copier on ordinary memory, and copies in
+    /// memory. Each figure is the best of five, wall time of the whole copy, and each time the
+    /// bytes at the target are compared with the source.
     #[command(after_help = EXIT_STATUS)]
     Bench(BenchArgs),
-    /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
+    /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices,
+    /// alarms
     ///
-    /// Reads the address every interval and shows the metrics that a Prometheus server would read there: rates over 5
-    /// s, waits and alarms over the last minute. Ctrl-C ends it. The process needs a Sampler that feeds a recorder, as
-    /// in the crate's examples/dashboard.rs.
+    /// Reads the address every interval and shows the metrics that a Prometheus server would read
+    /// there: rates over 5 s, waits and alarms over the last minute. Ctrl-C ends it. The process
+    /// needs a Sampler that feeds a recorder, as in the crate's examples/dashboard.rs.
     #[command(after_help = EXIT_STATUS)]
     Top(TopArgs),
 }
@@ -84,8 +86,8 @@ pub struct DeviceArgs {
     /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long = "device", value_name = "DEVICE", default_value = "auto")]
     pub name: String,
-    /// Where page-locked memory comes from: registered (the system's, registered with the device) or host-alloc (the
-    /// driver's) [default: whichever the device does best]
+    /// Where page-locked memory comes from: registered (the system's, registered with the device)
+    /// or host-alloc (the driver's) [default: whichever the device does best]
     #[arg(long, value_name = "BACKING", value_parser = backing)]
     pub backing: Option<Backing>,
     /// Print one JSON object, on the last line of stdout
@@ -100,7 +102,8 @@ pub struct DoctorArgs {
     /// The memory that the server's pool is going to pin; limits are compared with it
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
     pub capacity: usize,
-    /// The memory to pin and copy for a trial, 1MiB at least [default: 64MiB, or the capacity if less]
+    /// The memory to pin and copy for a trial, 1MiB at least [default: 64MiB, or the capacity if
+    /// less]
     ///
     /// The trial uses four times as much memory, and half of what is left at most.
     #[arg(long, value_name = "SIZE", value_parser = size)]
@@ -117,7 +120,8 @@ pub struct LoadArgs {
     pub files: Vec<PathBuf>,
     #[command(flatten)]
     pub device: DeviceArgs,
-    /// The most memory that the pool may pin, such as 64MiB [default: 256MiB, or a quarter of what is left if less]
+    /// The most memory that the pool may pin, such as 64MiB [default: 256MiB, or a quarter of what
+    /// is left if less]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub capacity: Option<usize>,
     /// Bytes copied at a time
@@ -126,13 +130,15 @@ pub struct LoadArgs {
     /// Threads that read and check [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
-    /// Where the system refuses to pin memory: refuse (fail) or allow (a warning, and memory that is not pinned)
+    /// Where the system refuses to pin memory: refuse (fail) or allow (a warning, and memory that
+    /// is not pinned)
     #[arg(long, value_name = "WHAT", default_value = "allow", value_parser = unpinned)]
     pub unpinned: Unpinned,
     /// Download everything again and compare its checksums with the file's
     #[arg(long)]
     pub verify: bool,
-    /// The sample's size, where no file is given [default: 1GiB, or a quarter of what is left if less]
+    /// The sample's size, where no file is given [default: 1GiB, or a quarter of what is left if
+    /// less]
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "files")]
     pub sample: Option<usize>,
 }
@@ -141,8 +147,8 @@ pub struct LoadArgs {
 pub struct BenchArgs {
     #[command(flatten)]
     pub device: DeviceArgs,
-    /// Bytes of each copy, rounded down to whole 128 KiB; the command uses five times as much memory [default: 256MiB,
-    /// or a tenth of what is left if less]
+    /// Bytes of each copy, rounded down to whole 128 KiB; the command uses five times as much
+    /// memory [default: 256MiB, or a tenth of what is left if less]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub size: Option<usize>,
     /// Threads of the copier, and of copies in memory [default: one per core, at most 8]

@@ -1,17 +1,17 @@
 //! `pinpool bench`: the speed of the link to a device and of the copier, in one run.
 //!
-//! All figures move the same number of bytes, five times each, in turn. The best counts: the question is what this
-//! machine can do, and other programs on it can only make a copy slower. A figure is the wall time of the whole call,
-//! from before the first byte is touched until the last is in place. The target is overwritten before each copy and
-//! compared with the source after it, outside of the measured time; so no figure is printed for a copy that lost bytes.
+//! All figures move the same number of bytes, five times each, in turn. The best counts: other
+//! programs can only make a copy slower. A figure is the wall time of the whole call, until the
+//! last byte is in place. Before each copy the target is overwritten, and after it compared with
+//! the source, outside of the time: no figure is printed for a copy that lost bytes.
 //!
-//! The pinned peak is measured without the copier: eight page-locked buffers hold all bytes, and are copied on one
-//! stream or on one stream for each thread, whichever is faster (the host device's streams are threads). The table
-//! shows each figure as a ratio to the peak, and to copies in memory by as many threads, which bound each path on which
-//! the CPU touches the bytes.
+//! The pinned peak is measured without the copier: eight page-locked buffers hold all bytes, and
+//! are copied on one stream or on one stream for each thread, whichever is faster (the host
+//! device's streams are threads). The table shows each figure as a ratio to the peak, and to copies
+//! in memory by as many threads, which bound each path on which the CPU touches the bytes.
 //!
-//! [`Copies`] makes and compares one copy, for `pinpool doctor` as well. [`set_up`] makes a [`BenchSetup`], which
-//! [`BenchSetup::measure`] runs in rounds.
+//! [`Copies`] makes and compares one copy, for `pinpool doctor` as well. [`set_up`] makes a
+//! [`BenchSetup`], which [`BenchSetup::measure`] runs in rounds.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -39,8 +39,8 @@ const STEP: usize = 16 << 10;
 const LARGEST_PAGE: usize = 64 << 10;
 /// The most page-locked memory of the copier.
 const COPIER_SHARE: usize = 256 << 20;
-/// All memory that the command uses, in sizes of a copy: source, target, page-locked buffers, the copier's memory,
-/// and on the host device the device's memory.
+/// All memory that the command uses, in sizes of a copy: source, target, page-locked buffers, the
+/// copier's memory, and on the host device the device's memory.
 const SIZES_TAKEN: usize = 5;
 
 /// Runs the command.
@@ -92,7 +92,7 @@ fn set_up(
     size: usize,
 ) -> Result<BenchSetup, Error> {
     let memory = device.alloc(size)?;
-    // The longest extent that a device can pin differs between devices, so an extent is as long as one buffer needs.
+    // The longest extent differs between devices, so an extent is as long as one buffer needs.
     let extent = capacity(size / BUFFERS)?;
     let all = extent.saturating_mul(BUFFERS);
     let link = super::pool(device, backing).capacity(all).initial(all).extent(extent);
@@ -133,7 +133,7 @@ pub enum Target {
     Memory,
 }
 
-/// The same bytes in ordinary memory, in page-locked buffers and on a device, and room for what is copied back.
+/// The same bytes in ordinary and in page-locked memory and on a device, and room for results.
 pub struct Copies {
     source: Vec<u8>,
     target: Vec<u8>,
@@ -146,7 +146,7 @@ pub struct Copies {
 }
 
 impl Copies {
-    /// The buffers share the device memory equally. `first` is the place of the first byte in the sample's sequence.
+    /// The buffers share the device memory. `first` is the first byte's place in the sequence.
     pub fn new(
         memory: DeviceSlice,
         mut bufs: Vec<PinnedBuf>,
@@ -164,8 +164,8 @@ impl Copies {
         Ok(Self { source, target, memory, bufs, streams, threads, patience })
     }
 
-    /// Makes one copy. What it writes is overwritten before it and compared after it. Returns the copy's time, and the
-    /// offset of the first wrong byte, if there is one.
+    /// Makes one copy. What it writes is overwritten before it and compared after it. Returns the
+    /// copy's time, and the offset of the first wrong byte, if there is one.
     pub fn once(
         &mut self,
         to: Target,
@@ -203,8 +203,7 @@ impl Copies {
         }
     }
 
-    /// Copies everything without a copier: between the device and all page-locked buffers at once, on so many streams,
-    /// or in memory.
+    /// Copies all without a copier: the page-locked buffers on so many streams, or in memory.
     pub fn plain(&mut self, to: Target, streams: usize) -> Result<(), Error> {
         if to == Target::Memory {
             let source = &self.source;
@@ -232,7 +231,7 @@ impl Copies {
 /// Makes one copy of a figure; page-locked memory is copied on so many streams.
 type CopyFn = fn(&Copier, &mut Copies, usize) -> Result<(), Error>;
 
-/// Each figure's key in the object, its line in the table, where it writes, and its copy, in the order of a round.
+/// Each figure's key in the object, line in the table, target and copy, in a round's order.
 const FIGURES: [(&str, &str, Target, CopyFn); 6] = [
     ("pinned_peak_upload", "pinned peak, to the device", Target::Device, |_, copies, streams| {
         copies.plain(Target::Device, streams)

@@ -1,11 +1,11 @@
-//! Texts of files, drivers and servers, made fit to be shown: what steers a terminal or takes no room is escaped, and
-//! the text has an end.
+//! Texts of files, drivers and servers, made fit to be shown: what steers a terminal or takes no
+//! room is escaped, and the text has an end.
 
 use std::borrow::Cow;
 
 /// The most characters of a name that are shown.
 pub const NAME: usize = 200;
-/// The most characters of a message that are shown: it may have a path in it (Linux's `PATH_MAX` is 4096).
+/// The most characters of a message that are shown: it may have a path (`PATH_MAX` is 4096).
 const TEXT: usize = 5000;
 
 /// A message in one line.
@@ -18,8 +18,8 @@ pub fn unnamed<'a>(text: &'a str, name: &str) -> &'a str {
     text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(text)
 }
 
-/// The start of a text: at most this many characters, and `...` if there are more. Backslashes and quotes stay as they
-/// are, so that an escaped text is not escaped again.
+/// The start of a text: at most this many characters, and `...` if there are more. Backslashes and
+/// quotes stay as they are, so that an escaped text is not escaped again.
 pub fn clean(text: &str, most: usize) -> Cow<'_, str> {
     if text.len() <= most && text.bytes().all(|byte| matches!(byte, b' '..=b'~')) {
         return text.into();

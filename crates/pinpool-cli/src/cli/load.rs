@@ -1,12 +1,12 @@
 //! `pinpool load`: files go to device memory through a copier, and with `--verify` back again.
 //!
-//! A file is one transfer of the copier. A `.safetensors` file, an index of several, or a folder of such files is
-//! loaded as tensors by the library's loader. With `--verify` the copier then downloads everything into a sink that
-//! computes checksums: one for each chunk, or for each tensor's part of it. Last, the files are read a second time into
-//! ordinary memory, without the pool and the device, and their checksums are compared with those.
+//! A file is one transfer of the copier. A `.safetensors` file, an index of several, or a folder of
+//! such files is loaded as tensors by the library's loader. With `--verify` the copier then
+//! downloads everything into a sink that computes a checksum for each chunk's part of a tensor, and
+//! they are compared with those of the files, read a second time into ordinary memory.
 //!
-//! [`prepare`] opens everything into a [`LoadRun`], so that a wrong command line is refused before any byte moves.
-//! [`LoadRun::run`] moves one [`Input`] after the other and fills in a [`LoadReport`], printed also after an error.
+//! [`prepare`] opens everything into a [`LoadRun`], before any byte moves. [`LoadRun::run`] moves
+//! one [`Input`] after the other and fills in a [`LoadReport`], printed also after an error.
 
 use std::fs::File;
 use std::io;
@@ -28,8 +28,8 @@ use super::escape::{NAME, clean, text};
 use super::spread::spread;
 use super::{CliError, Result, doctor, of_device, progress, sample, say};
 
-/// The length of an extent: long enough for pinning at full speed, and short enough that under a memlock limit a part
-/// of the pool is pinned.
+/// The length of an extent: long enough for pinning at full speed, and short enough that under a
+/// memlock limit a part of the pool is pinned.
 const EXTENT: usize = 64 << 20;
 /// The capacity and the sample's size, where the command line names none and memory allows it.
 const USUAL_CAPACITY: usize = 256 << 20;
@@ -42,8 +42,7 @@ const CHUNK_STEP: usize = 4096;
 const FEW: u64 = 1 << 20;
 /// How often it is shown how far a transfer is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
-/// How long the command waits until the pool is pinned, and at its end until no buffer is out: all transfers are over
-/// by then.
+/// How long the command waits for the pool's pinning, and at its end until no buffer is out.
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs the command. The report goes to stdout, also after an error.
@@ -117,7 +116,7 @@ impl Moved {
         super::rate(bytes, self.time - before.time).filter(|_| bytes > 0)
     }
 
-    /// The same as text: ` at 1.23 GB/s`. Of few bytes the time, since that is a call's and says nothing of a speed.
+    /// As text: ` at 1.23 GB/s`. Of few bytes the time, which says nothing of a speed.
     fn told(self, before: Self) -> String {
         let (bytes, time) = (self.bytes - before.bytes, self.time - before.time);
         match self.gb_per_s(before) {
@@ -195,8 +194,8 @@ fn furnish(args: &LoadArgs, mut sources: Vec<Input>, device: Device) -> Result<L
     Ok(LoadRun { sources, device, pool, copier })
 }
 
-/// A copier that may use all of the pool. A chunk has a page before it and a page behind it in its segment, so where
-/// the capacity is just that of the chunks, the chunks are a little smaller than asked. `None`: no chunk fits.
+/// A copier that may use all of the pool. A chunk's segment has a page before and behind it: a
+/// capacity of just the chunks makes these a little smaller. `None`: no chunk fits.
 fn copier(pool: &Pool, device: &Device, args: &LoadArgs, capacity: usize) -> Result<Option<Copier>, Error> {
     let mut chunk = args.chunk.next_multiple_of(CHUNK_STEP);
     while chunk > 0 {
@@ -227,14 +226,14 @@ fn open(path: &Path) -> Result<Input> {
     };
     let is_json = name.ends_with(".json");
     let is_named = name.ends_with(".safetensors") || is_json && name.contains("index");
-    // Before opening, which would block on a named pipe. Of a checkpoint's file that is missing the library says more.
+    // Before opening, which would block on a named pipe. The library tells of missing files.
     let is_folder = match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_file() || metadata.is_dir() => metadata.is_dir(),
         Ok(_) => return Err(wrong("is not a regular file")),
         Err(error) if is_named && error.kind() == io::ErrorKind::NotFound => false,
         Err(error) => return Err(unread(error)),
     };
-    // An index may have any name; other files of a checkpoint's folder, such as config.json, are bytes.
+    // An index may have any name; other files of the folder, such as config.json, are bytes.
     let maps = || std::fs::read_to_string(path).is_ok_and(|text| text.contains("\"weight_map\""));
     let is_checkpoint = is_named || is_json && maps();
     // For a folder without a checkpoint the library's error says which files were looked for.
@@ -248,7 +247,7 @@ fn open(path: &Path) -> Result<Input> {
     }
     let file = File::open(path).map_err(unread)?;
     let len = file.metadata().map_err(unread)?.len();
-    // A file that the kernel generates on reading has bytes but a length of 0; an empty file has no byte to read.
+    // A file that the kernel generates has bytes but a length of 0; an empty one has no byte.
     if len == 0 && matches!(file.read_at(&mut [0], 0), Ok(1)) {
         return Err(wrong("has bytes but no length: copy it to a real file first"));
     }
@@ -258,7 +257,7 @@ fn open(path: &Path) -> Result<Input> {
 impl LoadRun {
     fn run(&self, args: &LoadArgs, report: &mut LoadReport) -> Result<()> {
         report.device = Some(self.device.name().to_owned());
-        // Memory that is still being pinned would make the uploads slower. An error is told by `note`.
+        // Memory that is being pinned would slow the uploads. `note` tells of an error.
         let _ = self.pool.wait_pinned(Some(REST_TIMEOUT));
         for source in &self.sources {
             let result = self.load(args, source, report);
@@ -346,7 +345,7 @@ impl LoadRun {
         }
     }
 
-    /// Downloads all parts and reads them again from their files, into ordinary memory, and compares the checksums.
+    /// Downloads all parts, reads them again from their files, and compares the checksums.
     fn verify(&self, source: &Input, parts: &[Part<'_>], report: &mut LoadReport) -> Result<()> {
         let sums = report.download.add(source.len, || self.download(source, parts))?;
         source.show(source.len, "back, comparing");
@@ -434,10 +433,10 @@ impl LoadRun {
         Ok(tensors)
     }
 
-    /// The pool's statistics at the end. Prints one warning if a part of the pool is not pinned, or was not made.
+    /// The pool's statistics at the end, with one warning if it is not all pinned, or made.
     fn note(&self) -> PoolStats {
-        // Memory may still be being pinned, and the last copies' buffers may still be on their way back. After an error
-        // one may stay in flight, so the wait has a deadline.
+        // Memory may still be being pinned, and the last copies' buffers may still be on their way
+        // back. After an error one may stay in flight, so the wait has a deadline.
         let pinning = self.pool.wait_pinned(Some(REST_TIMEOUT));
         let (mut stats, deadline) = (self.pool.stats(), Instant::now() + REST_TIMEOUT);
         while stats.in_flight_bytes + stats.checked_out_bytes > 0 && Instant::now() < deadline {
@@ -483,8 +482,8 @@ impl Input {
 /// A part of the device's memory, and where its bytes are in a file.
 struct Part<'a> {
     place: DeviceSlice,
-    /// The offset of its first byte in the sink. No part begins where another ends, so that no bytes of two parts come
-    /// together.
+    /// The offset of its first byte in the sink. No part begins where another ends, so that no
+    /// bytes of two parts come together.
     at: u64,
     /// The offset of its first byte in the file.
     from: u64,
@@ -561,7 +560,7 @@ impl LoadReport {
 mod tests {
     use super::*;
 
-    /// A byte on the device that is another is found, in its tensor; and so is a file that has become shorter.
+    /// A wrong byte on the device is found, in its tensor, and a file that became shorter.
     #[test]
     fn a_wrong_byte_on_the_device_is_found() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,10 +1,10 @@
-//! The `pinpool` command behind its `main`: one module for each subcommand, and what the subcommands share.
+//! The `pinpool` command behind its `main`: a module for each subcommand, and what they share.
 //!
-//! `args.rs` has the command line; `amount.rs` and `escape.rs` make amounts of memory and texts from outside fit to be
-//! shown; `sample.rs` and `spread.rs` are bytes to copy that do not repeat, and work spread over threads. A subcommand
-//! ends with `Ok` or a [`CliError`], and only [`exit`] turns that into an exit status, and with `--json` into the
-//! object's `error`. Text from files, drivers and servers is escaped before it is printed, so that it cannot steer a
-//! terminal.
+//! `args.rs` has the command line; `amount.rs` and `escape.rs` make amounts of memory and texts
+//! from outside fit to be shown; `sample.rs` and `spread.rs` are bytes to copy that do not repeat,
+//! and work spread over threads. A subcommand ends with `Ok` or a [`CliError`], and only [`exit`]
+//! turns that into an exit status, and with `--json` into the object's `error`. Text from files,
+//! drivers and servers is escaped before it is printed, so that it cannot steer a terminal.
 
 mod amount;
 pub mod args;
@@ -26,7 +26,7 @@ use console::Term;
 use pinpool::{Backing, Device, Error, Pool, PoolBuilder};
 use serde_json::{Value, json};
 
-/// A mismatch, a device or a disk that fails, memory that cannot be had, a result that cannot be written.
+/// A mismatch, a failing device or disk, memory that is not to be had, an unwritable result.
 const EXIT_FAILED: u8 = 1;
 /// A command line that cannot be obeyed.
 const EXIT_USAGE: u8 = 2;
@@ -64,8 +64,7 @@ pub fn run(args: &args::Args) -> ExitCode {
     }
 }
 
-/// Prints help and version to stdout; an error of the command line becomes one line on stderr, and with `--json` an
-/// object.
+/// Prints help and version to stdout; an error is a line on stderr and, with `--json`, an object.
 pub fn refuse(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), DisplayHelp | DisplayHelpOnMissingArgumentOrSubcommand | DisplayVersion) {
         // The error is ignored: a closed pipe needs no more of the help.
@@ -81,8 +80,8 @@ pub fn refuse(error: &clap::Error) -> ExitCode {
     exit(json, "", Err(CliError::Usage(cause)))
 }
 
-/// Opens the device that the command line names. A name that no device can have is an error of the command line; a
-/// device that is missing or fails is not.
+/// Opens the device that the command line names. A name that no device can have is an error of the
+/// command line; a device that is missing or fails is not.
 fn open_device(spec: &str) -> Result<Device> {
     let (family, number) = spec.split_once(':').unwrap_or((spec, "0"));
     let is_name = ["acl", "cuda", "host"].contains(&family) && number.parse::<u32>().is_ok();
@@ -97,7 +96,7 @@ fn pool(device: &Device, backing: Option<Backing>) -> PoolBuilder {
     backing.into_iter().fold(Pool::builder(device), PoolBuilder::backing)
 }
 
-/// The exit status of a subcommand. Prints its text, its object, in which `error` is the error or null, and the error.
+/// A subcommand's exit status. Prints its text, its object with the error or null, the error.
 fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
     let mut text = text.to_owned();
     if let Some(mut object) = object {
@@ -114,7 +113,7 @@ fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
     }
 }
 
-/// Prints a result. A closed pipe is no error: nothing reads the result, and the exit status has the outcome.
+/// Prints a result. A closed pipe is no error: the exit status has the outcome.
 fn print(text: &str) -> Result<()> {
     let mut out = io::stdout();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -159,19 +158,18 @@ fn zeros(len: usize) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-/// Closes a device. After this the library makes no driver call for it, so the driver may shut down.
+/// Closes a device. The library makes no more driver call for it: the driver may shut down.
 fn close(device: Device) -> Result<()> {
     // None of the command's copies is in flight any more.
     device.close(Duration::from_secs(10)).map_err(|error| CliError::Failed(error.to_string()))
 }
 
-/// Prints a line on stderr, escaped, since it may contain text of files and servers. A closed stderr is ignored.
+/// Prints a line on stderr, escaped: it may have outside text. A closed stderr is ignored.
 fn say(line: &str) {
     let _ = writeln!(io::stderr(), "{}", escape::text(line));
 }
 
-/// A JSON value in one line. Characters beyond ASCII, and DEL, are escaped as JSON allows, since the line may go to a
-/// terminal.
+/// A JSON value in one line, for a terminal: characters beyond ASCII, and DEL, are escaped.
 fn json_line(value: &Value) -> String {
     let shown = |c: char| match c {
         '\0'..'\u{7f}' => c.to_string(),
@@ -180,8 +178,8 @@ fn json_line(value: &Value) -> String {
     value.to_string().chars().map(shown).collect()
 }
 
-/// Prints the library's log on stderr: errors always, more with `-v`. Warnings stay out by default, since the warning
-/// about memory that is not pinned comes once per extent; the command says that itself, in one line.
+/// Prints the library's log on stderr: errors always, more with `-v`. Warnings stay out by default:
+/// that about unpinned memory comes once per extent, and the command says it itself.
 fn log_to_stderr(verbose: u8) {
     const LEVELS: [tracing::Level; 3] = [tracing::Level::ERROR, tracing::Level::INFO, tracing::Level::DEBUG];
     tracing_subscriber::fmt()

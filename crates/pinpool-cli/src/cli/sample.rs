@@ -1,6 +1,6 @@
 //! Bytes to copy, and a temporary file of them for a command line that names no file.
 //!
-//! The file has no name, so the system removes it when the process ends, also when the process is killed.
+//! The file has no name, so the system removes it when the process ends, even by a kill.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -22,11 +22,11 @@ pub fn make(len: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// Fills `bytes` from an endless sequence that does not repeat, starting at byte `from` of it, a multiple of eight.
+/// Fills `bytes` from a sequence that does not repeat, from its byte `from`, a multiple of eight.
 pub fn fill(bytes: &mut [u8], from: u64) {
     for (count, word) in (from / 8..).zip(bytes.chunks_mut(8)) {
-        // Multiples of an odd number repeat after 2^64 of them. This one, near the golden section of 2^64, sets the
-        // upper bits of small multiples as well.
+        // Multiples of an odd number repeat after 2^64 of them. This one, near the golden section
+        // of 2^64, sets the upper bits of small multiples as well.
         let number = count.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         word.copy_from_slice(&number.to_le_bytes()[..word.len()]);
     }

@@ -1,14 +1,14 @@
 //! Spreading work over threads.
 //!
-//! Each thread takes the next number, in order and one at a time, so a faster thread takes more of them. After the
-//! first failure no thread takes another number.
+//! Each thread takes the next number, in order and one at a time, so a faster thread takes more of
+//! them. After the first failure no thread takes another number.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Calls `work` once for each number below `count`, on up to `threads` threads, of which the caller's is one. A thread
-/// that cannot be started is left out; the others do its share.
+/// Calls `work` once for each number below `count`, on up to `threads` threads, of which the
+/// caller's is one. A thread that cannot be started is left out; the others do its share.
 pub fn spread<E: Send>(
     threads: usize,
     count: usize,

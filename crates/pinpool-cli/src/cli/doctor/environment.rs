@@ -1,5 +1,5 @@
-//! The environment of this process: a machine or a container. A remedy depends on it: checks list their remedies for
-//! all environments, and [`Environment::remedies`] selects those that apply here.
+//! The environment of this process: a machine or a container. Checks list their remedies for all
+//! environments, and [`Environment::remedies`] selects those that apply here.
 
 use super::system::System;
 
@@ -29,7 +29,7 @@ pub type Fixes = Vec<(By, String)>;
 
 /// Where the process runs.
 pub struct Environment {
-    /// `docker`, `podman`, `kubernetes`, or `container` for one of another kind. `None`: no container.
+    /// `docker`, `podman`, `kubernetes`, or `container` for another kind. `None`: no container.
     pub container: Option<&'static str>,
 }
 
@@ -41,7 +41,7 @@ impl Environment {
         let pod = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
             || system.exists("/var/run/secrets/kubernetes.io")
             || named("kubepods");
-        // Stronger signs first: a kubelet starts its containers by other tools, which leave their signs as well.
+        // Stronger signs first: a kubelet starts containers by tools with signs of their own.
         let signs = [
             ("kubernetes", pod),
             ("podman", system.exists("/run/.containerenv") || named("libpod")),

@@ -7,10 +7,10 @@ const IPC_LOCK: u32 = 14;
 
 /// Compares the memlock limit with the capacity.
 ///
-/// `mlock` counts the memory that a process has locked against RLIMIT_MEMLOCK, unless the process has CAP_IPC_LOCK in
-/// the machine's initial user namespace (`mm/mlock.c`: `capable(CAP_IPC_LOCK)`; a capability inside a rootless
-/// container does not count). So the limit holds for the host device. NVIDIA's driver pins without counting; then the
-/// limit holds only for programs that register the same memory elsewhere, since RDMA and io_uring do count.
+/// `mlock` counts a process's locked memory against RLIMIT_MEMLOCK, unless it has CAP_IPC_LOCK in
+/// the initial user namespace (`mm/mlock.c`: `capable(CAP_IPC_LOCK)`; one of a rootless container
+/// does not count). So the limit holds for the host device. NVIDIA's driver pins without counting;
+/// then it holds only for programs that register the memory for RDMA or io_uring, which count.
 pub fn memlock(case: &Case) -> Result<Verdict, Unseen> {
     let limits = case.system.read("/proc/self/limits")?;
     let status = case.system.read("/proc/self/status")?;
@@ -31,7 +31,7 @@ pub fn memlock(case: &Case) -> Result<Verdict, Unseen> {
     };
     let found = format!("at most {}, the pool wants {}; {why}", Amount(soft), Amount(case.capacity));
     let kib = case.capacity.saturating_add(locked).div_ceil(1024);
-    // A process may raise its own soft limit up to the hard one, so a command before the server's start is enough.
+    // A process may raise its own soft limit: a command before the server's start is enough.
     let mut fix = match hard {
         Some(hard) if hard < kib.saturating_mul(1024) => fixes![
             Shell: "sudo prlimit --memlock=unlimited:unlimited --pid $$, then start the server from there; for logins: \
@@ -53,11 +53,11 @@ pub fn memlock(case: &Case) -> Result<Verdict, Unseen> {
     Ok(Verdict::fail(found, fix))
 }
 
-/// Whether this process is in a user namespace other than the initial one, where capabilities allow less.
+/// Whether this process is in another user namespace, where capabilities allow less.
 fn inner_user(case: &Case) -> bool {
     let map = case.system.text("/proc/self/uid_map");
     let words: Vec<&str> = map.split_ascii_whitespace().collect();
-    // The initial namespace maps all numbers to themselves, in one line; rootless containers have other lines. A file
-    // that cannot be read is taken for that of the initial namespace.
+    // The initial namespace maps all numbers to themselves, in one line; rootless containers have
+    // other lines. A file that cannot be read is taken for that of the initial namespace.
     !words.is_empty() && words != ["0", "0", "4294967295"]
 }

@@ -2,8 +2,8 @@
 
 use super::{Case, Verdict, parse};
 
-/// The share of a link's data rate that large copies reach: packet headers and acknowledgements take the rest. 55.5 of
-/// 63.0 GB/s on an H200 with 32 GT/s on 16 lanes.
+/// The share of a link's data rate that large copies reach: packet headers and acknowledgements
+/// take the rest. 55.5 of 63.0 GB/s on an H200 with 32 GT/s on 16 lanes.
 const PAYLOAD: f64 = 0.88;
 
 /// 10^9 transfers a second on one lane, and lanes.
@@ -32,8 +32,8 @@ impl Rate {
     }
 }
 
-/// Whether the link runs as fast as the device can, and GB/s that large copies should reach. An idle GPU slows its link
-/// down to save power, so this looks right after copies.
+/// Whether the link runs as fast as the device can, and GB/s that large copies should reach. An
+/// idle GPU slows its link down to save power, so this looks right after copies.
 pub fn link(case: &Case) -> (Verdict, Option<f64>) {
     let Some(address) = case.address() else { return (Verdict::ok("no accelerator, no link"), None) };
     let Some(now) = Rate::read(case, &address, "current") else {

@@ -1,4 +1,4 @@
-//! Memory that a pool can have: of the machine, of the control groups, in huge pages, and next to the device.
+//! Memory that a pool can have: the machine's, control groups', huge pages, near the device.
 
 use std::ops::RangeInclusive;
 
@@ -30,18 +30,17 @@ pub fn memory(case: &Case) -> Result<Verdict, Unseen> {
     })
 }
 
-/// Compares the tightest limit of the control groups with the capacity, over all levels from this process's up to the
-/// mount.
+/// Compares the tightest limit of the control groups, up to the mount, with the capacity.
 ///
-/// Pages of a region are charged to the group of the process that touches them, and pinned pages cannot be reclaimed.
-/// So pinning does not fail at a limit: the kernel ends a process of the group (cgroup v2 guide on `memory.max`), or
-/// slows the whole group down while it is above `memory.high`.
+/// Pages of a region are charged to the group of the process that touches them, and pinned pages
+/// cannot be reclaimed: at `memory.max` the kernel ends a process of the group (cgroup v2 guide),
+/// and above `memory.high` it slows the whole group down.
 pub fn cgroup(case: &Case) -> Result<Verdict, Unseen> {
     case.system.read("/proc/self/cgroup")?;
     let Some(all) = ControlGroups::read(&case.system.root) else {
         return Ok(Verdict::ok("no group counts memory here"));
     };
-    // A mount point without limits is the root of all groups. One that is not mounted may have any limit.
+    // A mount point without limits is the root. A group that is not mounted may have any limit.
     if all.groups.is_empty() && !case.system.lists(&all.point) {
         return Err(Unseen(all.point));
     }
@@ -49,8 +48,8 @@ pub fn cgroup(case: &Case) -> Result<Verdict, Unseen> {
         let limit = |file, limit: Option<u64>| Some((group.left(limit)?, limit?, file, group));
         [limit(all.limit_file(), group.max), limit("memory.high", group.high)]
     });
-    // One that the pool exceeds before one that it does not, and one at which the kernel ends processes before the
-    // other.
+    // One that the pool exceeds before one that it does not, and one at which the kernel ends
+    // processes before the other.
     let order = |(left, _, file, _): &(u64, u64, &str, &ControlGroup)| {
         (*left >= case.capacity, *file == "memory.high", *left)
     };
@@ -87,8 +86,8 @@ pub fn cgroup(case: &Case) -> Result<Verdict, Unseen> {
     })
 }
 
-/// Whether regions get transparent huge pages, for which they ask: these make pinning several times faster (on one H200
-/// machine 7.3 instead of 2.5 GB/s with one thread).
+/// Whether regions get transparent huge pages, for which they ask: these make pinning several times
+/// faster (on one H200 machine 7.3 instead of 2.5 GB/s with one thread).
 pub fn huge_pages(case: &Case) -> Result<Verdict, Unseen> {
     let file = format!("{THP}/enabled");
     let text = case.system.read(&file)?;
@@ -104,9 +103,9 @@ pub fn huge_pages(case: &Case) -> Result<Verdict, Unseen> {
 
 /// Whether this process can use memory and processors next to the device.
 ///
-/// Regions come from the node that their device is attached to, as long as that node has memory. Memory of another node
-/// is copied over the link between the processors, which other traffic uses as well. A cpuset can forbid a process a
-/// node's memory, and its processors, on which the pool's threads touch the pages.
+/// Regions come from the node of their device, as long as it has memory. Memory of another node is
+/// copied over the link between the processors, which other traffic uses as well. A cpuset can
+/// forbid a process a node's memory, and its processors, on which pages are touched.
 pub fn numa(case: &Case) -> Result<Verdict, Unseen> {
     let (Some(device), Some(address)) = (case.accelerator(), case.address()) else {
         return Ok(Verdict::ok("no accelerator to be next to"));

@@ -1,21 +1,21 @@
-//! `pinpool doctor`: what on this machine stands in the way of pinning and copying, and how to correct it.
+//! `pinpool doctor`: what stands in the way of pinning and copying, and its cure.
 //!
-//! A check looks at one thing. It is a function from the [`Case`] to a [`Verdict`]: what it found, whether that is
-//! good, and if not the exact remedy. [`run`] makes the case, runs the checks of [`CHECKS`], which only read the
-//! system's files below a root that tests replace, and prints what they found. The last checks try
-//! ([`probe::probe`]): a device is opened, a little memory is pinned and copied both ways through a real pool, every
-//! byte is compared, and the speed is compared with what the device's link should reach. What is wrong with a driver,
-//! opening its device says.
+//! A check looks at one thing. It is a function from the [`Case`] to a [`Verdict`]: what it found,
+//! whether that is good, and if not the exact remedy. [`run`] makes the case, runs the checks of
+//! [`CHECKS`], which only read the system's files below a root that tests replace, and prints what
+//! they found. The last checks try ([`probe::probe`]): a device is opened, which says what is wrong
+//! with a driver, a little memory is pinned and copied both ways through a real pool, every byte is
+//! compared, and the speed with what the device's link should reach.
 //!
-//! `limits.rs`, `memory.rs` and `link.rs` have the checks by topic, `environment.rs` which remedies apply where, and
-//! `system.rs` and `parse.rs` read the kernel's files. What always holds:
+//! `limits.rs`, `memory.rs` and `link.rs` have the checks by topic, `environment.rs` which remedies
+//! apply where, and `system.rs` and `parse.rs` read the kernel's files. What always holds:
 //!
-//! - *Fail* means that a pool of the given capacity cannot be made, or that bytes were wrong. *Warn* means that the
-//!   pool may be slow, small or fragile, or that something could not be read.
+//! - *Fail* means that a pool of the given capacity cannot be made, or that bytes were wrong.
+//!   *Warn* means that the pool may be slow, small or fragile, or that something could not be read.
 //! - All checks are always listed, under names that stay, so that scripts can rely on them.
-//! - The trial takes a part of the memory that is left, so that the kernel never ends a process because of it.
+//! - The trial takes a part of the memory left, so that the kernel ends no process over it.
 
-/// Makes a list of remedies: for each, where it is applied ([`By`](environment::By)), and a format string.
+/// Makes a list of remedies, each with its place ([`By`](environment::By)) and format string.
 macro_rules! fixes {
     ($($by:ident: $text:literal $(, $value:expr)*);+ $(;)?) => {
         vec![$(($crate::cli::doctor::environment::By::$by, format!($text $(, $value)*))),+]
@@ -135,8 +135,8 @@ struct Report<'a> {
 }
 
 impl Report<'_> {
-    /// Adds the verdict with the remedies that can be applied in this environment. Texts of the system's files and of
-    /// the driver become one line, and are escaped and cut to a bounded length.
+    /// Adds the verdict with the remedies for this environment. Texts of the system's files and of
+    /// the driver become one line, escaped and cut to a bounded length.
     fn add(&mut self, name: &str, verdict: Result<Verdict, Unseen>) {
         let Verdict { status, found, fix } = verdict.unwrap_or_else(|Unseen(file)| {
             let fix = fixes![Here: "mount /proc and /sys, and let this user read {file}"];
@@ -170,8 +170,8 @@ struct Measured {
     expected: Option<f64>,
 }
 
-/// Bytes of memory that are left: what the system has available or what this process's control groups still allow,
-/// whichever is less. `None`: unknown.
+/// Bytes of memory that are left: what the system has available or what this process's control
+/// groups still allow, whichever is less. `None`: unknown.
 pub fn left() -> Option<u64> {
     left_of(&System::new(Path::new("/")))
 }

@@ -1,9 +1,9 @@
 //! Parsing the text that the kernel writes in `/proc` and `/sys`.
 //!
-//! Each function takes a text and returns `None`, or fewer values, for a text that is not as expected: sandboxes and
-//! old kernels leave lines out, and one missing line must not hide all others. (The crate `procfs-core` returns an
-//! error for the whole of `meminfo`, `limits` or `status` if one field is missing.) No function panics on any input,
-//! which the property tests in `tests/cli/doctor/parse.rs` try.
+//! Each function takes a text and returns `None`, or fewer values, for one that is not as expected:
+//! sandboxes and old kernels leave lines out, which must not hide all others. (The crate
+//! `procfs-core` returns an error for the whole of `meminfo`, `limits` or `status`.) No function
+//! panics on any input, which the property tests in `tests/cli/doctor/parse.rs` try.
 
 use std::ops::RangeInclusive;
 

@@ -1,9 +1,9 @@
-//! The trial: a device is opened, a little memory is pinned through a real pool, copied both ways and compared, and the
-//! speed of the copies is compared with that of the device's PCIe link.
+//! The trial: a device is opened, a little memory is pinned through a real pool, copied both ways
+//! and compared, and the speed of the copies is compared with that of the device's PCIe link.
 //!
-//! Several copies are in flight at once and the best of a few rounds counts, since other load makes single copies slow.
-//! A low speed is only a warning. Each step has a timeout; the buffers of a device that does not answer stay with the
-//! pool, and the report is printed all the same.
+//! Several copies are in flight at once and the best of a few rounds counts, since other load makes
+//! single copies slow. A low speed is only a warning. Each step has a timeout; the buffers of a
+//! device that does not answer stay with the pool, and the report is printed all the same.
 
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -18,8 +18,8 @@ use super::{Amount, Case, Measured, Report, Verdict, parse};
 const USUAL_TRIAL: u64 = 64 << 20;
 /// The smallest trial: less does not show a speed.
 const LEAST_TRIAL: u64 = 1 << 20;
-/// All memory that the trial uses, in sizes of it: the pool, what is copied and what comes back, and on the host device
-/// the device's memory. It is half of what is left at most.
+/// All memory that the trial uses, in sizes of it: the pool, what is copied and what comes back,
+/// and on the host device the device's memory. It is half of what is left at most.
 const TRIALS_TAKEN: u64 = 4;
 /// The timeout of each step of the trial: longer than a step takes on a device that works.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -33,7 +33,7 @@ fn asked(case: &Case) -> u64 {
     case.pin.unwrap_or(case.capacity.min(USUAL_TRIAL)).max(LEAST_TRIAL)
 }
 
-/// Bytes to pin and copy: what was asked for, cut to a part of what is left. `None`: too little is left.
+/// Bytes to pin and copy: as asked for, cut to a part of what is left. `None`: too little.
 fn trial(case: &Case) -> Option<u64> {
     let most = case.left.map_or(u64::MAX, |left| (left / (2 * TRIALS_TAKEN)) & !(LEAST_TRIAL - 1));
     Some(asked(case).min(most)).filter(|trial| *trial >= LEAST_TRIAL)
@@ -127,14 +127,14 @@ fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Verdict, Optio
     }
 }
 
-/// Bytes of this process's memory that are on transparent huge pages. The trial runs on the real system, so this reads
-/// the real `/proc`, whatever the root. `None`: the kernel does not show it (before Linux 4.14).
+/// Bytes of this process's memory on transparent huge pages, by the real `/proc`, whatever the
+/// root: the trial runs on the real system. `None`: it is not shown (before Linux 4.14).
 fn huge_bytes() -> Option<u64> {
     parse::kib(&std::fs::read_to_string("/proc/self/smaps_rollup").ok()?, "AnonHugePages")
 }
 
-/// Uploads and downloads several times, compares every byte, and measures the times. Returns the offset of the first
-/// wrong byte, counted over all buffers, if there is one.
+/// Uploads and downloads several times, compares every byte, and measures the times. Returns the
+/// offset of the first wrong byte, counted over all buffers, if there is one.
 fn copy(device: &Device, pool: &Pool, patience: Duration, measured: &mut Measured) -> Result<Option<usize>> {
     let stats = pool.stats();
     let part = ((stats.pinned_bytes + stats.unpinned_bytes) / 8).min(LARGEST_COPY) & !4095;

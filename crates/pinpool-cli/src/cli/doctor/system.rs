@@ -1,8 +1,8 @@
 //! Reading the files of `/proc` and `/sys`, below a root.
 //!
-//! The checks learn about the system by reading files only; limits, capabilities and control groups of this process are
-//! in `/proc/self`. So a test can replace the machine by a folder, for every condition. A file that a machine, a
-//! container or a sandbox does not show is `None`, or [`Unseen`] where a check cannot do without it.
+//! The checks learn about the system by reading files only (`/proc/self` has the process's own
+//! limits), so a test can replace the machine by a folder. A file that is not shown is `None`, or
+//! [`Unseen`] where a check cannot do without it.
 
 use std::fs;
 use std::path::{Path, PathBuf};

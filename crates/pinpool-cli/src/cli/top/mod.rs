@@ -1,9 +1,9 @@
-//! `pinpool top`: the pools of a process that serves `/metrics`, live in a terminal, or once as text.
+//! `pinpool top`: the pools of a process that serves `/metrics`, live or once as text.
 //!
-//! `scrape.rs` fetches `/metrics` and parses it; `view.rs` computes rates, quantiles and alarms from the answers of the
-//! last minutes, and makes a page of text of them, which is printed again and again. None of the library's code is
-//! used: everything shown is computed from the metrics that the other process exports, so a Prometheus server can show
-//! the same.
+//! `scrape.rs` fetches `/metrics` and parses it; `view.rs` computes rates, quantiles and alarms
+//! from the answers of the last minutes, and makes a page of text of them, which is printed again
+//! and again. None of the library's code is used: everything shown is computed from the metrics
+//! that the other process exports, so a Prometheus server can show the same.
 
 mod scrape;
 mod view;

@@ -1,9 +1,9 @@
 //! Fetching `/metrics` and reading Prometheus's text format.
 //!
-//! Of the format `top` needs only samples: a name, two labels, a number. Comments, types, timestamps, metrics of other
-//! programs and malformed lines are skipped. A server may also send too much, so the bytes read and the time of a fetch
-//! are bounded, and the work is linear in the length of the answer. The values of labels are escaped here, so that
-//! printed text cannot steer a terminal.
+//! Of the format `top` needs only samples: a name, two labels, a number. Comments, types,
+//! timestamps, metrics of other programs and malformed lines are skipped. A server may send too
+//! much, so the bytes read and the time of a fetch are bounded, and the work is linear in the
+//! answer. The values of labels are escaped here, so that printed text cannot steer a terminal.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -14,15 +14,15 @@ use super::super::escape::clean;
 const FETCH_TIMEOUT: Duration = Duration::from_secs(3);
 /// The most bytes of an answer.
 const LARGEST_ANSWER: u64 = 10 << 20;
-/// The most characters of a label's value. A pool's name has no more: 103, and 21 for the number of a repeated name.
+/// The most characters of a label's value: a pool's name has 103, and 21 for its number.
 const LONGEST_LABEL: usize = 124;
 /// The most characters of an error.
 const LONGEST_ERROR: usize = 300;
 
-/// The labels that tell the samples of a pool's or device's metric apart. Each of pinpool's metrics has at most one.
+/// The labels that tell a metric's samples apart. Each of pinpool's metrics has at most one.
 const PART_LABELS: [&str; 7] = ["state", "stride", "class", "reason", "direction", "stream", "le"];
 
-/// A pool's or a device's samples of a metric, by the value of the other label, which is empty where there is none.
+/// A pool's or a device's samples of a metric, by the value of the other label, or empty.
 type OwnerSamples = BTreeMap<Box<str>, f64>;
 
 /// One answer of a server: samples by metric, and then by pool or device (the *owner*).
@@ -78,11 +78,10 @@ impl Scrape {
     }
 }
 
-/// Parses a line `name{label="value",...} number` of pinpool's metrics: the name, the pool or device, the part, the
-/// number.
+/// Parses `name{label="value",...} number` of pinpool: name, pool or device, part, number.
 ///
-/// Existing parsers do not fit: `prometheus-parse` cuts labels at commas and braces within their quotes, others refuse
-/// the whole answer for one malformed line.
+/// Existing parsers do not fit: `prometheus-parse` cuts labels at commas and braces within their
+/// quotes, others refuse the whole answer for one malformed line.
 fn sample(line: &str) -> Option<(&str, Box<str>, Box<str>, f64)> {
     let line = line.trim_start();
     let end = line.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'))?;
@@ -124,7 +123,7 @@ fn quoted(text: &str) -> Option<(String, &str)> {
             },
             c => c,
         };
-        // The value is cut to `LONGEST_LABEL` characters in the end, of at most four bytes each: no more is kept.
+        // The value is cut to `LONGEST_LABEL` characters of at most four bytes: no more is kept.
         if value.len() <= 4 * LONGEST_LABEL {
             value.push(c);
         }

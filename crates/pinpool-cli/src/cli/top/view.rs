@@ -1,7 +1,7 @@
-//! What `top` shows: rates, quantiles and alarms, computed from a server's answers of the last minutes.
+//! What `top` shows: rates, quantiles and alarms, from a server's answers of the last minutes.
 //!
-//! A [`History`] keeps the answers, and [`History::page`] makes text of them. The page of `examples/dashboard` shows
-//! the same, from the same metrics.
+//! A [`History`] keeps the answers, and [`History::page`] makes text of them. The page of
+//! `examples/dashboard` shows the same, from the same metrics.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -15,8 +15,7 @@ const RATE: Duration = Duration::from_secs(5);
 const RECENT: Duration = Duration::from_secs(60);
 /// How long an answer is kept: a little longer than [`RECENT`].
 const KEEP: Duration = Duration::from_secs(70);
-/// The most samples kept, all answers added up; ten thousand take a few megabytes. Large answers are kept for a shorter
-/// time.
+/// The most samples kept in all; ten thousand take a few megabytes.
 const KEPT: usize = 500_000;
 /// The most pools, and the most devices, that are shown: a server with more is broken or hostile.
 const SHOWN: usize = 50;
@@ -59,7 +58,7 @@ impl History {
         }
     }
 
-    /// Everything to show: alarms, then devices, then each pool. Before the first answer: why there is none.
+    /// Everything to show: alarms, devices, each pool. Before the first answer: why there is none.
     pub fn page(&self, now: Instant) -> String {
         let Some((at, scrape)) = self.scrapes.back() else {
             let why = self.trouble.as_ref().map(|why| format!("ALARM: {why}\n"));
@@ -101,8 +100,8 @@ impl History {
         page
     }
 
-    /// The youngest answer that is at least `age` older than the last one, else the oldest, and the seconds between the
-    /// two. `None`: there is only one answer.
+    /// The youngest answer that is at least `age` older than the last one, else the oldest, and the
+    /// seconds between the two. `None`: there is only one answer.
     fn before(&self, age: Duration) -> Option<(f64, &Scrape)> {
         let (now, _) = self.scrapes.back()?;
         let old_enough = |old: &&(Instant, Scrape)| now.saturating_duration_since(old.0) >= age;
@@ -124,8 +123,7 @@ impl History {
         self.since(RATE, name, owner, part).map(|(count, seconds)| count / seconds)
     }
 
-    /// An upper bound of a quantile of the values counted in the last minute, or of all values if there is only one
-    /// answer.
+    /// An upper bound of a quantile of the last minute's values, or of all with one answer.
     pub fn quantile(&self, q: f64, name: &str, owner: &str) -> Option<f64> {
         let name = format!("{name}_bucket");
         let (_, scrape) = self.scrapes.back()?;
