@@ -36,11 +36,10 @@
 //!
 //! # What is different from a GPU
 //!
-//! - **Memory.** `aclrtMallocHost` allocates a pool's memory, once for each
+//! - **Memory.** `aclrtMallocHost` allocates a pool's memory, for each
 //!   [extent](crate::PoolBuilder::extent). Registering memory ([`Pool::adopt`](crate::Pool::adopt),
 //!   [`Device::register`](crate::Device::register),
-//!   [`Backing::Registered`](crate::Backing::Registered)) needs `aclrtHostRegister`, in whole
-//!   pages.
+//!   [`Backing::Registered`](crate::Backing::Registered)) needs `aclrtHostRegister`, by pages.
 //! - **Alignment.** A copy is asynchronous only where both addresses are multiples of 64
 //!   (documentation of `aclrtMemcpyAsync`, CANN 6.0 to 9.0) and the host's memory is page-locked.
 //!   Every other copy *waits* for the stream, in the call. Buffers start on multiples of 64 and
@@ -79,8 +78,8 @@ use crate::error::{Error, Result};
 use crate::stream::Stream;
 
 /// A device in a context that the server made (`aclrtCreateContext`), as of `cuda::adopt_context`.
-/// An open device's default context is recognised, and gives that device: one that was set is
-/// opened by [`Device::open`].
+/// An open device's default context is recognised, and gives that device: [`Device::open`] opens
+/// one that was set.
 ///
 /// `keep_alive` is dropped after the crate's last call in the context, on any thread. If the device
 /// is open already and has a `keep_alive`, this one is dropped at once. `()` keeps nothing.

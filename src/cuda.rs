@@ -79,8 +79,7 @@
 //! (`CU_STREAM_NON_BLOCKING`): they have no implicit order with the legacy default stream, on which
 //! `cudaMemcpy` and kernels launched on "stream 0" run. Where both use the same memory, order them:
 //!
-//! - the crate's work first: wait for the handle of the copy
-//!   ([`InFlight::wait`](crate::InFlight::wait)) before the other work starts;
+//! - the crate's work first: wait for the [copy](crate::InFlight::wait) before the other's;
 //! - the crate's work last: synchronise with the other stream first;
 //! - or adopt the other stream, and use [`Stream::wait_for`] in either direction.
 //!

@@ -318,8 +318,7 @@ impl CudarcStream {
             Owner::Same
         } else {
             self.orders(owner)?;
-            // SAFETY: the slice keeps the stream alive, later the adopted one does. Captures: see
-            // `new`.
+            // SAFETY: the slice keeps the stream alive, then the adopted one. Captures: see `new`.
             let owner = unsafe { adopt_stream(self.ours.device(), owner.cu_stream().cast(), owner.clone()) };
             owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(capturing)?;
             Owner::Other

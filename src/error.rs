@@ -133,12 +133,11 @@ pub struct DeviceError {
 /// # Waits
 /// The error with which the stream was lost; a buffer is then quarantined.
 /// [`Capturing`](Self::Capturing) if completion cannot be known before a capture of the stream
-/// ends. [`Unsupported`](Self::Unsupported) on a thread of the crate, as in a waker or a source,
-/// where a wait could never end.
+/// ends. [`Unsupported`](Self::Unsupported) for a quarantined buffer, and on a thread of the crate,
+/// as in a waker or a source, where a wait could never end.
 ///
 /// # Transfers
-/// - Before anything is copied, and with what was given: as for [copies](#copies), inside of
-///   [`Piece`](Self::Piece) where a call names many.
+/// - First, with what was given: as for [copies](#copies), in a [`Piece`](Self::Piece) of many.
 /// - Later: [`Read`](Self::Read), [`Write`](Self::Write), and what the pool or the device said,
 ///   inside of [`Transfer`](Self::Transfer) where a source, a sink or a slice is copied.
 /// - [`Timeout`](Self::Timeout) after the [copier's deadline](crate::Copier::with_timeout),
@@ -174,8 +173,7 @@ pub enum Error {
         /// Bytes that the target has.
         have: usize,
     },
-    /// A thing of one device, context, thread or stream was used with another's. No copy goes
-    /// between devices.
+    /// Something was used with another device, context or thread. No copy crosses devices.
     #[error(
         "{what} of {} cannot be used with {}: {remedy}",
         if of == with { format!("another opening of {}", shown(of)).into() } else { shown(of) }, shown(with)
@@ -292,10 +290,9 @@ pub enum Error {
     )]
     Forked,
     /// The source of a transfer could not be read, or has become shorter
-    /// ([`UnexpectedEof`](ErrorKind::UnexpectedEof)). Of a transfer that had begun, the bytes
-    /// before [`Progress::landed_to`](crate::copier::Progress::landed_to) are there. With too many
-    /// files open, the kind is [`QuotaExceeded`](ErrorKind::QuotaExceeded), and the class
-    /// transient.
+    /// ([`UnexpectedEof`](ErrorKind::UnexpectedEof)). The bytes before
+    /// [`Progress::landed_to`](crate::copier::Progress::landed_to) have arrived. With too many
+    /// files open, the kind is [`QuotaExceeded`](ErrorKind::QuotaExceeded): transient.
     #[error("{} cannot be read at offset {offset}: {}", shown(what), shown(text))]
     Read {
         /// The file, or the name of another source.
@@ -584,12 +581,12 @@ impl From<Error> for std::io::Error {
 }
 
 /// The error of a call that was given a buffer or memory, and what it was given, if the device
-/// cannot be using it. (After a timeout of
-/// [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the handle.)
+/// cannot be using it. (Of [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the handle,
+/// after a timeout or in a capture.)
 ///
 /// `buffer: None` means that the driver was called and may still use the buffer. A pool's segment
 /// returns by itself once a later event on that stream is seen complete. Memory that was to be
-/// registered is leaked, and the log says so.
+/// registered is leaked.
 ///
 /// ```
 /// # use pinpool::{Device, Error, Pool, Unpinned};

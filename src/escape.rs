@@ -25,8 +25,8 @@ pub fn unnamed<'a>(text: &'a str, name: &str) -> &'a str {
     text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(text)
 }
 
-/// The start of a text, escaped: at most this many characters, and `...` if there are more. No copy
-/// is made of a text that is shown as it is.
+/// The start of a text, escaped, and `...` if it has more than `most` characters. Copies if need
+/// be.
 pub fn clean(text: &str, most: usize) -> Cow<'_, str> {
     // (A text has at least as many bytes as characters.)
     if text.len() <= most && text.chars().all(is_plain) {

@@ -6,7 +6,7 @@
 //! So an exit handler of the crate runs before the driver's and *shuts the gate*:
 //!
 //! 1. From then on no [`Pass`] is given out. Every call of a vendor's library needs one
-//!    ([`crate::device::gate`]), on any thread. So does every drop of a value of the program's
+//!    (`device::gate`), on any thread. So does every drop of a value of the program's
 //!    ([`crate::foreign::discard`]), since that drop may call the library too.
 //! 2. The handler waits until the threads that have a pass give it back, but not for longer than
 //!    [`EXIT_TIMEOUT`]: a call behind a kernel that hangs never returns.

@@ -234,8 +234,7 @@ pub use stream::Stream;
 ///
 /// A trait that the crate's generic code uses is public, and so are the methods of the traits that
 /// it stands on: with a bound on it, code outside the crate can call them, hidden or not. So each
-/// takes a `Key`, which only the crate can name or make. (No public function returns one, so
-/// inference does not help.)
+/// takes a `Key`, which only the crate can name or make. (No public function returns one.)
 mod sealed {
     /// Proof that the crate itself makes the call.
     #[derive(Clone, Copy, Debug)]

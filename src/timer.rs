@@ -1,10 +1,9 @@
 //! The timer: runs a short piece of work at a time, on a thread of its own.
 //!
-//! There is one thread for the process, which starts with the first work and ends when it has had
-//! none for a while. Work is short and makes no driver's call: it looks at windows again, has a
-//! growth tried again, reports a wait that lasts, or wakes a task whose time is up. Wakers and
-//! subscribers are the program's code: one that blocks holds up all others. Where the system has no
-//! room for the thread, the work is not done.
+//! The process has one such thread, while there is work. Work is short and makes no driver's call:
+//! it looks at windows again, has a growth tried again, reports a wait that lasts, or wakes a task
+//! whose time is up. Wakers and subscribers are the program's code: one that blocks holds up all
+//! others. Where the system has no room for the thread, the work is not done.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -122,13 +122,13 @@ impl Device {
     /// `stable_deref_trait`), and every other type that derefs to bytes that stay where they are.
     ///
     /// # Errors
-    /// With the value, unless it may be registered all the same: [`Error::Unsupported`] from
-    /// devices and drivers that register nothing; else [as every call](Error#every-call). CUDA
-    /// refuses bytes that are registered already (712), memory of its own, and memory whose pages
-    /// cannot be pinned for writing, which [`register_read_only`](Self::register_read_only) takes:
-    /// mappings opened for reading, and shared mappings of files on most disk file systems. Ascend
-    /// registers whole pages of 4 KiB, each once, and by either call refuses bytes that cannot be
-    /// written to.
+    /// With the value, unless it may be registered all the same: [`Error::Argument`] for no bytes;
+    /// [`Error::Unsupported`] from devices and drivers that register nothing; else [as every
+    /// call](Error#every-call). CUDA refuses bytes that are registered already (712), memory of its
+    /// own, and memory whose pages cannot be pinned for writing, which
+    /// [`register_read_only`](Self::register_read_only) takes: mappings opened for reading, and
+    /// shared mappings of files on most disk file systems. Ascend registers whole pages of 4 KiB,
+    /// each once, and by either call refuses bytes that cannot be written to.
     pub fn register<T>(&self, value: T) -> Result<Registered<T>, SubmitError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,

@@ -144,8 +144,7 @@ fn a_wake_waits_for_no_event_and_for_no_drop() {
     assert_eq!(calls.all(), ["put off behind them", "event", "woken by a drop", "the end of the drop"]);
 }
 
-/// A guard that unwinding drops ends its deferral, and what was put off runs even then. A thread
-/// that panics goes on until it ends by itself.
+/// A guard that unwinding drops ends its deferral, and what was put off runs even then.
 #[test]
 fn unwinding_ends_deferrals() {
     let (calls, lives, lock) = (Calls::default(), Cell::new(0), Mutex::new(()));

@@ -82,8 +82,7 @@ impl ControlGroups {
     }
 }
 
-/// Bytes that the system below `root` has available, and bytes that this process's control groups
-/// still allow. `None`: unknown, or no limit.
+/// Bytes that the system below `root` has available, and that the groups allow. `None`: no limit.
 pub fn available(root: &Path) -> [Option<u64>; 2] {
     let meminfo = text(root, "/proc/meminfo").unwrap_or_default();
     let kib = stat(&meminfo, "MemAvailable:");
@@ -155,9 +154,8 @@ pub fn group(text: &str, controller: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// What is left in the tightest group of a machine whose process is in the group `own`, of
-    /// version 2. Mounted are these folders of the hierarchy; what a group below each of them has
-    /// left is one byte more than below the one before.
+    /// What is left in the tightest group of a process in the group `own`, of version 2. A group
+    /// below each mounted folder has one byte more left than below the one before.
     fn left(own: &str, mounted: &[(&str, &str)]) -> Option<u64> {
         let root = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {

@@ -20,7 +20,8 @@ impl Pool {
     /// ended early, the result says why ([`Pinning::error`]); the call succeeds all the same.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout).
+    /// [`Error::Timeout`](crate::Error::Timeout); [`Error::Unsupported`](crate::Error::Unsupported)
+    /// on the region thread, which would wait for itself.
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
         let since = Instant::now();
         let deadline = timeout.and_then(|t| since.checked_add(t));
@@ -59,10 +60,10 @@ impl Pool {
     /// ```
     ///
     /// # Errors
-    /// With the memory, unpinned and as it was: [`Error::Argument`](crate::Error::Argument),
-    /// [`Error::Exhausted`](crate::Error::Exhausted),
-    /// [`Error::Impossible`](crate::Error::Impossible) for more than the capacity,
-    /// [`Error::Closed`](crate::Error::Closed), and as for
+    /// With the memory, unpinned and as it was: [`Error::Argument`](crate::Error::Argument) without
+    /// a whole page, [`Error::Exhausted`](crate::Error::Exhausted),
+    /// [`Error::Impossible`](crate::Error::Impossible) for more than the capacity less what is
+    /// quarantined, [`Error::Closed`](crate::Error::Closed), and as for
     /// [`Device::register`](crate::Device::register).
     pub fn adopt<T>(&self, memory: T) -> Result<RegionInfo, SubmitError<T>>
     where

@@ -144,10 +144,11 @@ impl<'a> Loader<'a> {
     /// (but for those that come [`first`](Self::first)); dropping it cancels the rest.
     ///
     /// # Errors
-    /// Of the caller's memory: [`Error::Mismatch`], and [`Error::Argument`] where it is short, not
-    /// aligned, or overlaps what was given before; they are the cause of an [`Error::Tensor`] for a
-    /// tensor's place. [`Error::Malformed`] for a file that was written to since it was opened.
-    /// Else [as every call](Error#every-call). Transfers that were started are cancelled.
+    /// [`Error::Argument`] for a wrong alignment. Of the caller's memory: [`Error::Mismatch`], and
+    /// [`Error::Argument`] where it is short, not aligned, or overlaps what was given before; they
+    /// are the cause of an [`Error::Tensor`] for a tensor's place. [`Error::Malformed`] for a file
+    /// that was written to since it was opened. Else [as every call](Error#every-call). Transfers
+    /// that were started are cancelled.
     pub fn start(self) -> Result<Load> {
         self.begin(false)
     }

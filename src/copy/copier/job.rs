@@ -35,7 +35,7 @@ pub(super) trait Plan: Send + Sync {
     }
 
     /// Whether the bytes of all chunks are copied from or to where they are on the host: see
-    /// [`Chunk::runs`]. Else the worker that takes a chunk brings a segment for it.
+    /// [`Chunk::parts`]. Else the worker that takes a chunk brings a segment for it.
     fn is_in_place(&self) -> bool {
         false
     }
