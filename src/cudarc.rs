@@ -318,7 +318,8 @@ impl CudarcStream {
             Owner::Same
         } else {
             self.orders(owner)?;
-            // SAFETY: the slice keeps the stream alive, then the adopted one. Captures: see `new`.
+            // SAFETY: the stream is alive, since the slice has it, and the adopted stream keeps it
+            // so. The promise about captures is `new`'s.
             let owner = unsafe { adopt_stream(self.ours.device(), owner.cu_stream().cast(), owner.clone()) };
             owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(capturing)?;
             Owner::Other

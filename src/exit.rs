@@ -42,7 +42,7 @@ static PASSES: [CachePadded<AtomicUsize>; STRIPES] =
     [const { CachePadded::new(AtomicUsize::new(0)) }; STRIPES];
 
 thread_local! {
-    /// How many passes this thread has. (Neither has a destructor: those of others can take one.)
+    /// How many passes this thread has. (Without a destructor, so that others' can take a pass.)
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     /// Which counter this thread uses, plus one.
     static STRIPE: Cell<usize> = const { Cell::new(0) };

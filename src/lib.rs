@@ -1,8 +1,9 @@
 //! A pool of page-locked ("pinned") host memory for inference servers.
 //!
-//! Accelerators copy at full speed from and to pinned memory only, and pinning takes the system
-//! long. So the pool pins large *regions*, once, and cuts them into *segments* by size class. A
-//! segment is checked out as a buffer, filled, copied on a stream to or from a device, and returns.
+//! Accelerators copy at full speed from and to pinned memory only, and pinning takes long. So the
+//! pool pins large *regions*, once, and cuts them into *segments* by size class. A segment is
+//! checked out as a buffer, filled, copied on a stream to or from a device, and returns by itself
+//! when the copy is complete.
 //!
 //! # The one rule
 //!

@@ -51,7 +51,8 @@ pub(crate) fn page_size() -> usize {
     })
 }
 
-/// Maps `len` bytes (rounded up to pages) of zeroed private memory on a multiple of `align`.
+/// Maps `len` bytes (some, in whole pages) of zeroed memory on a multiple of `align`, a power of
+/// two.
 pub(crate) fn map(len: usize, align: usize) -> Result<NonNull<u8>> {
     debug_assert!(len > 0 && align.is_power_of_two());
     let page = page_size();
@@ -338,7 +339,8 @@ pub(super) fn pin_library() {
     if unsafe { libc::dladdr(here, &raw mut found) } == 0 || found.dli_fname.is_null() {
         return;
     }
-    // Nothing is loaded: the call finds what is there. SAFETY: the name is the loader's own.
+    // Nothing is loaded: the call finds what is there, or nothing where this is the program. The
+    // handle is not closed. SAFETY: the name is the loader's own.
     unsafe { libc::dlopen(found.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
 }
 

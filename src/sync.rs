@@ -129,7 +129,7 @@ pub(crate) mod thread {
         CURRENT.with(Clone::clone)
     }
 
-    /// Parks this thread until it is unparked or the deadline passes, or for no reason less.
+    /// Parks this thread until it is unparked or the deadline passes; may return earlier.
     pub(crate) fn park_until(deadline: Option<Instant>) {
         #[cfg(loom)]
         {

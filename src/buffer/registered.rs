@@ -3,7 +3,7 @@
 //!
 //! The value and its registration are one reference-counted object. Its owners are the
 //! [`Registered`] and each entry on a timeline that a copy made. The last owner's drop has the
-//! region thread unregister the bytes and then drop the value. Else the value is leaked.
+//! region thread unregister the bytes and then drop the value. What stays registered is leaked.
 //!
 //! While the program has the [`Registered`] itself, nothing is in flight, and of an `Arc` the
 //! timeline has a clone, so the program cannot get exclusive access before the copy is done. So the

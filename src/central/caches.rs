@@ -252,7 +252,7 @@ impl CentralPool {
     }
 
     /// Reclaims what other threads will hardly miss: the transfer caches, this thread's cache, and
-    /// those of idle threads (if that may help with `bytes` bytes). `false`: nothing was.
+    /// idle threads' (if that may help with `bytes` bytes). `false`: there was nothing.
     fn reclaim_idle(&self, core: &mut Core, mine: Option<&ThreadCache>, bytes: usize) -> bool {
         let mut any = self.drain_transfers(core);
         any |= mine.is_some_and(|cache| empty(&mut core.arena, CacheTable::mine(cache)));

@@ -67,6 +67,7 @@ pub(super) fn current<'a>() -> Option<&'a ThreadCache> {
     let cache = CURRENT_CACHE.try_with(Cell::get).ok().filter(|cache| !cache.is_null())?;
     // SAFETY: it is `NO_CACHE`, which is static, or a lease in `LEASES` keeps it alive on this
     // thread and resets `CURRENT_CACHE` at its end. It is used within a call on this thread.
+    // Neither is null.
     Some(unsafe {
         std::hint::assert_unchecked(!cache.is_null());
         &*cache

@@ -357,7 +357,8 @@ impl Stream {
     }
 
     /// [`hold`](Self::hold), with an event that many holds share: for programs that hold buffers
-    /// more often than they copy, on a stream of their own, and would record an event for each.
+    /// more often than they copy, on a stream of their own, where an event for each would cost
+    /// most.
     ///
     /// It waits for everything that was submitted before the call, as `hold` does, and until the
     /// event is recorded: by the next copy or hold that records one, by the sixteenth hold that

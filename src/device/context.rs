@@ -122,7 +122,7 @@ impl Context {
 
     /// The counts of streams that have ended: submitted, and completed.
     pub(crate) fn past(&self) -> [u64; 2] {
-        // Acquire: pairs with the release below: what this reading has completed is submitted.
+        // Acquire: pairs with the release below: what is read as completed is read as submitted.
         let completed = self.past[1].load(Ordering::Acquire);
         [self.past[0].load(Ordering::Relaxed), completed]
     }

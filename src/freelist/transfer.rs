@@ -126,7 +126,8 @@ impl TransferCache {
         let mut chain = Chain::new();
         for stack in self.0.iter().filter(|stack| stack.count() > 0) {
             stack.with(stack.segments.lock(), |segments| {
-                // SAFETY: a segment in a transfer cache is alive, free and in no other list.
+                // SAFETY: alive, free and in no other list while in a transfer cache; taken out
+                // here.
                 segments.drain(..).for_each(|descriptor| unsafe { chain.push(descriptor) });
             });
         }

@@ -190,7 +190,8 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 use std::os::fd::FromRawFd;
-                // SAFETY: this thread's table is a copy now, with both numbers this file's.
+                // SAFETY: this thread's table is a copy from here on. In it the number of the other
+                // file is given to this file too, and to no other.
                 let file = unsafe {
                     assert_eq!(libc::unshare(libc::CLONE_FILES), 0);
                     assert_eq!(libc::dup2(mine.as_raw_fd(), other.as_raw_fd()), other.as_raw_fd());

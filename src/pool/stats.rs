@@ -14,7 +14,7 @@ use crate::telemetry::counters::{ErrorCounts, RefusedCounts};
 /// A pool's bytes and counts at one moment: [`Pool::stats`].
 ///
 /// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes
-/// + unpinned_bytes`, always. While threads use the pool, calls under way blur the parts.
+/// + unpinned_bytes`, always. Each part is exact, but for calls under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {

@@ -164,7 +164,8 @@ impl Copier {
         // SAFETY: the caller's promise.
         let plan: Arc<dyn Plan + '_> = Arc::new(unsafe { Borrowed::new(piece) });
         // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and
-        // `Lending` waits for that, also on unwinding. Later a worker may only drop it: `get`.
+        // `Lending` waits for that, also on unwinding. A worker may keep the plan longer, to drop
+        // it: a drop of `get`.
         let plan = unsafe { std::mem::transmute::<Arc<dyn Plan + '_>, Arc<dyn Plan>>(plan) };
         self.workers.start()?;
         let job = self.job(direction, survey, name, plan);

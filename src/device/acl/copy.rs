@@ -101,8 +101,9 @@ impl Acl {
                 true => CopyCall { dst: there, src: staged.cast(), len, kind: HOST_TO_DEVICE },
                 false => CopyCall { dst: staged.cast(), src: there, len, kind: DEVICE_TO_HOST },
             };
-            // SAFETY: within the range, which the caller promises until this returns; it does not
-            // overlap the staging memory, which has room for `len` bytes and is free.
+            // SAFETY: within the range, which the caller promises until this returns; the staging
+            // memory lies elsewhere, has room for `len` bytes, and is free: the copy before has
+            // succeeded.
             let copied = unsafe {
                 let host = host.add(from);
                 if up {

@@ -240,7 +240,8 @@ impl Owned {
         let stream = engine.stream(direction, priority);
         let buf = (buf, (!is_up).then_some(self.chunk.data));
         let sent = self.lend().and_then(|lent| {
-            // SAFETY: within the segment or what is lent, and within the slot or the job's memory.
+            // SAFETY: as laid out: in the segment or what is lent, and in the slot or the job's
+            // memory.
             unsafe { engine.submit(stream, buf, lent, &mut transfers, memories) }
         });
         match sent {
