@@ -77,9 +77,8 @@ use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
-/// A device in a context that the server made (`aclrtCreateContext`), as of `cuda::adopt_context`.
-/// An open device's default context is recognised, and gives that device: [`Device::open`] opens
-/// one that was set.
+/// A device in a context that the server made (`aclrtCreateContext`). An open device's default
+/// context is recognised, and gives that device: [`Device::open`] opens one that was set.
 ///
 /// `keep_alive` is dropped after the crate's last call in the context, on any thread. If the device
 /// is open already and has a `keep_alive`, this one is dropped at once. `()` keeps nothing.
@@ -89,7 +88,8 @@ use crate::stream::Stream;
 ///
 /// # Safety
 /// `context` is a context of AscendCL, and stays one until `keep_alive` is dropped. Where that
-/// keeps nothing: until the device and all that came from it is gone, and after the last call.
+/// keeps nothing: until the device and everything that came from it has been dropped, and the
+/// crate's threads have made their last calls.
 pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + Sync) -> Result<Device> {
     let keep_alive = kept(keep_alive);
     // SAFETY: the caller promises that it is a context, and for how long.
@@ -114,8 +114,9 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
 /// # Safety
 /// `stream` is not captured while this crate submits to it. It is a stream of AscendCL or null, and
 /// stays one until `keep_alive` is dropped. Where that keeps nothing: until everything that was
-/// submitted to it through this crate is complete: its last handle, or [`Stream::synchronize`], was
-/// waited for; behind a [patient hold](Stream::hold_patiently) also [`Stream::record_holds`].
+/// submitted to it through this crate is known to be complete: the last handle in flight was waited
+/// for, or [`Stream::synchronize`] has returned; behind a [patient hold](Stream::hold_patiently)
+/// [`Stream::record_holds`] has succeeded as well.
 pub unsafe fn adopt_stream(
     device: &Device,
     stream: *mut c_void,

@@ -113,12 +113,10 @@ impl PoolBuilder {
     ///   16th of the capacity and 256 segments. So `n` threads that pass buffers of `c` sizes to
     ///   each other keep `n + 2 c` times this setting at most.
     /// - **Within a cache**, a size class has room for half of the bytes left at a thread's first
-    ///   use of it, for 64 segments at most. Without room for two it is not cached or takes
-    ///   others'.
+    ///   use of it, for 64 segments at most. Without room for two it takes others', or none.
     /// - **A request that finds nothing else** takes what lies between threads or is in caches idle
-    ///   for a millisecond, and everything if it may not wait for the growth
-    ///   ([`try_checkout`](crate::Pool::try_checkout)), if the pool can grow no more, or if a
-    ///   request waits.
+    ///   for a millisecond, and everything if it may not wait for growth
+    ///   ([`try_checkout`](crate::Pool::try_checkout)), if the pool cannot grow, or if one waits.
     pub fn thread_cache(mut self, bytes: usize) -> Self {
         self.thread_cache = Some(bytes);
         self
@@ -184,8 +182,8 @@ impl PoolBuilder {
         self
     }
 
-    /// A call before a region is unpinned, on the region thread, for a program that registered the
-    /// region elsewhere, too ([`Pool::regions`](crate::Pool::regions)). It must not call the pool.
+    /// `call` runs before a region is unpinned, on the region thread, for a program that registered
+    /// it elsewhere ([`Pool::regions`](crate::Pool::regions)). It must not call the pool.
     pub fn before_unpin(mut self, call: impl Fn(&RegionInfo) + Send + Sync + 'static) -> Self {
         self.before_unpin = Some(Box::new(call));
         self
@@ -195,7 +193,7 @@ impl PoolBuilder {
     ///
     /// While a pool of this name is open, the next one is `name#2`, and so on:
     /// [`Pool::name`](crate::Pool::name) returns the name in use. A pool that is built anew
-    /// continues the metrics. Names are cut after 100 characters, and escaped (`\u{1b}`).
+    /// continues the metrics. A name is cut after 100 characters, and unprintable ones are escaped.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self

@@ -159,10 +159,10 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
 /// # Safety
 /// The promise about captures on the [module's page](self) is kept. `stream` is a CUDA stream, and
 /// stays one until `keep_alive` is dropped. Where that keeps nothing: until everything that was
-/// submitted to it through this crate is complete: the last handle was waited for, or
-/// [`Stream::synchronize`] has returned; behind a [patient hold](Stream::hold_patiently) after
-/// [`Stream::record_holds`], too. (Default streams live long enough: the legacy one as long as its
-/// context, and a thread's own until its work is complete.)
+/// submitted to it through this crate is known to be complete: the last handle in flight was waited
+/// for, or [`Stream::synchronize`] has returned; behind a [patient hold](Stream::hold_patiently)
+/// [`Stream::record_holds`] has succeeded as well. (Default streams live long enough: the legacy
+/// one as long as its context, and a thread's own until its work is complete.)
 pub unsafe fn adopt_stream(
     device: &Device,
     stream: *mut c_void,

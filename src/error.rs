@@ -137,7 +137,8 @@ pub struct DeviceError {
 /// as in a waker or a source, where a wait could never end.
 ///
 /// # Transfers
-/// - First, with what was given: as for [copies](#copies), in a [`Piece`](Self::Piece) of many.
+/// - Before anything is copied, with what was given: as for [copies](#copies); where a call names
+///   many, inside of a [`Piece`](Self::Piece).
 /// - Later: [`Read`](Self::Read), [`Write`](Self::Write), and what the pool or the device said,
 ///   inside of [`Transfer`](Self::Transfer) where a source, a sink or a slice is copied.
 /// - [`Timeout`](Self::Timeout) after the [copier's deadline](crate::Copier::with_timeout),

@@ -190,7 +190,7 @@ impl DeviceSlice {
         Ok(Self { allocation: self.allocation.clone(), offset: self.offset + start, len: end - start })
     }
 
-    /// Ranges of one length: `first`, in bytes, and others, each `stride` bytes behind the last.
+    /// `count` ranges of one length: `first`, in bytes, then each `stride` behind the one before.
     ///
     /// # Errors
     /// [`Error::Argument`] where the last one leaves the slice, where they overlap (a stride of

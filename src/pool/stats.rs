@@ -159,7 +159,7 @@ impl Pool {
 
     /// Checks every invariant of the pool, for tests, fuzzing and diagnosis: no two segments
     /// overlap; each lies inside its extent, is aligned, spans what its length needs, is in one
-    /// state and in as many lists as that state allows; and the bytes by state sum up(if nothing
+    /// state and in as many lists as that state allows; and the bytes by state sum up (if nothing
     /// else uses the pool). The call takes milliseconds; meanwhile no thread uses its cache.
     ///
     /// Returns [`stats`](Self::stats), with the bytes checked out, in flight, claimed and

@@ -111,7 +111,7 @@ impl Pool {
     ///
     /// **Other buffers of the program are counted in the statistics only**
     /// ([`PoolStats`](crate::PoolStats), [`Snapshot`]): a checkout that a cache serves leaves no
-    /// record. To find it, build with [`track_checkouts`](crate::PoolBuilder::track_checkouts).
+    /// record. To find one, build with [`track_checkouts`](crate::PoolBuilder::track_checkouts).
     ///
     /// # What it costs
     ///
