@@ -15,10 +15,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The version of this interface. It changes when a program that was compiled with an older header could go wrong.
+// The interface's version. It changes when a program with an older header could go wrong.
 #define PINPOOL_ABI_VERSION 1
 
-// Memory of the system's, registered with the device (CUDA: `cuMemHostRegister`): the fastest to pin.
+// Memory of the system, registered with the device (`cuMemHostRegister`): pins fastest.
 #define PINPOOL_BACKING_REGISTERED 1
 
 // Memory that the device's driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`).
@@ -27,34 +27,34 @@
 // A pool of pinned memory.
 typedef struct pinpool_pool pinpool_pool;
 
-// How a call ended: `PINPOOL_OK`, or one of the other `PINPOOL_` numbers. `pinpool_last_error` has the cause and the
-// remedy.
+// How a call ended: `PINPOOL_OK`, or one of the other `PINPOOL_` numbers. `pinpool_last_error` has
+// the cause and the remedy.
 typedef int32_t pinpool_status;
 
 // How a pool is opened. Fields that are 0 have their defaults.
 typedef struct pinpool_options {
   // `sizeof(pinpool_options)`: later versions have more fields.
   size_t size;
-  // The devices that use the pool, separated by commas: `"cuda:0"`, `"cuda:0,cuda:1"`, `"acl:0"`, `"host"`, or
-  // `"auto"`, which is also what null stands for. The memory is near the first.
+  // The devices that use the pool, with commas: `"cuda:0"`, `"cuda:0,cuda:1"`, `"acl:0"`,
+  // `"host"`, or `"auto"`, like null. The memory is near the first.
   const char *device;
   // The cap on the pool's bytes. 0: 256 MiB.
   uint64_t capacity;
-  // The bytes to start with, of which the first are pinned when `pinpool_open` returns, and the rest soon after. 0:
-  // an eighth of the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
+  // The bytes to start with: `pinpool_open` returns when the first are pinned. 0: an eighth of
+  // the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
   uint64_t initial;
-  // Not 0: where the system refuses to pin, the pool serves memory that is not pinned. 0: that is an error.
+  // Not 0: serve memory that is not pinned where the system refuses. 0: that is an error.
   uint32_t allow_unpinned;
   // The pool's name in logs and metrics. Null: a number.
   const char *name;
-  // The length of the largest block that is to be served. The pool grows by pieces of that size, rounded up, since a
-  // block lies in one piece. 0: a little less than 256 MiB, and than the capacity.
+  // The longest block to be served. The pool grows by pieces of that size, rounded up. 0: a
+  // little less than 256 MiB, and than the capacity.
   uint64_t largest;
-  // The bytes that a thread may keep for its next allocations, which take no lock then. 0: a 32nd of the capacity,
-  // between 256 KiB and 64 MiB.
+  // The bytes that a thread may keep for its next allocations, which take no lock then. 0: a
+  // 32nd of the capacity, between 256 KiB and 64 MiB.
   uint64_t thread_cache;
-  // Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the
-  // device does best.
+  // Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`.
+  // 0: whichever the device does best.
   uint64_t backing;
 } pinpool_options;
 
@@ -81,7 +81,7 @@ typedef struct pinpool_stats {
 // The call has done what it says.
 #define PINPOOL_OK 0
 
-// The pool has no free memory for the request now, or the system has none. The same call may succeed later.
+// The pool or the system has no memory for the request now. The same call may succeed later.
 #define PINPOOL_EXHAUSTED 1
 
 // An argument makes no sense, or this device cannot do it. The same call fails again.
@@ -120,33 +120,33 @@ const char *pinpool_version(void);
 
 // Opens the devices and builds a pool.
 //
-// `PINPOOL_UNAVAILABLE` without the device or its driver; `PINPOOL_INVALID` for options that make no sense;
-// `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
+// `PINPOOL_UNAVAILABLE` without the device or its driver; `PINPOOL_INVALID` for options that make
+// no sense; `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
 //
 // # Safety
-// `options` is null, for the defaults, or points to options whose texts end with a zero byte. `pool` can be written.
+// `options` is null, for defaults, or has texts that end with a zero byte. `pool` can be written.
 pinpool_status pinpool_open(const struct pinpool_options *options,
                             struct pinpool_pool **pool);
 
-// Closes a pool when every block is freed and no hold is under way: waits for that, for at most so many milliseconds.
-// The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT` the pool still exists, blocks can be
-// freed, and the call can be made again. After `PINPOOL_OK` it does not exist. Null is closed.
+// Closes a pool when every block is freed and no hold is under way, for which it waits
+// `timeout_ms` at most. The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT`
+// it still exists: free blocks, and call again. After `PINPOOL_OK` it does not. Null is closed.
 //
 // A program that ends need not close its pools.
 //
 // # Safety
-// `pool` is null or a pool that is not closed, and no other call that names it is under way or follows one that has
-// returned `PINPOOL_OK`.
+// `pool` is null or a pool that is not closed, and no other call that names it is under way or
+// follows one that has returned `PINPOOL_OK`.
 pinpool_status pinpool_close(struct pinpool_pool *pool,
                              uint64_t timeout_ms);
 
-// Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of two of at most 2 MiB;
-// 0: 64). Its content is undefined. Where the pool has none, the call waits for at most `timeout_ms` milliseconds
-// until it has grown or a block has come back: 0 does not wait for either, `UINT64_MAX` waits without a limit. 0 bytes
-// are one.
+// Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of
+// two of at most 2 MiB; 0: 64). Its content is undefined. Where the pool has none, the call waits
+// for at most `timeout_ms` milliseconds until it has grown or a block has come back: 0 does not
+// wait for either, `UINT64_MAX` waits without a limit. 0 bytes are one.
 //
-// `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an alignment that no block
-// of this pool can have. Then `*block` is null.
+// `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an
+// alignment that no block of this pool can have. Then `*block` is null.
 //
 // # Safety
 // `pool` is a pool. `block` can be written.
@@ -156,8 +156,8 @@ pinpool_status pinpool_alloc(struct pinpool_pool *pool,
                              uint64_t timeout_ms,
                              void **block);
 
-// Frees a block. Its memory is allocated again when every hold on it is over; the call does not wait for that. Null is
-// freed.
+// Frees a block. Its memory is allocated again when every hold on it is over; the call does not
+// wait for that. Null is freed.
 //
 // `PINPOOL_UNKNOWN` if no block starts there.
 //
@@ -166,19 +166,19 @@ pinpool_status pinpool_alloc(struct pinpool_pool *pool,
 pinpool_status pinpool_free(struct pinpool_pool *pool,
                             void *block);
 
-// Keeps the block that `address` lies in until everything that is queued on a stream by now is complete, freed or not.
-// If the stream is being captured into a graph, the block is kept for as long as the graph and what is made from it
-// exist. The stream is a raw `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
+// Keeps the block that `address` lies in until everything queued on a stream by now is complete,
+// or, in a capture, for as long as the graph and what is made from it exist. The stream is a raw
+// `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
 //
-// Many holds share an event, which is recorded up to a millisecond later. So a hold may also wait for work that is
-// queued meanwhile.
+// Many holds share an event, which is recorded up to a millisecond later. So a hold may also wait
+// for work that is queued meanwhile.
 //
-// `PINPOOL_UNKNOWN` if the address lies in no block. After an error nothing more is kept than before: free the block
-// when the stream is known to be done with it.
+// `PINPOOL_UNKNOWN` if the address lies in no block. After an error nothing more is kept than
+// before: free the block when the stream is known to be done with it.
 //
 // # Safety
-// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned `PINPOOL_OK` and what
-// was queued on it is complete. It neither enters nor leaves a capture during the call.
+// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned
+// `PINPOOL_OK` and its work is complete. It neither enters nor leaves a capture meanwhile.
 pinpool_status pinpool_hold(struct pinpool_pool *pool,
                             const void *address,
                             void *stream);
@@ -192,10 +192,10 @@ pinpool_status pinpool_hold_on(struct pinpool_pool *pool,
                                const char *device,
                                void *stream);
 
-// To be called before a stream is destroyed that blocks were held for: the holds on it have their events when this
-// returns, and the pool names the stream in no later call. The call waits for nothing.
+// To be called before a stream is destroyed that blocks were held for: then the holds on it have
+// their events, and the pool names the stream no more. The call waits for nothing.
 //
-// An error if an event cannot be recorded: call it again. `PINPOOL_CAPTURING` while the stream is being captured.
+// An error if an event cannot be recorded: call again. `PINPOOL_CAPTURING` during a capture.
 //
 // # Safety
 // As for `pinpool_hold`. No other thread holds blocks for the stream meanwhile.
@@ -237,8 +237,8 @@ pinpool_status pinpool_trim(struct pinpool_pool *pool,
 pinpool_status pinpool_get_stats(struct pinpool_pool *pool,
                                  struct pinpool_stats *stats);
 
-// The text of the calling thread's last error: what failed, and what to do. It is valid until the next call that fails
-// on this thread. Empty if none has failed yet.
+// The text of the calling thread's last error: what failed, and what to do. It is valid until the
+// next call that fails on this thread. Empty if none has failed yet.
 const char *pinpool_last_error(void);
 
 #ifdef __cplusplus

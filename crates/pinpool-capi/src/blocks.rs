@@ -1,14 +1,14 @@
 //! The blocks that C has, found by any address inside them.
 //!
-//! A block is a buffer behind an `Arc`: C has one reference, and each hold on a stream another. The buffer goes back to
-//! its pool with the last. So freeing a block never waits, and a block that a device still reads is not reused.
+//! A block is a buffer behind an `Arc`: C has one reference, and each hold on a stream another. The
+//! last one returns the buffer. So freeing never waits, and a block in use is not reused.
 //!
-//! The map is in parts, of which each thread enters new blocks into its own. Threads that allocate and free at the same
-//! time therefore take different locks. An address is looked for in the calling thread's part first, then in the
-//! others.
+//! The map is in parts, of which each thread enters new blocks into its own. Threads that allocate
+//! and free at the same time therefore take different locks. An address is looked for in the
+//! calling thread's part first, then in the others.
 //!
-//! Each part also knows the streams that its threads hold blocks for: finding out what a stream is takes several driver
-//! calls.
+//! Each part also knows the streams that its threads hold blocks for: finding out what a stream is
+//! takes several driver calls.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -34,8 +34,8 @@ pub(super) struct Block {
     pub(super) len: usize,
 }
 
-/// After so many holds a thread looks itself: blocks that it gives back are in its own cache, and the reaper's thread
-/// need not keep up with all others.
+/// After so many holds a thread looks itself: blocks that it gives back are in its own cache, and
+/// the reaper's thread need not keep up with all others.
 const HOLDS_A_LOOK: u64 = 16;
 
 /// What is counted in a part, under its lock.
@@ -47,7 +47,7 @@ pub(super) struct Counts {
     pub(super) holds: u64,
 }
 
-/// The newest blocks of a part lie beside its map: most are freed soon, and then have never been in it.
+/// The newest blocks of a part lie beside its map: most are freed before they enter it.
 const RECENT: usize = 8;
 
 #[derive(Debug, Default)]
@@ -56,7 +56,7 @@ struct Part {
     recent: Vec<(usize, Block)>,
     /// By the address of the first byte.
     blocks: BTreeMap<usize, Block>,
-    /// The streams that blocks were held for, by their handle and the index of their device in the pool's list.
+    /// The streams that blocks were held for, by handle and by the device's index in the pool.
     streams: BTreeMap<(usize, usize), Stream>,
     counts: Counts,
 }
@@ -106,8 +106,8 @@ impl Blocks {
         })
     }
 
-    /// The stream with this handle, which the calling thread's part knows from the first time on, until
-    /// [`forget`](Self::forget).
+    /// The stream with this handle, which the calling thread's part knows from the first time on,
+    /// until [`forget`](Self::forget).
     pub(super) fn stream(
         &self,
         device: usize,
@@ -125,14 +125,14 @@ impl Blocks {
         Ok(stream)
     }
 
-    /// Counts a hold that was taken. Returns whether the calling thread is to look which holds are over.
+    /// Counts a hold. Returns whether the calling thread is to look which holds are over.
     pub(super) fn held(&self) -> bool {
         let mut part = self.parts[own()].lock();
         part.counts.holds += 1;
         part.counts.holds % HOLDS_A_LOOK == 0
     }
 
-    /// Has the events of all holds on the streams with this handle recorded, and knows these streams no more.
+    /// Has the events of all holds on streams with this handle recorded, and forgets the streams.
     pub(super) fn forget(&self, handle: usize) -> Result<(), Error> {
         for part in &self.parts {
             let devices = (handle, 0)..=(handle, usize::MAX);
@@ -159,7 +159,7 @@ impl Blocks {
     /// The first that `look` finds, in the calling thread's part and then in the others.
     fn in_parts<R>(&self, address: usize, look: impl Fn(&mut Part) -> Option<R>) -> Result<R, Fault> {
         let own = own();
-        // Relaxed: a thread that has a block's address knows that the thread that entered it had a part by then.
+        // Relaxed: a thread that has a block's address knows that the entering thread had a part.
         // (The first part is also that of threads that end.)
         let used = THREADS.load(Ordering::Relaxed).clamp(1, PARTS);
         let found = (own..used).chain(0..own).find_map(|index| look(&mut self.parts[index].lock()));

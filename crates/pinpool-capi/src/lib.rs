@@ -1,9 +1,9 @@
 //! The C interface of pinpool: a pool that programs in C, C++ and Python use as an allocator.
 //!
-//! The header is `pinpool.h` beside the manifest; `cbindgen` makes it of the sources, and a test compares the two. It
-//! has the documentation of every function. `cargo cinstall -p pinpool-capi` (of cargo-c) installs both, with a file
-//! for pkg-config; `cargo build` makes the library alone. A shared library of a program's own, which may have more
-//! functions than these, says `pub use pinpool_capi::*;`. Rust programs use the crate `pinpool`.
+//! The header is `pinpool.h` beside the manifest; `cbindgen` makes it of the sources, a test
+//! compares the two, and it documents every function. `cargo cinstall -p pinpool-capi` (of cargo-c)
+//! installs both, with a file for pkg-config; `cargo build` makes the library alone. A shared
+//! library of a program's own with more functions says `pub use pinpool_capi::*;`.
 //!
 //! ```c
 //! pinpool_options options = {.size = sizeof options, .device = "cuda:0", .capacity = 1ull << 30};
@@ -17,14 +17,14 @@
 //! pinpool_close(pool, 1000);
 //! ```
 //!
-//! There is no handle of a block: a block is known by the addresses inside it, so that an allocator of a framework,
-//! which is asked about addresses alone, needs no table of its own. Every function that can fail returns a number, and
-//! [`pinpool_last_error`] has the text. A panic becomes [`PINPOOL_INTERNAL`] and unwinds into no caller. All functions
-//! may be called on all threads at once, but for [`pinpool_close`].
+//! There is no handle of a block: it is known by the addresses inside it, so that an allocator of a
+//! framework, which is asked about addresses alone, needs no table. Every function that can fail
+//! returns a number, and [`pinpool_last_error`] has the text. A panic becomes [`PINPOOL_INTERNAL`].
+//! All functions may be called on all threads at once, but for [`pinpool_close`].
 
-// How it works: `blocks` finds blocks by their addresses. A hold gives a reference to the block's buffer to the
-// stream's timeline, or to the graph that the stream is being captured into. `status` makes the calls: numbers, texts,
-// panics.
+// How it works: `blocks` finds blocks by their addresses. A hold gives a reference to the block's
+// buffer to the stream's timeline, or to the graph that the stream is being captured into. `status`
+// makes the calls: numbers, texts, panics.
 
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types, reason = "the names are those of C")]
@@ -43,7 +43,7 @@ use self::blocks::{Block, Blocks};
 use self::status::{Fault, status};
 use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, Request, Stream, SubmitError, Unpinned};
 
-/// The version of this interface. It changes when a program that was compiled with an older header could go wrong.
+/// The interface's version. It changes when a program with an older header could go wrong.
 pub const PINPOOL_ABI_VERSION: u32 = 1;
 
 /// A pool of pinned memory.
@@ -59,30 +59,30 @@ pub struct pinpool_pool {
 pub struct pinpool_options {
     /// `sizeof(pinpool_options)`: later versions have more fields.
     pub size: usize,
-    /// The devices that use the pool, separated by commas: `"cuda:0"`, `"cuda:0,cuda:1"`, `"acl:0"`, `"host"`, or
-    /// `"auto"`, which is also what null stands for. The memory is near the first.
+    /// The devices that use the pool, with commas: `"cuda:0"`, `"cuda:0,cuda:1"`, `"acl:0"`,
+    /// `"host"`, or `"auto"`, like null. The memory is near the first.
     pub device: *const c_char,
     /// The cap on the pool's bytes. 0: 256 MiB.
     pub capacity: u64,
-    /// The bytes to start with, of which the first are pinned when `pinpool_open` returns, and the rest soon after. 0:
-    /// an eighth of the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
+    /// The bytes to start with: `pinpool_open` returns when the first are pinned. 0: an eighth of
+    /// the capacity, between 256 MiB and 1 GiB. The pool grows as it is used.
     pub initial: u64,
-    /// Not 0: where the system refuses to pin, the pool serves memory that is not pinned. 0: that is an error.
+    /// Not 0: serve memory that is not pinned where the system refuses. 0: that is an error.
     pub allow_unpinned: u32,
     /// The pool's name in logs and metrics. Null: a number.
     pub name: *const c_char,
-    /// The length of the largest block that is to be served. The pool grows by pieces of that size, rounded up, since a
-    /// block lies in one piece. 0: a little less than 256 MiB, and than the capacity.
+    /// The longest block to be served. The pool grows by pieces of that size, rounded up. 0: a
+    /// little less than 256 MiB, and than the capacity.
     pub largest: u64,
-    /// The bytes that a thread may keep for its next allocations, which take no lock then. 0: a 32nd of the capacity,
-    /// between 256 KiB and 64 MiB.
+    /// The bytes that a thread may keep for its next allocations, which take no lock then. 0: a
+    /// 32nd of the capacity, between 256 KiB and 64 MiB.
     pub thread_cache: u64,
-    /// Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`. 0: whichever the
-    /// device does best.
+    /// Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`.
+    /// 0: whichever the device does best.
     pub backing: u64,
 }
 
-/// Memory of the system's, registered with the device (CUDA: `cuMemHostRegister`): the fastest to pin.
+/// Memory of the system, registered with the device (`cuMemHostRegister`): pins fastest.
 pub const PINPOOL_BACKING_REGISTERED: u64 = 1;
 /// Memory that the device's driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`).
 pub const PINPOOL_BACKING_HOST_ALLOC: u64 = 2;
@@ -123,11 +123,11 @@ pub extern "C" fn pinpool_version() -> *const c_char {
 
 /// Opens the devices and builds a pool.
 ///
-/// `PINPOOL_UNAVAILABLE` without the device or its driver; `PINPOOL_INVALID` for options that make no sense;
-/// `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
+/// `PINPOOL_UNAVAILABLE` without the device or its driver; `PINPOOL_INVALID` for options that make
+/// no sense; `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
 ///
 /// # Safety
-/// `options` is null, for the defaults, or points to options whose texts end with a zero byte. `pool` can be written.
+/// `options` is null, for defaults, or has texts that end with a zero byte. `pool` can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_open(
     options: *const pinpool_options,
@@ -140,7 +140,7 @@ pub unsafe extern "C" fn pinpool_open(
         // SAFETY: all fields are numbers and pointers, which may be zero.
         let mut set: pinpool_options = unsafe { std::mem::zeroed() };
         if !options.is_null() {
-            // SAFETY: the caller promises as many bytes as their size says, of which both sides know these.
+            // SAFETY: the caller promises so many bytes, of which both sides know these.
             unsafe {
                 let size = size_of_known(options, "options: set .size to sizeof(pinpool_options)")?;
                 (&raw mut set).cast::<u8>().copy_from_nonoverlapping(options.cast(), size);
@@ -184,15 +184,15 @@ pub unsafe extern "C" fn pinpool_open(
     })
 }
 
-/// Closes a pool when every block is freed and no hold is under way: waits for that, for at most so many milliseconds.
-/// The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT` the pool still exists, blocks can be
-/// freed, and the call can be made again. After `PINPOOL_OK` it does not exist. Null is closed.
+/// Closes a pool when every block is freed and no hold is under way, for which it waits
+/// `timeout_ms` at most. The pool allocates nothing from the first call on. After `PINPOOL_TIMEOUT`
+/// it still exists: free blocks, and call again. After `PINPOOL_OK` it does not. Null is closed.
 ///
 /// A program that ends need not close its pools.
 ///
 /// # Safety
-/// `pool` is null or a pool that is not closed, and no other call that names it is under way or follows one that has
-/// returned `PINPOOL_OK`.
+/// `pool` is null or a pool that is not closed, and no other call that names it is under way or
+/// follows one that has returned `PINPOOL_OK`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_pool, timeout_ms: u64) -> pinpool_status {
     status(|| {
@@ -210,13 +210,13 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_pool, timeout_ms: u64)
     })
 }
 
-/// Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of two of at most 2 MiB;
-/// 0: 64). Its content is undefined. Where the pool has none, the call waits for at most `timeout_ms` milliseconds
-/// until it has grown or a block has come back: 0 does not wait for either, `UINT64_MAX` waits without a limit. 0 bytes
-/// are one.
+/// Allocates a block of at least `bytes` bytes, which starts at a multiple of `align` (a power of
+/// two of at most 2 MiB; 0: 64). Its content is undefined. Where the pool has none, the call waits
+/// for at most `timeout_ms` milliseconds until it has grown or a block has come back: 0 does not
+/// wait for either, `UINT64_MAX` waits without a limit. 0 bytes are one.
 ///
-/// `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an alignment that no block
-/// of this pool can have. Then `*block` is null.
+/// `PINPOOL_EXHAUSTED`, or `PINPOOL_TIMEOUT` after a wait; `PINPOOL_INVALID` for a length or an
+/// alignment that no block of this pool can have. Then `*block` is null.
 ///
 /// # Safety
 /// `pool` is a pool. `block` can be written.
@@ -247,8 +247,8 @@ pub unsafe extern "C" fn pinpool_alloc(
     })
 }
 
-/// Frees a block. Its memory is allocated again when every hold on it is over; the call does not wait for that. Null is
-/// freed.
+/// Frees a block. Its memory is allocated again when every hold on it is over; the call does not
+/// wait for that. Null is freed.
 ///
 /// `PINPOOL_UNKNOWN` if no block starts there.
 ///
@@ -266,19 +266,19 @@ pub unsafe extern "C" fn pinpool_free(pool: *mut pinpool_pool, block: *mut c_voi
     })
 }
 
-/// Keeps the block that `address` lies in until everything that is queued on a stream by now is complete, freed or not.
-/// If the stream is being captured into a graph, the block is kept for as long as the graph and what is made from it
-/// exist. The stream is a raw `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
+/// Keeps the block that `address` lies in until everything queued on a stream by now is complete,
+/// or, in a capture, for as long as the graph and what is made from it exist. The stream is a raw
+/// `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
 ///
-/// Many holds share an event, which is recorded up to a millisecond later. So a hold may also wait for work that is
-/// queued meanwhile.
+/// Many holds share an event, which is recorded up to a millisecond later. So a hold may also wait
+/// for work that is queued meanwhile.
 ///
-/// `PINPOOL_UNKNOWN` if the address lies in no block. After an error nothing more is kept than before: free the block
-/// when the stream is known to be done with it.
+/// `PINPOOL_UNKNOWN` if the address lies in no block. After an error nothing more is kept than
+/// before: free the block when the stream is known to be done with it.
 ///
 /// # Safety
-/// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned `PINPOOL_OK` and what
-/// was queued on it is complete. It neither enters nor leaves a capture during the call.
+/// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned
+/// `PINPOOL_OK` and its work is complete. It neither enters nor leaves a capture meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_hold(
     pool: *mut pinpool_pool,
@@ -309,11 +309,11 @@ pub unsafe extern "C" fn pinpool_hold_on(
         let index = opened.devices.iter().position(is_it).ok_or_else(none)?;
         // SAFETY: the caller's promise.
         let adopt = || unsafe { adopt(&opened.devices[index], stream) };
-        // Under a handle that is known this may be another stream than it was. The holds on the former are over, as the
-        // caller promises, and the event of this one is recorded on what has the handle.
+        // A known handle may be another stream by now: holds on the former are over, as the caller
+        // promises, and this one's event is recorded on what has the handle.
         let stream = opened.blocks.stream(index, stream.addr(), adopt)?;
         match stream.hold_patiently(buf) {
-            // With a look at the stream now and then. What it says of this hold makes no difference.
+            // With a look at the stream now and then, whatever it says of this hold.
             Ok(held) => _ = opened.blocks.held().then(|| held.is_done()),
             Err(SubmitError { error: Error::Capturing { .. }, buffer: Some(buf), .. }) => {
                 stream.hold_captured(buf).map_err(|refused| refused.error)?;
@@ -325,10 +325,10 @@ pub unsafe extern "C" fn pinpool_hold_on(
     })
 }
 
-/// To be called before a stream is destroyed that blocks were held for: the holds on it have their events when this
-/// returns, and the pool names the stream in no later call. The call waits for nothing.
+/// To be called before a stream is destroyed that blocks were held for: then the holds on it have
+/// their events, and the pool names the stream no more. The call waits for nothing.
 ///
-/// An error if an event cannot be recorded: call it again. `PINPOOL_CAPTURING` while the stream is being captured.
+/// An error if an event cannot be recorded: call again. `PINPOOL_CAPTURING` during a capture.
 ///
 /// # Safety
 /// As for `pinpool_hold`. No other thread holds blocks for the stream meanwhile.
@@ -438,7 +438,7 @@ pub unsafe extern "C" fn pinpool_get_stats(
             frees: counts.frees,
             holds: counts.holds,
         };
-        // SAFETY: the caller promises as many bytes as their size says, of which both sides know these.
+        // SAFETY: the caller promises so many bytes, of which both sides know these.
         unsafe { stats.cast::<u8>().copy_from_nonoverlapping((&raw const numbers).cast(), size) };
         Ok(())
     })
@@ -475,8 +475,8 @@ unsafe fn text<'a>(text: *const c_char, what: &'static str) -> Result<Option<&'a
     read.map(Some).map_err(|_| Error::Argument(format!("the option `{what}` is not UTF-8")).into())
 }
 
-/// The size of a structure whose first field is its size: that of the caller's header, which may be older than the
-/// library and not newer.
+/// The size of a structure whose first field is its size: that of the caller's header, which may be
+/// older than the library and not newer.
 ///
 /// # Safety
 /// The first field can be read.

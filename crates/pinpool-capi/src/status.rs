@@ -6,13 +6,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use pinpool::{Error, ErrorClass};
 
-/// How a call ended: `PINPOOL_OK`, or one of the other `PINPOOL_` numbers. `pinpool_last_error` has the cause and the
-/// remedy.
+/// How a call ended: `PINPOOL_OK`, or one of the other `PINPOOL_` numbers. `pinpool_last_error` has
+/// the cause and the remedy.
 pub type pinpool_status = i32;
 
 /// The call has done what it says.
 pub const PINPOOL_OK: pinpool_status = 0;
-/// The pool has no free memory for the request now, or the system has none. The same call may succeed later.
+/// The pool or the system has no memory for the request now. The same call may succeed later.
 pub const PINPOOL_EXHAUSTED: pinpool_status = 1;
 /// An argument makes no sense, or this device cannot do it. The same call fails again.
 pub const PINPOOL_INVALID: pinpool_status = 2;
@@ -97,12 +97,12 @@ pub(super) fn status(call: impl FnOnce() -> Result<(), Fault>) -> pinpool_status
 
 fn remember(text: String) {
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    // A thread that ends may have no thread-locals any more: then the text is lost, and the number is not.
+    // A thread that ends may have no thread-locals: then the text is lost.
     let _ = LAST.try_with(|last| *last.borrow_mut() = text);
 }
 
-/// The text of the calling thread's last error: what failed, and what to do. It is valid until the next call that fails
-/// on this thread. Empty if none has failed yet.
+/// The text of the calling thread's last error: what failed, and what to do. It is valid until the
+/// next call that fails on this thread. Empty if none has failed yet.
 #[unsafe(no_mangle)]
 pub extern "C" fn pinpool_last_error() -> *const c_char {
     LAST.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
