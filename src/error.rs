@@ -585,9 +585,8 @@ impl From<Error> for std::io::Error {
 /// cannot be using it. (Of [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the handle,
 /// after a timeout or in a capture.)
 ///
-/// `buffer: None` means that the driver was called and may still use the buffer. A pool's segment
-/// returns by itself once a later event on that stream is seen complete. Memory that was to be
-/// registered is leaked.
+/// `buffer: None`: the driver was called and may still use the buffer. A pool's segment returns by
+/// itself once a later event on that stream is seen complete. Memory to be registered is leaked.
 ///
 /// ```
 /// # use pinpool::{Device, Error, Pool, Unpinned};

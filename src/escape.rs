@@ -25,8 +25,7 @@ pub fn unnamed<'a>(text: &'a str, name: &str) -> &'a str {
     text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(text)
 }
 
-/// The start of a text, escaped, and `...` if it has more than `most` characters. Copies if need
-/// be.
+/// The start of a text, escaped, and `...` if it has more than `most` characters.
 pub fn clean(text: &str, most: usize) -> Cow<'_, str> {
     // (A text has at least as many bytes as characters.)
     if text.len() <= most && text.chars().all(is_plain) {

@@ -51,8 +51,7 @@ pub(crate) fn page_size() -> usize {
     })
 }
 
-/// Maps `len` bytes (some, in whole pages) of zeroed memory on a multiple of `align`, a power of
-/// two.
+/// Maps `len` bytes (some, in whole pages) of zeroes on a multiple of `align`, a power of two.
 pub(crate) fn map(len: usize, align: usize) -> Result<NonNull<u8>> {
     debug_assert!(len > 0 && align.is_power_of_two());
     let page = page_size();

@@ -28,8 +28,7 @@
 //! stderr. A program with such a sandbox sets `PINPOOL_FENCES=1`, for the second mode.
 //!
 //! Loom runs a model's threads in turn on one thread of the system, so thread-locals and parking
-//! are loom's, too. What is no part of a protocol stays std's (`Arc`, counters): loom sees no race
-//! there.
+//! are loom's, too. What is no part of a protocol stays std's (`Arc`, counters), unseen by loom.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};

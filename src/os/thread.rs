@@ -44,8 +44,7 @@ struct Blocked {
 
 impl Blocked {
     fn now() -> Self {
-        // SAFETY: sets, filled within, that live for the calls, which change this thread's mask
-        // alone.
+        // SAFETY: sets, filled within, live for the calls, which change this thread's mask alone.
         let before = unsafe {
             let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
             libc::sigfillset(&raw mut all);
