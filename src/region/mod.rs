@@ -43,9 +43,9 @@
 //!   driver cannot unpin it, its mapping stays, since the device may still reach it.
 //! - No driver call and no code of the program runs under this module's lock.
 //!
-//! This file has the public types and a pool's regions. [`make`]: how they come and go.
-//! [`touch`]: the threads that touch pages. [`adopted`]: memory that the program gives. `central::growth` asks for
-//! regions, `pool` lists and trims them; this module calls `device` and `os`.
+//! This file has the public types and a pool's regions; [`make`] how they come and go; [`touch`]
+//! the threads that touch pages; [`adopted`] memory that the program gives. `central::growth` asks
+//! for regions, `pool` lists and trims them; this module calls `device` and `os`.
 
 #![allow(unsafe_code)]
 

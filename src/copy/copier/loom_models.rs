@@ -1,6 +1,6 @@
-//! Loom models of copiers: every chunk is taken, and no worker sleeps through a job that starts; a caller that waits
-//! for a job is woken, and what it has lent is touched by no worker any more. Loom tells of a thread that sleeps for
-//! good.
+//! Loom models of copiers: every chunk is taken, and no worker sleeps through a job that starts; a
+//! caller that waits for a job is woken, and what it has lent is touched by no worker any more.
+//! Loom tells of a thread that sleeps for good.
 
 #![allow(unsafe_code)]
 
@@ -96,8 +96,8 @@ fn job(total: u64, memory: &Arc<Memory>) -> Arc<Job> {
     Job::new(Start { direction, priority, total, name, trace, memories, timeout, ramp }, memory.clone())
 }
 
-/// A caller lends two chunks of memory to a job, of which a worker takes what it finds. The caller has the memory back
-/// when it has waited for the end.
+/// A caller lends two chunks of memory to a job, of which a worker takes what it finds. The caller
+/// has the memory back when it has waited for the end.
 fn lent(name: &'static str, wait: fn(&Arc<Job>)) {
     model(name, 3, move || {
         let memory = Memory::new();

@@ -1,4 +1,4 @@
-//! [`HostNode`]: the public handle to a machine with host devices, by which tests hang them and make them fail.
+//! [`HostNode`]: a machine with host devices, by which tests hang them and make them fail.
 
 #![deny(unsafe_code)]
 
