@@ -23,6 +23,19 @@ pinpool_stream_in_flight_bytes{device=\"cuda:0\",stream=\"7\"} 31457280
 server_link_peak_bytes_per_second{device=\"cuda:0\",direction=\"upload\"} 50000000000
 ";
 
+/// Lines of a pool and a device that an operator has to act on, or, of a counter, their rise.
+pub const CONDITIONS: [&str; 9] = [
+    "pinpool_memory_bytes{pool=\"p\",state=\"quarantined\"} 15728640",
+    "pinpool_stuck_buffers{pool=\"p\"} 3",
+    "pinpool_memory_unpinned_bytes{pool=\"p\"} 4096",
+    "pinpool_device_lost{device=\"cuda:0\"} 1",
+    "pinpool_device_stuck_streams{device=\"cuda:0\"} 2",
+    "pinpool_timeouts_total{pool=\"p\"} 4",
+    "pinpool_refused_total{pool=\"p\",reason=\"queue_full\"} 3",
+    "pinpool_growth_failures_total{pool=\"p\"} 1",
+    "pinpool_waits_total{pool=\"p\"} 5",
+];
+
 type Answer = dyn Fn(u32) -> (u16, String) + Send + Sync;
 
 pub struct Fake {

@@ -2,43 +2,31 @@
 
 use std::fs;
 use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Child, Stdio};
+use std::time::Instant;
 
 use serde_json::Value;
 
-use super::{PATIENCE, alone, example, get, programs, server};
-
-fn promtool(args: &[&str]) {
-    let Some(program) = programs::find("prometheus", &["promtool"]) else { return };
-    let output = programs::run(Command::new(program).args(args).current_dir(example("")));
-    let text =
-        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && text.contains("SUCCESS"), "{text}");
-}
+use super::{PATIENCE, example, get, output, path, program, server};
 
 #[test]
-fn the_rules_are_well_formed() {
-    promtool(&["check", "rules", "alerts.yml"]);
-}
-
-#[test]
-fn the_rules_fire_when_they_should_and_not_else() {
-    promtool(&["test", "rules", "alerts_test.yml"]);
+fn the_rules_are_well_formed_and_fire_when_they_should_and_not_else() {
+    for args in [["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]] {
+        let Some(mut promtool) = program("prometheus", &["promtool"]) else { return };
+        let said = output(promtool.args(args).current_dir(path("")));
+        assert!(said.contains("SUCCESS"), "{said}");
+    }
 }
 
 #[test]
 fn every_rule_is_tried() {
-    let (rules, tests) =
-        ["alerts.yml", "alerts_test.yml"].map(|file| fs::read_to_string(example(file)).unwrap()).into();
+    let (rules, tests) = (example("alerts.yml"), example("alerts_test.yml"));
     let names: Vec<&str> = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
     assert!(names.len() > 10);
     for name in names {
-        assert!(tests.contains(&format!("- alertname: {name}\n")), "{name} is never seen to fire");
-        assert!(
-            tests.contains(&format!("{{alertname: {name}, eval_time: 25m, exp_alerts: []}}")),
-            "{name} is never seen to be quiet"
-        );
+        let fires = format!("- alertname: {name}\n");
+        let is_quiet = format!("{{alertname: {name}, eval_time: 25m, exp_alerts: []}}");
+        assert!(tests.contains(&fires) && tests.contains(&is_quiet), "{name} is not seen in both states");
     }
 }
 
@@ -51,12 +39,12 @@ struct Prometheus {
 
 impl Prometheus {
     fn start() -> Option<Self> {
-        let program = programs::find("prometheus", &["prometheus"])?;
+        let mut program = program("prometheus", &["prometheus"])?;
         let folder = tempfile::tempdir().unwrap();
         let config = format!(
-            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [{}]\nscrape_configs:\n  \
+            "global: {{scrape_interval: 500ms, evaluation_interval: 500ms}}\nrule_files: [{}]\nscrape_configs:\n  \
              - {{job_name: pinpool, static_configs: [{{targets: [\"{}\"]}}]}}\n",
-            example("alerts.yml").display(),
+            path("alerts.yml").display(),
             server().address
         );
         let file = folder.path().join("prometheus.yml");
@@ -64,7 +52,7 @@ impl Prometheus {
         // It takes no port 0. Should another process take this one meanwhile, it ends, and says so.
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let log = fs::File::create(folder.path().join("log")).unwrap();
-        let child = Command::new(program)
+        let child = program
             .arg(format!("--config.file={}", file.display()))
             .arg(format!("--storage.tsdb.path={}", folder.path().join("data").display()))
             .arg(format!("--web.listen-address=127.0.0.1:{port}"))
@@ -74,10 +62,7 @@ impl Prometheus {
             .spawn()
             .unwrap();
         let started = Self { child, url: format!("http://127.0.0.1:{port}"), folder };
-        started.until("it is ready", |p| {
-            let agent: ureq::Agent = ureq::Agent::config_builder().proxy(None).build().into();
-            agent.get(format!("{}/-/ready", p.url)).call().is_ok().then_some(())
-        });
+        started.until("it is ready", |p| get(&format!("{}/-/ready", p.url)).ok());
         Some(started)
     }
 
@@ -90,14 +75,17 @@ impl Prometheus {
             }
             let log = || fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
             assert!(start.elapsed() < PATIENCE, "not {what}:\n{}", log());
-            std::thread::sleep(Duration::from_millis(300));
+            std::thread::sleep(std::time::Duration::from_millis(300));
         }
+    }
+
+    fn ask(&self, what: &str) -> Value {
+        serde_json::from_str(&get(&format!("{}/api/v1/{what}", self.url)).unwrap()).unwrap()
     }
 
     fn query(&self, expr: &str) -> Vec<Value> {
         let encoded: String = expr.bytes().map(|byte| format!("%{byte:02X}")).collect();
-        let answer: Value =
-            serde_json::from_str(&get(&format!("{}/api/v1/query?query={encoded}", self.url))).unwrap();
+        let answer: Value = self.ask(&format!("query?query={encoded}"));
         assert_eq!(answer["status"], "success", "{expr}: {answer}");
         answer["data"]["result"].as_array().unwrap().clone()
     }
@@ -112,8 +100,7 @@ impl Drop for Prometheus {
 
 /// The dashboard's queries, with Grafana's variables filled in.
 fn queries() -> Vec<String> {
-    let dashboard: Value =
-        serde_json::from_str(&fs::read_to_string(example("grafana.json")).unwrap()).unwrap();
+    let dashboard: Value = serde_json::from_str(&example("grafana.json")).unwrap();
     let panels = dashboard["panels"].as_array().unwrap();
     let targets = panels.iter().filter_map(|panel| panel["targets"].as_array()).flatten();
     let fill = |expr: &str| {
@@ -124,16 +111,13 @@ fn queries() -> Vec<String> {
 
 #[test]
 fn a_prometheus_has_all_that_the_dashboard_asks_for() {
-    let _alone = alone();
     let Some(prometheus) = Prometheus::start() else { return };
     let queries = queries();
     assert!(queries.len() > 30 && queries.iter().all(|query| !query.contains('$')), "{queries:#?}");
     let mut missing = queries;
     prometheus.until("every query has an answer", |p| {
         missing.retain(|query| p.query(query).is_empty());
-        if !missing.is_empty() {
-            eprintln!("no answer yet: {}", missing[0]);
-        }
+        eprintln!("no answer yet: {missing:?}");
         missing.is_empty().then_some(())
     });
     // A number that the test can compare: no more checkouts than the pool has counted.
@@ -141,7 +125,7 @@ fn a_prometheus_has_all_that_the_dashboard_asks_for() {
     let seen: f64 = seen[0]["value"][1].as_str().unwrap().parse().unwrap();
     assert!(seen > 0.0 && seen <= server().dashboard.pool.stats().checkouts as f64, "{seen}");
 
-    let rules: Value = serde_json::from_str(&get(&format!("{}/api/v1/rules", prometheus.url))).unwrap();
+    let rules = prometheus.ask("rules");
     let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
     assert!(rules.len() > 10 && rules.iter().all(|rule| rule["health"] == "ok"), "{rules:#?}");
     // Bursts of the load make waits time out. (An alert fires after minutes of that.)

@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use pinpool::telemetry::Sampler;
 use pinpool::{Backing, Device, HostAllocFlags, Pool, Request, Unpinned};
 use tracing::Level;
 
+use super::sampler::poll;
 use super::{Bench, eventually};
-use crate::record::{clear, event, events, span, spans};
+use crate::record::{all, clear, event, events, span};
 
 #[test]
 fn setting_up_and_ending() {
@@ -27,6 +29,13 @@ fn setting_up_and_ending() {
     assert!(pool.shutdown(Duration::from_secs(5)).drained);
     assert_eq!(span("pinpool::pool", "shutdown", Level::INFO, &["pool"]).field("pool"), "weights");
     assert!(events("pinpool::pool::outstanding").is_empty());
+    // A hit of a thread's own cache tells nobody.
+    let bench = Bench::new(|builder| builder);
+    eventually("pinned", || bench.pool.stats().free_bytes > 0);
+    drop(bench.pool.checkout(64).unwrap());
+    clear();
+    (0..100).for_each(|_| drop(bench.pool.checkout(64).unwrap()));
+    assert!(all(|r| r.target.starts_with("pinpool::pool")).is_empty(), "hits are logged");
     // With a buffer out, and memory of the driver's.
     let backing = Backing::HostAlloc(HostAllocFlags::default());
     let bench = Bench::by_hand(|builder| builder.name("leaky").backing(backing));
@@ -87,40 +96,18 @@ fn what_is_younger_than_the_wait_is_not_reported() {
     drop(old);
 }
 
-/// A pool that records few checkouts says how to learn more of the others, and lists what it knows: recorded checkouts,
-/// and what is in flight.
+/// No code keeps memory that is lost, so that nobody can let go of it: it is not stuck, and has an event and
+/// a gauge of its own.
 #[test]
-fn what_is_out_and_was_not_recorded() {
+fn a_lost_device_and_all_that_is_quarantined() {
     recorded!();
-    let bench = Bench::new(|builder| builder.name("dry"));
-    // The first checkout misses, and is recorded; those that a cache serves are not.
-    let kept: Vec<_> = (0..8).map(|_| bench.pool.checkout(Request::new(64).tag("kept")).unwrap()).collect();
-    let large = bench.pool.checkout(800 << 10).unwrap();
-    bench.node.hang(0);
-    let stream = bench.device.stream().unwrap();
-    let held = stream.hold(bench.pool.checkout(Request::new(64).tag("held")).unwrap()).unwrap();
-    assert!(bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5)).is_err());
-    let report = events("pinpool::pool::stuck");
-    assert!(report[0].field("hint").contains("PoolBuilder::track_checkouts"), "{report:#?}");
-    let hinted = |names: &[&str]| names.contains(&"hint");
-    let (unknown, known): (Vec<_>, Vec<_>) = report[1..].iter().partition(|one| hinted(&one.names()));
-    assert!(unknown.len() == 1 && !known.is_empty(), "{report:#?}");
-    for one in unknown {
-        assert!(one.field("hint").contains("PoolBuilder::track_checkouts"), "{one:?}");
-        assert!(!one.names().contains(&"tag") && !one.names().contains(&"site"), "{one:?}");
-        assert_eq!((one.field("state"), one.field("stream")), ("in_flight", &*stream.number().to_string()));
-    }
-    assert!(known.iter().all(|one| one.names().contains(&"site")), "{report:#?}");
-    bench.node.resume(0);
-    drop((kept, large, held));
-}
-
-#[test]
-fn a_lost_device() {
-    recorded!();
-    let bench = Bench::by_hand(|builder| builder);
+    let bench = Bench::by_hand(|builder| builder.track_checkouts(true));
     let (stream, memory) = bench.target();
-    let sent = stream.upload(bench.filled(4096), &memory).unwrap();
+    let filled = || bench.filled(4096);
+    // One buffer in one copy, and one that two copies share.
+    let sent = stream.upload(filled(), &memory).unwrap();
+    let shared = std::sync::Arc::new(filled());
+    let lent = [(); 2].map(|()| stream.upload(shared.clone(), &memory).unwrap());
     bench.node.kill(0);
     assert!(sent.wait().is_err());
     let lost = event("pinpool::device::lost", Level::ERROR, &["device", "error"]);
@@ -129,29 +116,15 @@ fn a_lost_device() {
     let stream_lost = event("pinpool::stream::lost", Level::ERROR, &fields);
     assert_eq!(stream_lost.field("stream"), stream.number().to_string());
     let gone = event("pinpool::stream::quarantine", Level::ERROR, &["buffers", "bytes"]);
-    assert_eq!((gone.field("buffers"), gone.field("bytes")), ("1", "4160"));
-}
-
-#[test]
-fn all_that_is_quarantined_is_in_the_event() {
-    recorded!();
-    let bench = Bench::by_hand(|builder| builder);
-    let ((stream, memory), other) = (bench.target(), bench.device.stream().unwrap());
-    let filled = || bench.filled(4096);
-    // One buffer in one copy, and one that two copies share.
-    let sent = stream.upload(filled(), &memory).unwrap();
-    let shared = std::sync::Arc::new(filled());
-    let lent = [(); 2].map(|()| stream.upload(shared.clone(), &memory).unwrap());
-    drop(other.copy(memory.slice(..8).unwrap(), memory.slice(8..16).unwrap()).unwrap());
-    bench.node.kill(0);
-    assert!(stream.synchronize().is_err());
-    assert!(other.synchronize().is_err());
-    let events = events("pinpool::stream::quarantine");
-    let sum = |field| events.iter().map(|e| e.field(field).parse::<usize>().unwrap()).sum::<usize>();
-    let stats = bench.pool.stats();
-    assert_eq!(sum("bytes"), stats.quarantined_bytes, "{events:#?}");
-    assert_eq!((sum("buffers"), stats.quarantined_bytes), (2, 2 * 4160), "{events:#?}");
-    drop((sent, shared, lent));
+    assert_eq!((gone.field("buffers"), gone.field("bytes")), ("2", &*(2 * 4160).to_string()));
+    assert_eq!(bench.pool.stats().quarantined_bytes, 2 * 4160);
+    let kept = bench.pool.checkout(64).unwrap();
+    let sent = poll(&mut Sampler::new(&bench.pool).stuck_after(Duration::ZERO));
+    assert_eq!(sent.sum("pinpool_stuck_buffers", ""), 1.0, "the one that the program has");
+    assert_eq!(sent.sum("pinpool_memory_bytes", "state=\"quarantined\""), 2.0 * 4160.0);
+    let listed = bench.pool.stuck(Duration::ZERO).len();
+    assert_eq!((listed, events("pinpool::pool::stuck").len()), (3, 1), "asked for, all are there");
+    drop((shared, lent, kept));
 }
 
 #[test]
@@ -173,26 +146,21 @@ fn what_a_copier_loses_is_in_the_event() {
 }
 
 #[test]
-fn memory_that_is_not_pinned() {
+fn memory_that_is_not_pinned_and_growing_that_ends_early() {
     recorded!();
-    let bench = Bench::by_hand(|builder| builder.initial(512 << 10).region(512 << 10));
-    clear();
-    bench.fail("cuMemHostRegister_v2");
-    let first = bench.pool.checkout(400 << 10).unwrap();
-    let second = bench.pool.checkout(400 << 10).unwrap();
+    let grows = |unpinned| {
+        let bench = Bench::by_hand(|builder| builder.initial(512 << 10).region(512 << 10).unpinned(unpinned));
+        let first = bench.pool.checkout(400 << 10).unwrap();
+        clear();
+        bench.fail("cuMemHostRegister_v2");
+        (bench.pool.try_checkout(400 << 10).map(drop), bench, first)
+    };
+    let (second, bench, _first) = grows(Unpinned::Allow);
+    second.unwrap();
     let unpinned = event("pinpool::region::unpinned", Level::WARN, &["bytes", "device", "error"]);
     assert_eq!((unpinned.field("device"), unpinned.field("bytes")), (bench.device.name(), "524288"));
-    drop((first, second));
-}
-
-#[test]
-fn growing_that_ends_early() {
-    recorded!();
-    let bench =
-        Bench::by_hand(|builder| builder.initial(512 << 10).region(512 << 10).unpinned(Unpinned::Refuse));
-    let first = bench.pool.checkout(400 << 10).unwrap();
-    bench.fail("cuMemHostRegister_v2");
-    assert!(bench.pool.try_checkout(400 << 10).is_err());
+    let (second, bench, _first) = grows(Unpinned::Refuse);
+    second.unwrap_err();
     let ended = event("pinpool::region::ended", Level::WARN, &["device", "error", "missing"]);
     assert_eq!(ended.field("missing"), "524288");
     let stats = bench.pool.stats();
@@ -202,7 +170,6 @@ fn growing_that_ends_early() {
     assert!(bench.pool.try_checkout(400 << 10).is_err());
     let levels: Vec<Level> = events("pinpool::region::ended").iter().map(|event| event.level).collect();
     assert_eq!(levels, [Level::WARN, Level::DEBUG]);
-    drop(first);
 }
 
 #[test]
@@ -219,18 +186,4 @@ fn what_the_driver_does_not_take_back() {
     bench.fail("cuMemFree_v2");
     drop(bench.device.alloc(64).unwrap());
     assert_eq!(events("pinpool::device::leak").len(), 1);
-}
-
-#[test]
-fn nobody_listens_below_a_threads_own_cache() {
-    recorded!();
-    let bench = Bench::new(|builder| builder);
-    eventually("pinned", || bench.pool.stats().free_bytes > 0);
-    drop(bench.pool.checkout(64).unwrap());
-    clear();
-    for _ in 0..1000 {
-        drop(bench.pool.checkout(64).unwrap());
-    }
-    assert!(crate::record::all(|r| r.target.starts_with("pinpool::pool")).is_empty(), "hits are logged");
-    assert!(spans("pinpool::pool", "wait").is_empty());
 }

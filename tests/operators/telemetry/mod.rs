@@ -9,12 +9,9 @@ macro_rules! recorded {
 }
 
 mod events;
-#[cfg(feature = "metrics")]
-mod facade;
 mod sampler;
 mod snapshot;
 mod stuck;
-mod sums;
 mod transfers;
 
 use std::time::{Duration, Instant};

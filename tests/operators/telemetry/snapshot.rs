@@ -1,6 +1,9 @@
-//! The snapshot: each part after the conditions that it reports.
+//! The snapshot: each part after the conditions that it reports. (`tests/kept` has all fields on each kind of
+//! device, and `tests/model` the sums after each of many operations.)
 
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use pinpool::telemetry::ClassStats;
 use pinpool::{Error, Request};
@@ -16,7 +19,6 @@ fn class(classes: &[ClassStats], stride: Option<usize>) -> ClassStats {
 
 #[test]
 fn classes_are_told_apart() {
-    recorded!();
     let bench = Bench::by_hand(|builder| builder);
     let small: Vec<_> = (0..3).map(|_| bench.pool.checkout(1000).unwrap()).collect();
     let large = bench.pool.checkout(Request::new(10_000).align(4096)).unwrap();
@@ -32,7 +34,6 @@ fn classes_are_told_apart() {
     assert_eq!(s.pool.requested_bytes, 13_000);
     assert_eq!(s.pool.granted_bytes, 3264 + 3 * 4096);
     assert_eq!(s.pool.rounding_bytes, s.pool.granted_bytes - 13_000);
-    assert_eq!(s.pool, bench.pool.stats());
     drop((small, large));
     let s = bench.pool.snapshot();
     assert_eq!(s.classes.iter().map(|c| c.out).sum::<u64>(), 0);
@@ -40,17 +41,13 @@ fn classes_are_told_apart() {
 }
 
 #[test]
-fn devices_and_streams() {
-    recorded!();
+fn devices_streams_and_errors() {
     let bench = Bench::by_hand(|builder| builder);
     let (one, two) = (bench.device.stream().unwrap(), bench.device.stream().unwrap());
     let memory = bench.device.alloc(4096).unwrap();
-    let send = |stream: &pinpool::Stream| drop(stream.upload(bench.filled(4096), &memory).unwrap());
-    send(&one);
-    send(&one);
-    send(&two);
-    let device = bench.device.stats();
-    assert_eq!((&*device.name, device.submitted, device.completed), (bench.device.name(), 3, 0));
+    for stream in [&one, &one, &two] {
+        drop(stream.upload(bench.filled(4096), &memory).unwrap());
+    }
     assert_eq!((one.stats().in_flight, one.stats().in_flight_bytes), (2, 2 * 4160));
     assert_eq!((two.stats().submitted, two.stats().completed), (1, 0));
     assert!(one.number() != two.number());
@@ -60,25 +57,15 @@ fn devices_and_streams() {
     drop(claimed);
     bench.settle();
     let s = bench.pool.snapshot();
-    assert_eq!(s.pool.in_flight_bytes, 0);
-    let device = &s.devices[0];
-    assert_eq!((device.submitted, device.completed), (3, 3));
+    assert_eq!((s.pool.in_flight_bytes, s.devices[0].submitted, s.devices[0].completed), (0, 3, 3));
     assert_eq!(one.stats().seq, one.stats().completed_seq + 1, "all sequence numbers but the open one");
     // The first of each stream was timed.
-    assert_eq!((device.flight.count(), s.flight.count()), (2, 2));
+    assert_eq!((s.devices[0].flight.count(), s.flight.count()), (2, 2));
     drop((one, two));
     let after = bench.device.stats();
-    assert_eq!(
-        (after.streams.len(), after.submitted, after.completed),
-        (0, 3, 3),
-        "kept without the streams"
-    );
-}
+    let counted = (after.streams.len(), after.submitted, after.completed);
+    assert_eq!(counted, (0, 3, 3), "kept without the streams");
 
-#[test]
-fn registered_values_and_errors() {
-    recorded!();
-    let bench = Bench::by_hand(|builder| builder);
     let value = bench.device.register(vec![0u8; 8192]).unwrap();
     assert_eq!(bench.device.stats().registered_bytes, 8192);
     drop(value);
@@ -97,9 +84,8 @@ fn registered_values_and_errors() {
 }
 
 #[test]
-fn waits_are_timed() {
-    recorded!();
-    let bench = Bench::new(|builder| builder);
+fn waits_and_holding_are_timed() {
+    let bench = Bench::new(|builder| builder.track_checkouts(true));
     let all = bench.pool.checkout(900 << 10).unwrap();
     let pause = Duration::from_millis(20);
     let error = bench.pool.checkout_timeout(512 << 10, pause).unwrap_err();
@@ -121,37 +107,95 @@ fn waits_are_timed() {
     assert_eq!((s.waiting.count(), s.pool.waits, s.pool.timeouts), (2, 2, 1));
     assert!(s.waiting.sum() - first.sum() >= pause, "{:?}", s.waiting);
     assert!(s.waiting.quantile(1.0).is_some_and(|bound| bound >= pause));
-}
-
-#[test]
-fn tracked_pools_time_all_holding() {
-    recorded!();
-    let bench = Bench::new(|builder| builder.track_checkouts(true));
-    let pause = Duration::from_millis(5);
-    for _ in 0..10 {
-        let buf = bench.pool.checkout(1000).unwrap();
-        std::thread::sleep(pause / 5);
-        drop(buf);
-    }
-    let s = bench.pool.snapshot();
-    assert_eq!((s.holding.count(), s.pool.misses, s.pool.cached_bytes), (10, 10, 0));
-    assert!(s.holding.sum() >= pause * 2, "{:?}", s.holding);
+    // A pool that tracks times each checkout, and caches none.
+    assert_eq!((s.holding.count(), s.pool.cached_bytes), (2, 0));
+    assert!(s.holding.sum() >= pause, "{:?}", s.holding);
 }
 
 #[test]
 fn pinning_has_a_speed() {
-    recorded!();
     let bench = Bench::new(|builder| builder.region(256 << 10).initial(256 << 10));
     bench.pool.wait_pinned(None).unwrap();
     let s = bench.pool.snapshot();
     assert_eq!((s.pinning.made, s.pool.growths), (256 << 10, 0), "what it starts with is no growth");
     assert!(s.pinning.bytes_per_second().is_some_and(|speed| speed > 0.0));
     assert!(s.pinning.longest_call <= s.pinning.busy);
-    drop(bench.pool.checkout(200 << 10).unwrap());
     let both = (bench.pool.checkout(200 << 10).unwrap(), bench.pool.checkout(200 << 10).unwrap());
     eventually("it grew", || bench.pool.pinning().made == 512 << 10);
     assert_eq!(bench.pool.stats().growths, 1);
     drop(both);
     bench.pool.trim(0);
     assert_eq!(bench.pool.pinning().made, 512 << 10, "what has gone was made all the same");
+}
+
+/// The parts equal the whole while other threads are at work as well, and what is out all the time is listed
+/// once.
+#[test]
+fn under_way_the_sums_hold_and_the_report_is_whole() {
+    [false, true].into_iter().for_each(under_way);
+}
+
+/// Ends the threads at work, also where an assertion fails.
+struct Stops<'a>(&'a AtomicBool);
+
+impl Drop for Stops<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+fn under_way(track: bool) {
+    let bench = Bench::new(|builder| builder.track_checkouts(track).capacity(8 << 20));
+    bench.pool.wait_pinned(None).unwrap();
+    let kept: Vec<_> =
+        (0..2000).map(|_| bench.pool.checkout(Request::new(2000).tag("kept")).unwrap()).collect();
+    let (stop, start) = (AtomicBool::new(false), Instant::now());
+    let sums_hold = || {
+        let s = bench.pool.snapshot();
+        let p = &s.pool;
+        let parts =
+            p.free_bytes + p.checked_out_bytes + p.in_flight_bytes + p.quarantined_bytes + p.cut_bytes;
+        assert_eq!(parts, p.pinned_bytes + p.unpinned_bytes, "{p:?}");
+        assert_eq!(p.granted_bytes, p.checked_out_bytes + p.in_flight_bytes + p.quarantined_bytes);
+        assert!(p.claimed_bytes <= p.in_flight_bytes && p.cached_bytes <= p.free_bytes, "{p:?}");
+        let sum = |part: fn(&ClassStats) -> u64| s.classes.iter().map(part).sum::<u64>();
+        assert_eq!(sum(|class| class.out_bytes as u64), p.granted_bytes as u64, "{s:#?}");
+        assert_eq!((sum(|class| class.checkouts), sum(|class| class.returns)), (p.checkouts, p.returns));
+        assert!(s.devices[0].completed <= s.devices[0].submitted);
+        p.returns
+    };
+    std::thread::scope(|scope| {
+        let (bench, stop) = (&bench, &stop);
+        // One thread checks out what another returns, two keep to themselves, one submits.
+        let (pass, passed) = mpsc::sync_channel(16);
+        scope.spawn(move || passed.into_iter().for_each(drop::<pinpool::Result<_>>));
+        let work = |mut work: Box<dyn FnMut() + Send>| {
+            scope.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    work();
+                }
+            });
+        };
+        // One that would make the queue long is dropped here.
+        work(Box::new(move || drop(pass.try_send(bench.pool.checkout(1000)))));
+        work(Box::new(|| drop(bench.pool.checkout(1000))));
+        work(Box::new(|| drop(bench.pool.checkout(70_000))));
+        let (stream, memory) = bench.target();
+        work(Box::new(move || drop(stream.upload(bench.filled(4096), &memory))));
+        let _stops = Stops(stop);
+        while sums_hold() < 3000 {
+            let report = bench.pool.stuck(Duration::ZERO);
+            let (stay, go): (Vec<_>, Vec<_>) = report.iter().partition(|buffer| buffer.tag.is_some());
+            // Of a pool that does not track, a sample.
+            assert!(stay.len() == kept.len() || !track, "each of them is there once: {}", stay.len());
+            assert!(stay.len() <= kept.len(), "{} of {}", stay.len(), kept.len());
+            assert!(go.iter().all(|buffer| buffer.age <= start.elapsed()), "{go:#?}");
+        }
+    });
+    drop(kept);
+    eventually("all is back", || bench.pool.stats().granted_bytes == 0);
+    sums_hold();
+    let p = bench.pool.stats();
+    assert_eq!((p.checkouts - p.returns, p.requested_bytes), (0, 0));
+    bench.pool.check().unwrap();
 }

@@ -62,22 +62,30 @@ fn what_came_through() {
 
 /// A server logs at INFO: what it moves for each request is no news, and a load is.
 #[test]
-fn only_a_large_transfer_is_told_at_info() {
+fn only_a_large_transfer_is_told_at_info_and_none_that_was_refused() {
     recorded!();
     let bench = Bench::new(|builder| builder);
     let memory = bench.device.alloc(16 << 20).unwrap();
     let copier = Copier::builder(&bench.pool, &bench.device).build().unwrap();
+    let levels = || spans("pinpool::copier", "transfer").iter().map(|span| span.level).collect::<Vec<_>>();
     for (len, level) in [(1, Level::DEBUG), ((16 << 20) - 1, Level::DEBUG), (16 << 20, Level::INFO)] {
         clear();
         downloaded(&copier, memory.slice(..len));
-        let found = spans("pinpool::copier", "transfer");
-        assert_eq!(found.iter().map(|span| span.level).collect::<Vec<_>>(), [level], "{len}");
+        assert_eq!(levels(), [level], "{len}");
     }
+    bench.node.kill(0);
+    assert!(bench.device.stream().is_err());
+    clear();
+    assert!(copier.upload(vec![7; BYTES], &memory).unwrap_err().error.is_device_lost());
+    assert!(levels().is_empty(), "it was refused, and never was a transfer");
 }
 
-/// Gives some of its bytes, and then none.
+/// Gives the first half of its bytes, and then none; with a gate, nothing until the test opens it: the number
+/// of calls, and whether it is open.
 #[derive(Debug)]
-struct Torn;
+struct Torn(Option<Gate>);
+
+type Gate = Arc<(Mutex<(usize, bool)>, Condvar)>;
 
 impl Source for Torn {
     fn len(&self) -> u64 {
@@ -87,6 +95,11 @@ impl Source for Torn {
         "a torn tape".into()
     }
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        if let Some(gate) = &self.0 {
+            let mut state = gate.0.lock().unwrap();
+            state.0 += 1;
+            drop(gate.1.wait_while(state, |(_, open)| !*open).unwrap());
+        }
         if offset >= BYTES as u64 / 2 {
             return Err(io::Error::other("it ends here"));
         }
@@ -96,68 +109,18 @@ impl Source for Torn {
 }
 
 #[test]
-fn what_failed() {
+fn what_failed_and_what_was_cancelled() {
     recorded!();
     let (_bench, memory, copier) = rig(Priority::Bulk);
-    let error = copier.upload(Torn, &memory).unwrap().wait().unwrap_err();
+    let error = copier.upload(Torn(None), &memory).unwrap().wait().unwrap_err();
     let span = ended(&["copied_bytes", "error", "outcome", "seconds"]);
     assert_eq!((span.field("outcome"), span.field("what")), ("failed", "a torn tape"));
     assert_eq!(span.field("error"), error.to_string());
     assert!(span.field("copied_bytes").parse::<usize>().unwrap() <= BYTES / 2, "{span:?}");
-}
 
-/// Gives nothing until the test opens it: the number of calls, and whether it is open.
-#[derive(Debug)]
-struct Shut(Arc<(Mutex<(usize, bool)>, Condvar)>);
-
-impl Source for Shut {
-    fn len(&self) -> u64 {
-        BYTES as u64
-    }
-    fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        let mut state = self.0.0.lock().unwrap();
-        state.0 += 1;
-        drop(self.0.1.wait_while(state, |(_, open)| !*open).unwrap());
-        into.push(&vec![1; into.remaining()]);
-        Ok(())
-    }
-}
-
-/// A file that cannot be opened anew, to be read past the page cache, under a name that would steer a terminal.
-#[test]
-#[allow(unsafe_code, reason = "the limit on open files")]
-fn what_a_file_is_called_is_escaped() {
-    const ALL: libc::rlim_t = libc::RLIM_INFINITY;
-    recorded!();
-    let (bench, memory, _) = rig(Priority::Bulk);
-    let copier = Copier::builder(&bench.pool, &bench.device).threads(1).chunk(256 << 10).build().unwrap();
-    let file = tempfile::tempfile().unwrap();
-    file.set_len(BYTES as u64).unwrap();
-    let source =
-        FileSource::new(Arc::new(file), "a\u{1b}[2J\nERROR forged").unwrap().reading(Reading::Direct);
-    let mut limit = libc::rlimit { rlim_cur: ALL, rlim_max: ALL };
-    // SAFETY: writes to the struct.
-    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) }, 0);
-    let none = libc::rlimit { rlim_cur: 0, ..limit };
-    // SAFETY: reads the struct, here and below.
-    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) }, 0);
-    let sent = copier.upload(source, &memory).map(|transfer| transfer.wait().is_ok());
-    // SAFETY: as above.
-    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
-    assert!(sent.unwrap(), "it is read in another way");
-    let (found, spans) = (events("pinpool::copier"), spans("pinpool::copier", "transfer"));
-    assert_eq!((found.len(), spans.len()), (1, 1), "{found:#?}");
-    assert_eq!(found[0].field("message"), "not read past the page cache");
-    let names = [found[0].field("file"), spans[0].field("what")];
-    assert_eq!(names, ["a\\u{1b}[2J\\nERROR forged"; 2]);
-}
-
-#[test]
-fn what_was_cancelled() {
-    recorded!();
-    let (_bench, memory, copier) = rig(Priority::Bulk);
-    let gate = Arc::new((Mutex::new((0, false)), Condvar::new()));
-    let transfer = copier.upload(Shut(gate.clone()), &memory).unwrap();
+    clear();
+    let gate = Gate::default();
+    let transfer = copier.upload(Torn(Some(gate.clone())), &memory).unwrap();
     eventually("read", || gate.0.lock().unwrap().0 > 0);
     transfer.cancel();
     let found = spans("pinpool::copier", "transfer");
@@ -165,8 +128,7 @@ fn what_was_cancelled() {
     gate.0.lock().unwrap().1 = true;
     gate.1.notify_all();
     assert!(matches!(transfer.wait().unwrap_err().error, Error::Cancelled { .. }));
-    let span = ended(&["copied_bytes", "outcome", "seconds"]);
-    assert_eq!((span.field("outcome"), span.field("what")), ("cancelled", "the source"));
+    assert_eq!(ended(&["copied_bytes", "outcome", "seconds"]).field("outcome"), "cancelled");
     // A reader that fails cancels, too.
     clear();
     struct Broken;
@@ -180,14 +142,35 @@ fn what_was_cancelled() {
     assert_eq!(ended(&["copied_bytes", "outcome", "seconds"]).field("outcome"), "cancelled");
 }
 
+/// A file that cannot be opened anew, to be read past the page cache, under a name that would steer a
+/// terminal.
 #[test]
-fn what_could_not_start() {
+#[allow(unsafe_code, reason = "the limit on open files")]
+fn what_a_file_is_called_is_escaped() {
     recorded!();
-    let (bench, memory, copier) = rig(Priority::Bulk);
-    bench.node.kill(0);
-    assert!(bench.device.stream().is_err());
-    assert!(bench.device.lost().is_some());
-    clear();
-    assert!(copier.upload(vec![7; BYTES], &memory).unwrap_err().error.is_device_lost());
-    assert!(spans("pinpool::copier", "transfer").is_empty(), "it was refused, and never was a transfer");
+    let (bench, memory, _) = rig(Priority::Bulk);
+    let copier = Copier::builder(&bench.pool, &bench.device).threads(1).chunk(256 << 10).build().unwrap();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(BYTES as u64).unwrap();
+    let source =
+        FileSource::new(Arc::new(file), "a\u{1b}[2J\nERROR forged").unwrap().reading(Reading::Direct);
+    let set = |most| {
+        let mut old = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: writes to the struct, and then reads it.
+        unsafe {
+            assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut old), 0);
+            let new = libc::rlimit { rlim_cur: most, ..old };
+            assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const new), 0);
+        }
+        old.rlim_cur
+    };
+    let before = set(0);
+    let sent = copier.upload(source, &memory).map(|transfer| transfer.wait().is_ok());
+    set(before);
+    assert!(sent.unwrap(), "it is read in another way");
+    let (found, spans) = (events("pinpool::copier"), spans("pinpool::copier", "transfer"));
+    assert_eq!((found.len(), spans.len()), (1, 1), "{found:#?}");
+    assert_eq!(found[0].field("message"), "not read past the page cache");
+    let names = [found[0].field("file"), spans[0].field("what")];
+    assert_eq!(names, ["a\\u{1b}[2J\\nERROR forged"; 2]);
 }

@@ -6,9 +6,9 @@
 #[path = "../../../../tests/support/mod.rs"]
 mod support;
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use support::skip;
 
@@ -23,93 +23,63 @@ fn library() -> Option<PathBuf> {
     named.or_else(|| Some(std::env::current_exe().ok()?.with_file_name(NAME)).filter(|path| path.exists()))
 }
 
-/// The program, compiled with these flags and linked; `None` (said) where that cannot be done.
-fn program(flags: &[&str]) -> Option<(PathBuf, PathBuf)> {
+/// Compiles the program, links it, and runs it: under another command, if one is named, with these arguments.
+/// Says why, where that cannot be done.
+fn run(under: &[&str], arguments: &[&str], driver: Option<&Path>) {
     let source = Path::new(HERE).join("tests/capi/program.c");
-    if !source.exists() {
-        skip!("{} is not here", source.display());
-        return None;
-    }
-    let Some(library) = library() else {
-        skip!("{NAME} is not beside this executable; {LIBRARY} can name it");
-        return None;
+    let Some(library) = library().filter(|_| source.exists()) else {
+        return skip!(
+            "{} is not here, or {NAME} not beside this executable; {LIBRARY} can name it",
+            source.display()
+        );
     };
-    let folder = library.parent()?.to_path_buf();
     // Tests run at the same time, and each removes its program.
-    static PROGRAMS: AtomicU32 = AtomicU32::new(0);
-    let number = PROGRAMS.fetch_add(1, Ordering::Relaxed);
-    let to =
-        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("capi-program-{}-{number}", std::process::id()));
+    let name = format!("capi-{}-{}-{}", std::process::id(), under.len(), arguments.len());
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let mut compile = Command::new("cc");
-    compile.args(["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&to);
-    compile.arg(source).arg("-I").arg(HERE);
-    compile.arg(&library).args(["-lpthread", "-ldl"]).args(flags);
-    match compile.output() {
-        Err(error) => {
-            skip!("there is no C compiler: {error}");
-            None
-        }
-        Ok(done) => {
-            let said = String::from_utf8_lossy(&done.stderr);
-            assert!(done.status.success(), "the program does not compile: {said}");
-            Some((to, folder))
-        }
-    }
-}
-
-/// Runs the program, under another command if one is named.
-fn run(under: &[&str], arguments: &[&str], driver: Option<&Path>) -> Result<(), String> {
+    compile
+        .args(["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-o"])
+        .arg(&program);
     // A program runs some thirty times as long under valgrind.
-    let flags: &[&str] = if under.is_empty() { &[] } else { &["-DROUNDS=300"] };
-    let Some((program, folder)) = program(flags) else { return Ok(()) };
-    let mut command = match under {
-        [] => Command::new(&program),
-        [tool, options @ ..] => {
-            let mut command = Command::new(tool);
-            command.args(options).arg(&program);
-            command
-        }
+    compile.args((!under.is_empty()).then_some("-DROUNDS=300"));
+    compile.arg(source).arg("-I").arg(HERE).arg(&library).args(["-lpthread", "-ldl"]);
+    let done = match compile.output() {
+        Err(error) => return skip!("there is no C compiler: {error}"),
+        Ok(done) => done,
     };
-    command.args(arguments).env("LD_LIBRARY_PATH", folder);
-    if let Some(driver) = driver {
-        command.env(support::doubles::PATH, driver);
-    }
-    let done = command.output().map_err(|error| format!("{under:?}: {error}"));
-    let _ = std::fs::remove_file(program);
-    let done = done?;
+    assert!(done.status.success(), "it does not compile: {}", String::from_utf8_lossy(&done.stderr));
+    let all: Vec<&OsStr> = under.iter().map(OsStr::new).chain([program.as_os_str()]).collect();
+    let mut command = Command::new(all[0]);
+    command.args(&all[1..]).args(arguments).env("LD_LIBRARY_PATH", library.parent().unwrap());
+    command.envs(driver.map(|driver| (support::doubles::PATH, driver)));
+    let done = command.output();
+    let _ = std::fs::remove_file(&program);
+    let done = done.unwrap();
     let (out, said) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
     assert!(done.status.success() && out.contains("all of it"), "{}: {out}{said}", done.status);
-    Ok(())
 }
 
 #[test]
 fn a_program_in_c_on_the_host() {
-    run(&[], &[], None).unwrap();
+    run(&[], &[], None);
 }
 
 #[cfg(feature = "cuda")]
 #[test]
 fn a_program_in_c_on_a_gpu() {
     match support::doubles::named_or_built() {
-        Some(driver) => run(&[], &["cuda"], Some(&driver)).unwrap(),
+        Some(driver) => run(&[], &["cuda"], Some(&driver)),
         None => skip!("the simulation is not beside the executable"),
     }
 }
 
 #[test]
 fn a_program_in_c_under_valgrind() {
-    let options = [
-        "valgrind",
-        "--quiet",
-        "--error-exitcode=9",
-        "--leak-check=full",
-        "--errors-for-leak-kinds=definite",
-    ];
     if Command::new("valgrind").arg("--version").output().is_err() {
-        skip!("valgrind is not here");
-        return;
+        return skip!("valgrind is not here");
     }
-    run(&options, &[], None).unwrap();
+    let leaks = ["--leak-check=full", "--errors-for-leak-kinds=definite"];
+    run(&["valgrind", "--quiet", "--error-exitcode=9", leaks[0], leaks[1]], &[], None);
 }
 
 /// The header is what cbindgen makes of the sources. `PINPOOL_BLESS=1` writes it.

@@ -1,17 +1,20 @@
 //! Files and names that mean harm.
 
-use std::fs;
+use super::{Files, fails, limit, load, pinpool, refuses, stderr, stdout};
 
-use super::{Files, fails, load, pinpool, refuses, squeeze, stderr, stdout};
+/// A file of this header, and one byte.
+fn with_header(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0]].concat()
+}
 
 /// As many things as fit: for the longest header that the format allows half a gigabyte of address space is enough to
-/// refuse them, and where that is not there either, it is said, and nothing aborts. (Half of that length, without
-/// `PINPOOL_FULL=1`.)
+/// refuse them, and where that is not there either, it is said, and nothing aborts. (A fifth of that length,
+/// without `PINPOOL_FULL=1`.)
 #[test]
 fn a_hundred_megabytes_of_small_things_are_refused_in_half_a_gigabyte() {
     let (longest, enough, short) = match std::env::var_os("PINPOOL_FULL") {
         Some(_) => (100_000_000, 512, 90),
-        None => (50_000_000, 280, 45),
+        None => (20_000_000, 130, 22),
     };
     let files = Files::new();
     let fill = |front: &str, back: &str, piece: &dyn Fn(usize) -> String| {
@@ -23,18 +26,23 @@ fn a_hundred_megabytes_of_small_things_are_refused_in_half_a_gigabyte() {
         text.pop();
         text + back
     };
-    let header = files.path("metadata.safetensors");
     let text = fill(r#"{"__metadata__":{"#, "}}", &|n| format!("\"{n:x}\":\"\","));
     // (One byte behind it that is nothing's.)
-    fs::write(&header, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0]].concat()).unwrap();
-    let index = files.path("model.safetensors.index.json");
-    fs::write(&index, fill(r#"{"weight_map":{"#, "}}", &|n| format!("\"{n:x}\":\"gone\","))).unwrap();
-    refuses(squeeze(&mut load([&header]), enough << 20), "1 bytes at its end belong to no tensor");
-    refuses(squeeze(&mut load([&index]), enough << 20), "gone cannot be read");
-    for path in [&header, &index] {
-        let name = path.file_name().unwrap().to_str().unwrap();
+    files.put("a.safetensors", with_header(&text));
+    let text = fill(r#"{"weight_map":{"#, "}}", &|n| format!("\"{n:x}\":\"gone\","));
+    files.put("b.safetensors.index.json", text);
+    for (name, cause) in [
+        ("a.safetensors", "1 bytes at its end belong to no tensor"),
+        ("b.safetensors.index.json", "gone cannot be read"),
+    ] {
+        let within = |mib: u64| {
+            let mut command = load([files.path(name)]);
+            limit(&mut command, libc::RLIMIT_AS, mib << 20);
+            command
+        };
+        refuses(&mut within(enough), cause);
         let told = format!("{name} cannot be read without them; raise the process's memory limit");
-        fails(squeeze(&mut load([path]), short << 20), &told);
+        fails(&mut within(short), &told);
     }
 }
 
@@ -61,10 +69,9 @@ fn names_cannot_steer_a_terminal_or_forge_a_line() {
     assert!(!log.lines().any(|line| line.starts_with("INFO forged")), "{log}");
     refuses(&mut load([files.path("b\u{1b}[2J\nerror: forged")]), "b\\u{1b}[2J error: forged: No such file");
     // A tensor's.
-    let lies = files.path("lies.safetensors");
     let text =
         "{\"a\\u001b[2J\u{202e}\\nx\":{\"dtype\":\"\\u001b[31m\",\"shape\":[],\"data_offsets\":[0,1]}}";
-    fs::write(&lies, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0]].concat()).unwrap();
+    let lies = files.put("lies.safetensors", with_header(text));
     refuses(&mut load([&lies]), "tensor \"a\\u{1b}[2J\\u{202e}\\nx\" is not described");
     let output = load([&lies]).output().unwrap();
     is_plain(&stderr(&output));

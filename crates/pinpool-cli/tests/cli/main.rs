@@ -7,18 +7,24 @@
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code)]
 
+#[allow(dead_code, reason = "what `top` shows uses a part of it")]
+#[path = "../../src/cli/amount.rs"]
+mod amount;
 mod bench;
 mod checkpoints;
 mod devices;
 mod doctor;
+#[allow(dead_code, reason = "what `top` fetches uses a part of it")]
+#[path = "../../src/cli/escape.rs"]
+mod escape;
 mod files;
 mod hostile;
-mod spread;
+mod refusals;
 #[path = "../../../../tests/support/mod.rs"]
 mod support;
+mod top;
 
-use std::fs::File;
-use std::io::Write;
+use std::ffi::OsStr;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
@@ -35,7 +41,7 @@ fn pinpool() -> Command {
 }
 
 /// `pinpool load --device host`, and so on.
-fn load<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+fn load<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = pinpool();
     command.args(["load", "--device", "host"]).args(args);
     command
@@ -56,10 +62,14 @@ fn keys(object: &Value) -> String {
     keys.join(" ")
 }
 
-/// The JSON object on the last line, with exactly the keys that are promised, and the pool's sums right.
+/// The JSON object on the last line.
+fn object(output: &Output) -> Value {
+    serde_json::from_str(stdout(output).lines().last().expect("a last line")).unwrap()
+}
+
+/// The object of a load, with exactly the keys that are promised, and the pool's sums right.
 fn report(output: &Output) -> Value {
-    let text = stdout(output);
-    let report: Value = serde_json::from_str(text.lines().last().expect("a last line")).unwrap();
+    let report = object(output);
     assert_eq!(keys(&report), "bytes device download_gb_per_s error pool upload_gb_per_s verified");
     let of_pool = "checked_out_bytes checkouts cut_bytes free_bytes in_flight_bytes pinned_bytes \
                    quarantined_bytes unpinned_bytes waits";
@@ -105,18 +115,6 @@ fn refuses(command: &mut Command, cause: &str) {
     assert_eq!(stdout(&output), "", "{command:?}");
 }
 
-/// With `--json` the last line of stdout is an object whose `error` is the line on stderr.
-fn tells_in_json(command: &mut Command, code: i32, cause: &str) -> Value {
-    let output = command.arg("--json").output().unwrap();
-    assert_eq!(output.status.code(), Some(code), "{command:?}: {}", stderr(&output));
-    let text = stdout(&output);
-    let object: Value = serde_json::from_str(text.lines().last().expect("an object")).unwrap();
-    let error = object["error"].as_str().expect("a text");
-    assert!(error.contains(cause), "{command:?} should name {cause:?}: {object}");
-    assert!(stderr(&output).lines().any(|line| line == format!("error: {error}")), "{}", stderr(&output));
-    object
-}
-
 /// A failure: exit status 1, and a last line on stderr that names the cause.
 fn fails(command: &mut Command, cause: &str) -> Output {
     let output = command.output().unwrap();
@@ -138,23 +136,14 @@ impl Files {
         self.0.path().join(name)
     }
 
-    /// A file of bytes that do not repeat.
+    /// A file of bytes that differ from chunk to chunk.
     fn make(&self, name: &str, len: usize) -> PathBuf {
+        self.put(name, support::bytes(len, len))
+    }
+
+    fn put(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
         let path = self.path(name);
-        let mut state = len as u64 | 1;
-        let mut bytes = vec![0; len.min(1 << 20)];
-        let mut file = File::create(&path).unwrap();
-        let mut left = len;
-        while left > 0 {
-            for byte in &mut bytes {
-                // A linear congruential generator with the constants of Knuth's MMIX; the upper bits are the good ones.
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                *byte = (state >> 56) as u8;
-            }
-            let part = left.min(bytes.len());
-            file.write_all(&bytes[..part]).unwrap();
-            left -= part;
-        }
+        std::fs::write(&path, bytes).unwrap();
         path
     }
 }
@@ -176,11 +165,6 @@ fn limit(command: &mut Command, resource: libc::__rlimit_resource_t, most: u64) 
             Ok(())
         })
     }
-}
-
-/// Limits the command's address space.
-fn squeeze(command: &mut Command, bytes: u64) -> &mut Command {
-    limit(command, libc::RLIMIT_AS, bytes)
 }
 
 /// The simulated drivers as a library. `None`, and said: it is not beside this executable.

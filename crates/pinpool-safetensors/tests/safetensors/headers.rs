@@ -24,55 +24,29 @@ fn lies_about_a_tensor_name_it() {
     let a = r#""a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}"#;
     let b = |rest: &str| format!(r#"{{{a},"b":{{{rest}}}}}"#);
     let x = |rest: &str| format!(r#"{{"x":{rest}}}"#);
+    let one = r#""dtype":"U8","shape":[1],"data_offsets":[0,1]"#;
+    let most = u64::MAX;
     for (header, data, tensor, why) in [
         (b(r#""dtype":"U8","shape":[4],"data_offsets":[2,6]"#), 6, "b", "starts at 2, and not at 4"),
-        (b(r#""dtype":"U8","shape":[4],"data_offsets":[5,9]"#), 9, "b", "starts at 5, and not at 4"),
         (b(r#""dtype":"U8","shape":[4],"data_offsets":[4,8]"#), 7, "b", "lies at 4..8 of 7 bytes"),
         (b(r#""dtype":"U8","shape":[4],"data_offsets":[8,4]"#), 8, "b", "does not fit bytes 8..4"),
-        (
-            b(r#""dtype":"F32","shape":[4],"data_offsets":[4,8]"#),
-            8,
-            "b",
-            "F32 of shape [4], which does not fit",
-        ),
-        (b(r#""dtype":"U8","shape":[3],"data_offsets":[4,8]"#), 8, "b", "does not fit"),
+        (b(r#""dtype":"F32","shape":[4],"data_offsets":[4,8]"#), 8, "b", "F32 of shape [4], which"),
         (b(r#""dtype":"F4","shape":[3],"data_offsets":[4,6]"#), 6, "b", "does not fit"),
         (b(r#""dtype":"U8","shape":[4294967296,4294967296,2],"data_offsets":[4,4]"#), 4, "b", "does not fit"),
-        (b(r#""dtype":"I64","shape":[4611686018427387904],"data_offsets":[4,4]"#), 4, "b", "does not fit"),
         (b(r#""dtype":"U8","shape":[-4],"data_offsets":[4,8]"#), 8, "b", "-4"),
         (b(r#""dtype":"U8","shape":[4],"data_offsets":[4,18446744073709551616]"#), 8, "b", "described"),
-        (b(r#""dtype":"U8","shape":[4],"data_offsets":[4]"#), 8, "b", "described"),
         (b(r#""dtype":"U8","shape":[4]"#), 8, "b", "data_offsets"),
-        (b(""), 8, "b", "described"),
-        (
-            x(r#"{"dtype":"U8","shape":[18446744073709551615],"data_offsets":[0,18446744073709551615]}"#),
-            8,
-            "x",
-            "",
-        ),
-        (x(r#"{"dtype":"U8","shape":[1],"data_offsets":[1,2]}"#), 2, "x", "starts at 1, and not at 0"),
+        (x(&format!(r#"{{"dtype":"U8","shape":[{most}],"data_offsets":[0,{most}]}}"#)), 8, "x", ""),
         (x("7"), 0, "x", "an object"),
         (x(r#"["U8",[1],[0,1]]"#), 1, "x", "an object"),
         (x(r#"{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}"#), 1, "x", "described"),
-        (x(r#"{"dtype":"U8","shape":[[1]],"data_offsets":[0,1]}"#), 1, "x", "described"),
-        (x(r#"{"dtype":["U8"],"shape":[1],"data_offsets":[0,1]}"#), 1, "x", "described"),
-        (x(r#"{"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]}"#), 1, "x", "duplicate field"),
-        (x(r#"{"\ud800":1,"dtype":"U8","shape":[1],"data_offsets":[0,1]}"#), 1, "x", "hex escape"),
+        (x(&format!(r#"{{"shape":[1],{one}}}"#)), 1, "x", "duplicate field"),
+        (x(&format!(r#"{{"\ud800":1,{one}}}"#)), 1, "x", "hex escape"),
         // A format grows: what an older reader does not know is no damage.
         (x(r#"{"dtype":"F8_E4M3B11FNUZ","shape":[1],"data_offsets":[0,1]}"#), 1, "x", "`F8_E4M3B11FNUZ`"),
         (x(r#"{"dtype":"U9","shape":[1],"data_offsets":[0,1]}"#), 1, "x", "upgrade pinpool"),
-        (
-            r#"{"\u005f_metadata__":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#.into(),
-            1,
-            "__metadata__",
-            "metadata is no tensor",
-        ),
-        (
-            r#"{"\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#.into(),
-            1,
-            "\"\\ud800\"",
-            "hex escape",
-        ),
+        (format!(r#"{{"\u005f_metadata__":{{{one}}}}}"#), 1, "__metadata__", "metadata is no tensor"),
+        (format!(r#"{{"\ud800":{{{one}}}}}"#), 1, "\"\\ud800\"", "hex escape"),
         // Twice: which of them is meant?
         (format!(r#"{{{a},"a":{{"dtype":"I8","shape":[4],"data_offsets":[0,4]}}}}"#), 4, "a", "not at 4"),
         (format!(r#"{{{a},"\u0061":{{"dtype":"I8","shape":[4],"data_offsets":[4,8]}}}}"#), 8, "a", "twice"),
@@ -96,21 +70,14 @@ fn lies_about_the_whole_are_refused() {
         (r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#, 5, "1 bytes at its end"),
         ("{}", 1, "belong to no tensor"),
         ("[]", 0, "no JSON object"),
-        ("", 0, "no JSON object"),
         ("{", 0, "no JSON object"),
-        ("\u{0}", 0, "no JSON object"),
         (r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "metadata"),
         (r#"{"__metadata__":7}"#, 0, "no object of texts"),
-        (r#"{"__metadata__":"{}"}"#, 0, "no object of texts"),
-        (r#"{"__metadata__":["a"]}"#, 0, "no object of texts"),
         (r#"{"__metadata__":{"a":"b","c":1}}"#, 0, "no object of texts"),
-        (r#"{"__metadata__":{"a":null}}"#, 0, "no object of texts"),
         (r#"{"__metadata__":{"a":{"b":"c"}}}"#, 0, "no object of texts"),
         (r#"{"__metadata__":{"a":"\ud800"}}"#, 0, "no object of texts"),
         (r#"{"__metadata__":{"\udc00":"a"}}"#, 0, "no object of texts"),
-        (r#"{"__metadata__":{"a":"b"},}"#, 0, "no JSON object"),
         (r#"{"x":{"dtype":"U8","shape":[1,],"data_offsets":[0,1]}}"#, 1, "line 1 column"),
-        (r#"{"a":{"dtype":"U8""#, 0, "no JSON object"),
         ("{} x", 0, "no JSON object"),
     ] {
         let (named, text) = lie(header, data);
@@ -134,28 +101,6 @@ fn lies_about_the_whole_are_refused() {
     }
 }
 
-/// A header may be a hundred megabytes long; an error text is short enough to read.
-#[test]
-fn what_a_stranger_wrote_is_not_all_in_the_message() {
-    let long = "\u{1f600}x\\n".repeat(40_000);
-    let short = "\u{1f600}x\\n".repeat(5_000);
-    let a = r#""dtype":"U8","shape":[4],"data_offsets":[0,4]"#;
-    for header in [
-        format!(r#"{{"{long}":{{"dtype":"U8","shape":[3],"data_offsets":[0,4]}}}}"#),
-        format!(r#"{{"{long}":{{{a}}},"b":{{{a}}}}}"#),
-        format!(r#"{{"{short}":{{{a}}},"{short}":{{{a}}}}}"#),
-        format!(r#"{{"{long}":"{long}"}}"#),
-        format!(r#"{{"a":{{"dtype":"{short}","shape":[4],"data_offsets":[0,4]}}}}"#),
-        format!(r#"{{"a":{{"dtype":"U8","shape":"{short}","data_offsets":[0,4]}}}}"#),
-        format!(r#""{long}""#),
-    ] {
-        let error = parse(&with_header(&header, [0; 4])).unwrap_err();
-        assert!(error.to_string().len() < 4000, "{} bytes", error.to_string().len());
-        let Error::Malformed { tensor, .. } = error else { panic!("{error}") };
-        assert!(tensor.is_none_or(|name| name.chars().count() <= 200));
-    }
-}
-
 #[test]
 fn what_is_unusual_is_fine() {
     const MANY: u64 = 1 << 63;
@@ -172,15 +117,6 @@ fn what_is_unusual_is_fine() {
         let read = parse(&with_header(header, [])).unwrap();
         assert!(read.tensors().next().is_none() && read.metadata().next() == metadata, "{header}");
     }
-    let long = "\\n".repeat(100_000);
-    let read = parse(&with_header(&format!(r#"{{"__metadata__":{{"picture":"{long}"}}}}"#), [])).unwrap();
-    assert!(read.metadata().next().is_some_and(|text| text.len() > long.len()));
-    // As many axes for so few bytes as no model has.
-    let tensors = (0..8000).map(|n| {
-        format!(r#""{n:x}":{{"dtype":"U8","shape":[1,1,1,1,1,1,1,1],"data_offsets":[{n},{}]}}"#, n + 1)
-    });
-    let header = format!("{{{}}}", tensors.collect::<Vec<_>>().join(","));
-    assert_eq!(parse(&with_header(&header, [0; 8000])).unwrap().tensors().count(), 8000);
     // Types whose elements are no whole bytes, and those of a byte that came later.
     for (dtype, shape, bytes) in [
         ("F4", vec![3, 6], 9),

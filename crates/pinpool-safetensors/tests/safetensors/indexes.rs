@@ -48,24 +48,24 @@ fn an_index_that_lies_is_refused() {
     let folder = Folder::new();
     folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1)]));
     let with = |text: &str| folder.put("model.safetensors.index.json", text);
-    refused(
-        &with(r#"{"weight_map":{"a":"1.safetensors","b":"1.safetensors"}}"#),
-        Some("b"),
-        "does not have it",
-    );
     let outside =
         ["../1.safetensors", "/etc/passwd", "sub/1.safetensors", "./1.safetensors", "1/.", "", ".", ".."];
     for outside in outside {
         refused(&with(&format!(r#"{{"weight_map":{{"a":"{outside}"}}}}"#)), Some("a"), "no name of a file");
     }
-    refused(&with(r#"{"weight_map":{"a":7}}"#), Some("a"), "no name of a file");
-    refused(&with(r#"{"weight_map":{}}"#), None, "names no tensor");
-    refused(&with(r#"{"weight_map":[]}"#), None, "weight_map");
-    refused(&with("{"), None, "no JSON object");
-    refused(&with("[]"), None, "weight_map");
-    for again in ["{}", r#"{"a":"1.safetensors"}"#, "[]"] {
-        let twice = format!(r#"{{"weight_map":{{"a":"1.safetensors"}},"weight_map":{again}}}"#);
-        refused(&with(&twice), None, "there twice");
+    for (text, tensor, why) in [
+        (r#"{"weight_map":{"a":"1.safetensors","b":"1.safetensors"}}"#, Some("b"), "does not have it"),
+        (r#"{"weight_map":{"a":7}}"#, Some("a"), "no name of a file"),
+        (r#"{"weight_map":{"a":"\ud800"}}"#, Some("a"), "no name of a file"),
+        // Half of a pair.
+        (r#"{"weight_map":{"\ud800":"1.safetensors"}}"#, Some(r#""\ud800""#), "does not have it"),
+        (r#"{"weight_map":{}}"#, None, "names no tensor"),
+        ("{", None, "no JSON object"),
+        ("[]", None, "weight_map"),
+        (r#"{"weight_map":{"a":"1.safetensors"},"weight_map":{}}"#, None, "there twice"),
+        (r#"{"weight_map":{"a":"1.safetensors"},"weight_map":[]}"#, None, "there twice"),
+    ] {
+        refused(&with(text), tensor, why);
     }
     // A name that no file has: it would be in the error, whole.
     let long = with(&format!(r#"{{"weight_map":{{"a":"{}"}}}}"#, "x".repeat(100_000)));
@@ -73,15 +73,11 @@ fn an_index_that_lies_is_refused() {
     // In two files, says the index: it cannot be told in which.
     folder.put("2.safetensors", file(&[made("a", "U8", &[3], 2)]));
     refused(&with(r#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#), Some("a"), "twice");
-    refused(&with(r#"{"weight_map":{"a":"1.safetensors","a":"1.safetensors"}}"#), Some("a"), "named twice");
     // With another between them that has it, and is not said to.
     folder.put("2.safetensors", file(&[made("a", "U8", &[3], 2), made("b", "U8", &[3], 2)]));
     folder.put("3.safetensors", file(&[made("a", "U8", &[3], 3)]));
     let twice = r#"{"weight_map":{"a":"1.safetensors","b":"2.safetensors","\u0061":"3.safetensors"}}"#;
     refused(&with(twice), Some("a"), "named twice");
-    // Half of a pair.
-    refused(&with(r#"{"weight_map":{"\ud800":"1.safetensors"}}"#), Some(r#""\ud800""#), "does not have it");
-    refused(&with(r#"{"weight_map":{"a":"\ud800"}}"#), Some("a"), "no name of a file");
     std::fs::remove_file(folder.path().join("2.safetensors")).unwrap();
     let missing = Checkpoint::open(with(r#"{"weight_map":{"a":"2.safetensors"}}"#)).map(drop).unwrap_err();
     assert!(matches!(&missing, Error::Read { what, .. } if what.ends_with("2.safetensors")), "{missing}");
@@ -89,14 +85,16 @@ fn an_index_that_lies_is_refused() {
 
 /// As diffusers and transformers name them, with and without a variant.
 #[test]
-fn an_index_counts_under_any_name() {
+fn an_index_counts_under_any_name_and_of_several_none_is_chosen() {
+    let mut folder = Folder::new();
+    let map = r#"{"weight_map":{"a":"1.safetensors"}}"#;
     for name in [
         "model.safetensors.index.json",
         "model.safetensors.index.fp16.json",
         "diffusion_pytorch_model.safetensors.fp16.index.json",
         "model.fp16.safetensors.index.json",
     ] {
-        let folder = Folder::new();
+        folder = Folder::new();
         folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1), made("stale", "U8", &[3], 2)]));
         // Another split of the same tensors, and JSON that is no index.
         folder.put("other.safetensors", file(&[made("a", "U8", &[3], 3)]));
@@ -104,24 +102,15 @@ fn an_index_counts_under_any_name() {
         folder.put("model.safetensors.json", "{}");
         // macOS leaves one beside each file that it copies.
         folder.put("._model.safetensors.index.json", "\0\u{5}\u{16}\u{7}");
-        let index = folder.put(name, r#"{"weight_map":{"a":"1.safetensors"}}"#);
+        let index = folder.put(name, map);
         for path in [&*index, folder.path()] {
             assert_eq!(names(&Checkpoint::open(path).unwrap()), ["a"], "{path:?}");
         }
     }
-}
-
-#[test]
-fn of_several_indexes_none_is_chosen() {
-    let folder = Folder::new();
-    let names = ["model.safetensors.index.fp16.json", "model.safetensors.index.json"];
-    for (name, shard) in names.into_iter().zip(["1.safetensors", "2.safetensors"]) {
-        folder.put(shard, file(&[made("a", "U8", &[3], 1)]));
-        folder.put(name, format!(r#"{{"weight_map":{{"a":"{shard}"}}}}"#));
-    }
+    let second = folder.put("second.safetensors.index.json", map.replace('1', "other"));
     refused(folder.path(), None, "give the path of the one to load");
-    let one = Checkpoint::open(folder.path().join(names[1])).unwrap();
-    assert!(one.tensors().all(|tensor| tensor.file().ends_with("2.safetensors")));
+    let one = Checkpoint::open(second).unwrap();
+    assert!(one.tensors().all(|tensor| tensor.file().ends_with("other.safetensors")));
 }
 
 /// A download that has stopped half-way: files are missing, are links to what is not there yet, or another text stands
@@ -183,6 +172,9 @@ fn an_index_that_cannot_be_read_is_not_done_without() {
     let folder = Folder::new();
     folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1)]));
     let index = folder.path().join("model.safetensors.index.json");
+    let pipe = |path: &std::path::Path| {
+        assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+    };
     let open = |path: &std::path::Path| {
         // No process ever writes into the pipe.
         let (told, result) = std::sync::mpsc::channel();
@@ -190,24 +182,24 @@ fn an_index_that_cannot_be_read_is_not_done_without() {
         std::thread::spawn(move || _ = told.send(Checkpoint::open(path).map(drop)));
         result.recv_timeout(std::time::Duration::from_secs(20)).expect("it waits for a writer")
     };
-    let is_told = || match open(folder.path()) {
-        Err(Error::Read { what, .. } | Error::Malformed { what, .. })
-            if what == index.display().to_string() => {}
-        other => panic!("{other:?}"),
-    };
-    std::os::unix::fs::symlink(folder.path().join("gone"), &index).unwrap();
-    is_told();
-    std::fs::remove_file(&index).unwrap();
-    std::fs::create_dir(&index).unwrap();
-    is_told();
-    std::fs::remove_dir(&index).unwrap();
-    assert!(std::process::Command::new("mkfifo").arg(&index).status().unwrap().success());
-    is_told();
-    std::fs::remove_file(&index).unwrap();
+    let makes: [&dyn Fn(); 3] = [
+        &|| std::os::unix::fs::symlink(folder.path().join("gone"), &index).unwrap(),
+        &|| std::fs::create_dir(&index).unwrap(),
+        &|| pipe(&index),
+    ];
+    for make in makes {
+        make();
+        match open(folder.path()) {
+            Err(Error::Read { what, .. } | Error::Malformed { what, .. })
+                if what == index.display().to_string() => {}
+            other => panic!("{other:?}"),
+        }
+        std::fs::remove_file(&index).or_else(|_| std::fs::remove_dir(&index)).unwrap();
+    }
     assert_eq!(open(folder.path()), Ok(()));
-    let pipe = folder.path().join("pipe.safetensors");
-    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    assert!(matches!(open(&pipe), Err(Error::Malformed { .. })));
+    let other = folder.path().join("pipe.safetensors");
+    pipe(&other);
+    assert!(matches!(open(&other), Err(Error::Malformed { .. })));
 }
 
 #[test]

@@ -25,20 +25,20 @@ use pinpool::Error;
 use pinpool::copier::Copier;
 use pinpool_safetensors::{Checkpoint, DeviceTensor, Load};
 
-pub(crate) use support::rig::{Rig, block_on, pattern};
+use support::rig::{Rig, block_on, pattern};
 
-pub(crate) const HANG: Duration = Duration::from_secs(20);
+const HANG: Duration = Duration::from_secs(20);
 
 /// A tensor to be written: bytes of no type's in particular.
 #[derive(Clone, Debug)]
-pub(crate) struct Made {
-    pub(crate) name: String,
-    pub(crate) dtype: &'static str,
-    pub(crate) shape: Vec<usize>,
-    pub(crate) bytes: Vec<u8>,
+struct Made {
+    name: String,
+    dtype: &'static str,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
 }
 
-pub(crate) fn made(name: &str, dtype: &'static str, shape: &[usize], seed: u64) -> Made {
+fn made(name: &str, dtype: &'static str, shape: &[usize], seed: u64) -> Made {
     let size = match dtype {
         "U8" | "BOOL" => 1,
         "BF16" | "F16" => 2,
@@ -51,7 +51,7 @@ pub(crate) fn made(name: &str, dtype: &'static str, shape: &[usize], seed: u64) 
 }
 
 /// The header of a file in the format, for tensors in this order, and its bytes.
-pub(crate) fn file(tensors: &[Made]) -> Vec<u8> {
+fn file(tensors: &[Made]) -> Vec<u8> {
     let mut header = String::from(r#"{"__metadata__":{"format":"pt"}"#);
     let mut end = 0;
     for Made { name, dtype, shape, bytes } in tensors {
@@ -61,26 +61,29 @@ pub(crate) fn file(tensors: &[Made]) -> Vec<u8> {
         end = to;
     }
     header.push('}');
-    with_header(&header, tensors.iter().flat_map(|tensor| tensor.bytes.iter().copied()))
+    with_header(&header, tensors.iter().map(|tensor| &*tensor.bytes).collect::<Vec<_>>().concat())
 }
 
 /// A file of this header, whatever it says, and what follows.
-pub(crate) fn with_header(header: &str, rest: impl IntoIterator<Item = u8>) -> Vec<u8> {
-    (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(rest).collect()
+fn with_header(header: &str, rest: impl IntoIterator<Item = u8>) -> Vec<u8> {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header.as_bytes());
+    bytes.extend(rest);
+    bytes
 }
 
-pub(crate) struct Folder(tempfile::TempDir);
+struct Folder(tempfile::TempDir);
 
 impl Folder {
-    pub(crate) fn new() -> Self {
+    fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
 
-    pub(crate) fn path(&self) -> &Path {
+    fn path(&self) -> &Path {
         self.0.path()
     }
 
-    pub(crate) fn put(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+    fn put(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
         let path = self.0.path().join(name);
         std::fs::write(&path, bytes).unwrap();
         path
@@ -88,7 +91,7 @@ impl Folder {
 }
 
 /// Files of so many of the tensors each, `1.safetensors` and so on, and the checkpoint of all.
-pub(crate) fn shards(folder: &Folder, tensors: &[Made], each: usize) -> (Vec<PathBuf>, Checkpoint) {
+fn shards(folder: &Folder, tensors: &[Made], each: usize) -> (Vec<PathBuf>, Checkpoint) {
     let parts = tensors.chunks(each).zip(1..);
     let paths: Vec<PathBuf> =
         parts.map(|(part, number)| folder.put(&format!("{number}.safetensors"), file(part))).collect();
@@ -97,7 +100,7 @@ pub(crate) fn shards(folder: &Folder, tensors: &[Made], each: usize) -> (Vec<Pat
 }
 
 /// Waits for it.
-pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
+fn until(what: &str, mut so: impl FnMut() -> bool) {
     let deadline = Instant::now() + HANG;
     while !so() {
         assert!(Instant::now() < deadline, "{what}");
@@ -105,34 +108,35 @@ pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// All that a load still gives: the tensors, and the first error. One of both comes out for each that is left.
-pub(crate) fn drained(load: &Load) -> (Vec<DeviceTensor>, Option<Error>) {
-    let left = load.left();
-    let (tensors, errors): (Vec<_>, Vec<_>) = load.blocking().partition(Result::is_ok);
+/// All that a load still gives, to a thread or a task: the tensors, and the first error. One of both comes
+/// out for each that is left, and progress never goes back meanwhile.
+fn drained(load: &Load, task: bool) -> (Vec<DeviceTensor>, Option<Error>) {
+    let (left, mut last) = (load.left(), load.progress());
+    let mut next = || {
+        let next = if task { block_on(load.next_tensor()) } else { load.blocking().next() };
+        let now = load.progress();
+        assert!(now.done >= last.done && now.landed_to >= last.landed_to, "{last:?}, then {now:?}");
+        assert!(now.done <= now.total && now.landed_to <= now.done, "{now:?}");
+        last = now;
+        next
+    };
+    let (tensors, errors): (Vec<_>, Vec<_>) = std::iter::from_fn(&mut next).partition(Result::is_ok);
     assert_eq!((tensors.len() + errors.len(), load.left()), (left, 0));
     assert!(load.blocking().next().is_none() && block_on(load.next_tensor()).is_none());
     (tensors.into_iter().flatten().collect(), errors.into_iter().find_map(Result::err))
 }
 
 /// Loads one tensor, and waits for it.
-pub(crate) fn one(
-    checkpoint: &Checkpoint,
-    copier: &Copier,
-    name: &str,
-) -> Result<Option<DeviceTensor>, Error> {
+fn one(checkpoint: &Checkpoint, copier: &Copier, name: &str) -> Result<Option<DeviceTensor>, Error> {
     Ok(checkpoint.loader(copier).filter(|tensor| tensor.name() == name).load()?.pop())
 }
 
-pub(crate) fn names(tensors: &[DeviceTensor]) -> Vec<&str> {
+fn names(tensors: &[DeviceTensor]) -> Vec<&str> {
     tensors.iter().map(|tensor| tensor.name()).collect()
 }
 
 /// The same tensors, with the same bytes on the device, in the same order.
-pub(crate) fn arrived<'a>(
-    copier: &Copier,
-    tensors: &[DeviceTensor],
-    expected: impl IntoIterator<Item = &'a Made>,
-) {
+fn arrived<'a>(copier: &Copier, tensors: &[DeviceTensor], expected: impl IntoIterator<Item = &'a Made>) {
     let expected: Vec<&Made> = expected.into_iter().collect();
     assert_eq!(names(tensors), expected.iter().map(|made| &made.name).collect::<Vec<_>>());
     for (tensor, made) in tensors.iter().zip(expected) {

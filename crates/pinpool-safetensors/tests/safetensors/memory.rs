@@ -63,9 +63,13 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, f64) {
 fn costs_little(what: &str, path: &std::path::Path, len: usize) {
     let (error, most) = peak(|| Checkpoint::open(path).map(drop).unwrap_err());
     let ratio = most / len as f64;
-    assert!(matches!(error, Error::Malformed { .. } | Error::Read { .. }), "{what}: {error}");
     assert!(ratio <= 2.5, "{what}: {ratio:.2} times its bytes");
+    // An error text is short enough to read.
     assert!(error.to_string().len() < 4000, "{what}");
+    match error {
+        Error::Malformed { tensor, .. } => assert!(tensor.is_none_or(|name| name.chars().count() <= 200)),
+        error => assert!(matches!(error, Error::Read { .. }), "{what}: {error}"),
+    }
 }
 
 /// Bytes of what is read. Beside them there may be a list of an index's files, of at most half a megabyte.
@@ -84,12 +88,9 @@ fn filled(front: &str, back: &str, mut piece: impl FnMut(&mut String, usize)) ->
     text + back
 }
 
-const EMPTY: &str = r#"{"dtype":"U8","shape":[],"data_offsets":[0,0]}"#;
-
 #[test]
 fn a_header_that_is_refused_costs_little_more_than_its_bytes() {
     let none = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
-    let long = "n".repeat(BYTES);
     let escaped = "abc\\n".repeat(BYTES / 5);
     let axes = format!(r#"{{"dtype":"U8","shape":[{}0],"data_offsets":[0,0]}}"#, "1,".repeat(63));
     let tensor = |fields: &str| format!(r#"{{"a":{{{fields}}}}}"#);
@@ -98,9 +99,7 @@ fn a_header_that_is_refused_costs_little_more_than_its_bytes() {
             "pairs of metadata",
             filled(r#"{"__metadata__":{"#, "}}", |t, n| write!(t, "\"{n:x}\":\"\"").unwrap()),
         ),
-        ("metadata that is a text", format!(r#"{{"__metadata__":"{escaped}"}}"#)),
         ("a tensor again and again", filled("{", "}", |t, _| write!(t, "\"\":{none}").unwrap())),
-        ("tensors of no axes", filled("{", "}", |t, _| write!(t, "\"\":{EMPTY}").unwrap())),
         ("tensors of many axes", filled("{", "}", |t, n| write!(t, "\"{n:x}\":{axes}").unwrap())),
         (
             "tensors in the wrong order",
@@ -110,17 +109,13 @@ fn a_header_that_is_refused_costs_little_more_than_its_bytes() {
                     .unwrap();
             }),
         ),
-        ("a name", format!(r#"{{"{long}":{none}}}"#)),
         ("a name with escapes", format!(r#"{{"{escaped}":{none}}}"#)),
-        ("a name of another kind", format!(r#"{{"{escaped}":7}}"#)),
         ("a type", tensor(&format!(r#""dtype":"{escaped}","shape":[],"data_offsets":[0,0]"#))),
         ("a type of odd characters", tensor(&format!(r#""dtype":"{}","shape":[]"#, "\u{7f}".repeat(BYTES)))),
         ("a field", tensor(&format!(r#""{escaped}":1,"dtype":"U8""#))),
         ("a shape that is a text", tensor(&format!(r#""dtype":"U8","shape":"{escaped}""#))),
         ("a long number", tensor(&format!(r#""dtype":"U8","data_offsets":[{}]"#, "1".repeat(BYTES)))),
         ("axes", tensor(&format!(r#""dtype":"U8","shape":[{}1]"#, "1,".repeat(BYTES / 2)))),
-        ("nothing of the kind", format!("\"{escaped}\"")),
-        ("brackets", "[".repeat(BYTES)),
         ("brackets in a tensor", format!(r#"{{"a":{}"#, "[".repeat(BYTES))),
         ("a name with half of a pair", format!(r#"{{"{escaped}\\ud800":{none}}}"#)),
     ];
@@ -151,7 +146,6 @@ fn an_index_that_is_refused_costs_little_more_than_its_bytes() {
         ("tensors of no file", map(|t, n| write!(t, "\"{n:x}\":\"gone\"").unwrap())),
         ("a tensor again and again", map(|t, _| t.push_str("\"\":\"1\""))),
         ("files", map(|t, n| write!(t, "\"{n:x}\":\"{n:x}\"").unwrap())),
-        ("a name", format!(r#"{{"weight_map":{{"{escaped}":"1"}}}}"#)),
         ("a file", format!(r#"{{"weight_map":{{"a":"{escaped}"}}}}"#)),
         ("something else", format!(r#"{{"{escaped}":"{escaped}"}}"#)),
         ("brackets", format!(r#"{{"metadata":{}"#, "[".repeat(BYTES))),

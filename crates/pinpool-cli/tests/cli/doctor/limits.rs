@@ -18,77 +18,52 @@ fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
          sudo prlimit --memlock=unlimited:unlimited & limits.conf & !docker",
     );
     machine.host("4MiB").is("memlock", "ok: enough");
-
     // A process that may raise its limit needs no administrator.
     machine.memlock("8388608/unlimited").locks("fail: => ulimit -l 262144 & !sudo prlimit");
     machine.memlock("8388608/16777216").locks("fail: => sudo prlimit");
-    machine
-        .file("/.dockerenv", "")
-        .memlock("8388608/unlimited")
-        .locks("fail: => shell: ulimit -l 262144 & docker run: --ulimit");
-}
+    // What is locked already counts.
+    machine.memlock("268435456").locks("ok");
+    let locked = status(0).replace("VmLck:\t       0 kB", "VmLck:\t  131072 kB");
+    machine.file("/proc/self/status", &locked).locks("fail");
+    machine.host("128MiB").is("memlock", "ok");
 
-#[test]
-fn in_containers_the_remedy_is_the_containers() {
-    let machine = Machine::healthy();
-    machine.memlock("8388608").file("/.dockerenv", "");
-    machine.locks("fail: => docker run: --ulimit memlock=-1:-1 & !systemd");
+    // In containers the remedy is the container's. Kubelets' containers show signs of other tools too.
+    machine.file("/.dockerenv", "").memlock("8388608/unlimited");
+    machine.locks("fail: => shell: ulimit -l & docker run: --ulimit memlock=-1:-1 & !systemd");
     machine.without("/.dockerenv").file("/run/.containerenv", "");
     machine.locks("fail: => podman run: --ulimit memlock=-1:-1");
-    // Kubelets' containers show signs of other tools too.
     machine.file("/var/run/secrets/kubernetes.io/serviceaccount/token", "");
     machine.locks(
         "fail: => kubernetes: securityContext.capabilities.add: [\"IPC_LOCK\"] & containerd & !podman",
     );
-    let machine = Machine::healthy();
+    // A pod by its group; a container of another kind; and Windows Subsystem for Linux, which is no
+    // container, though systemd calls it one.
     let pod = "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n";
-    machine.memlock("8388608").file("/proc/self/cgroup", pod);
-    machine.locks("fail: => kubernetes: ");
-    let machine = Machine::healthy();
-    machine
-        .file("/run/systemd/container", "lxc\n")
-        .memlock("65536")
-        .locks("fail: => --ulimit memlock=-1 & IPC_LOCK");
-    // Windows Subsystem for Linux is no container, though systemd calls it one.
-    machine.file("/run/systemd/container", "wsl\n");
-    machine.locks("fail: => systemd, in");
+    for (path, text, told) in [
+        ("/proc/self/cgroup", pod, "fail: => kubernetes: "),
+        ("/run/systemd/container", "lxc\n", "fail: => --ulimit memlock=-1 & IPC_LOCK"),
+        ("/run/systemd/container", "wsl\n", "fail: => systemd, in"),
+    ] {
+        Machine::healthy().memlock("65536").file(path, text).locks(told);
+    }
 }
 
 #[test]
 fn the_capability_sets_the_limit_aside_outside_of_user_namespaces() {
     let machine = Machine::healthy();
     machine.memlock("65536").file("/proc/self/status", &status(IPC_LOCK));
-    machine.locks("ok: 64 KiB & CAP_IPC_LOCK");
-    machine.file("/proc/self/uid_map", "         0          0 4294967295\n");
-    machine.locks("ok");
     // The user's own id alone; and the map of rootless containers: a range of subordinate numbers besides.
     let own = "         0       1000          1\n";
-    for map in [own.to_owned(), format!("{own}         1     100000      65536\n")] {
-        machine.file("/proc/self/uid_map", &map);
-        machine.locks("fail: user namespace");
+    for (map, told) in [
+        ("         0          0 4294967295\n", "ok: 64 KiB & CAP_IPC_LOCK"),
+        (own, "fail: user namespace"),
+        (&format!("{own}         1     100000      65536\n"), "fail: user namespace"),
+        ("", "ok"),
+    ] {
+        machine.file("/proc/self/uid_map", map).locks(told);
     }
-    machine.file("/proc/self/uid_map", "");
-    machine.locks("ok");
     // All but that one.
-    machine.file("/proc/self/status", &status(!IPC_LOCK)).file("/proc/self/uid_map", "0 0 4294967295\n");
-    machine.locks("fail: no CAP_IPC_LOCK");
-}
-
-#[test]
-fn what_is_locked_already_counts() {
-    let machine = Machine::healthy();
-    let locked = status(0).replace("VmLck:\t       0 kB", "VmLck:\t  131072 kB");
-    machine.memlock("268435456").locks("ok");
-    machine.file("/proc/self/status", &locked);
-    machine.locks("fail");
-    machine.host("128MiB").is("memlock", "ok");
-}
-
-fn hard(resource: libc::__rlimit_resource_t) -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the pointer is to a live value that the call fills.
-    assert_eq!(unsafe { libc::getrlimit(resource, &raw mut limit) }, 0);
-    limit.rlim_max
+    machine.file("/proc/self/status", &status(!IPC_LOCK)).locks("fail: no CAP_IPC_LOCK");
 }
 
 /// The doctor, on this very machine, under a limit of its own.
@@ -109,10 +84,26 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
     let fix = found.check("memlock")["fix"].as_str().unwrap();
     let remedies = ["LimitMEMLOCK=infinity", "--ulimit memlock=-1", "IPC_LOCK"];
     assert!(remedies.iter().any(|remedy| fix.contains(remedy)), "{fix}");
+    // In a user namespace every process has all capabilities, and may lock no more for it.
+    let unshare = || {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user"]);
+        command
+    };
+    if unshare().arg("true").output().is_ok_and(|output| output.status.success()) {
+        let mut command = unshare();
+        command.args([env!("CARGO_BIN_EXE_pinpool"), "doctor", "--device", "host"]);
+        let found = findings(limit(&mut command, libc::RLIMIT_MEMLOCK, 65_536));
+        found.is("memlock", "fail: user namespace").is("pin", "fail: limit is 64 KiB");
+    } else {
+        skip!("in part: there is no unshare, or user namespaces are forbidden");
+    }
     // Memory within the limit can be locked, if this process may set such a limit.
-    if hard(libc::RLIMIT_MEMLOCK) < 4 << 20 {
-        skip!("in part: the limit cannot be as high as 4 MiB here");
-        return;
+    let mut hard = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the pointer is to a live value that the call fills.
+    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut hard) }, 0);
+    if hard.rlim_max < 4 << 20 {
+        return skip!("in part: the limit cannot be as high as 4 MiB here");
     }
     let found = findings(limited(libc::RLIMIT_MEMLOCK, 4 << 20).args(["--capacity", "1MiB"]));
     found.is("memlock", "ok: enough").is("pin", "ok: 1 MiB");
@@ -126,18 +117,4 @@ fn without_address_space_all_checks_are_told() {
         // (Which looks whether they are all there.)
         findings(&mut limited(libc::RLIMIT_AS, kib << 10));
     }
-}
-
-/// In a user namespace every process has all capabilities, and may lock no more for it.
-#[test]
-fn without_the_right_to_lock_a_user_namespace_gives_none() {
-    let works = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
-    if !works.is_ok_and(|output| output.status.success()) {
-        skip!("there is no unshare, or user namespaces are forbidden");
-        return;
-    }
-    let mut command = Command::new("unshare");
-    command.args(["--user", "--map-root-user", env!("CARGO_BIN_EXE_pinpool"), "doctor", "--device", "host"]);
-    limit(&mut command, libc::RLIMIT_MEMLOCK, 65_536);
-    findings(&mut command).is("memlock", "fail: user namespace").is("pin", "fail: limit is 64 KiB");
 }

@@ -10,18 +10,6 @@ use super::{Findings, doctor, findings};
 /// A machine with nothing wrong, until a test breaks it: 64 GiB on one node, no container, no accelerator, no limits.
 pub struct Machine(tempfile::TempDir);
 
-/// Limits as `/proc/self/limits` writes them.
-fn limits(memlock: &str, address: &str, data: &str) -> String {
-    let mut text = format!("{:<26}{:<21}{:<21}Units\n", "Limit", "Soft Limit", "Hard Limit");
-    for (name, value) in
-        [("Max data size", data), ("Max locked memory", memlock), ("Max address space", address)]
-    {
-        let (soft, hard) = value.split_once('/').unwrap_or((value, value));
-        text += &format!("{name:<26}{soft:<21}{hard:<21}bytes\n");
-    }
-    text
-}
-
 /// Lines of `/proc/self/status`, with these capabilities.
 pub fn status(capabilities: u64) -> String {
     format!(
@@ -42,14 +30,15 @@ pub fn meminfo(available: u64) -> String {
 
 pub const GIB: u64 = 1 << 30;
 pub const THP: &str = "/sys/kernel/mm/transparent_hugepage";
-/// Where the stand-in driver says that its first device is.
+/// Where the stand-in driver says that its first device is, and the bridge above it.
 pub const GPU: &str = "ffff:ff:00.7";
+pub const BUS: &str = "/sys/devices/pci0000:64/0000:64:01.0";
 
 impl Machine {
     pub fn healthy() -> Self {
         let machine = Self(tempfile::tempdir().unwrap());
         machine
-            .file("/proc/self/limits", &limits("unlimited", "unlimited", "unlimited"))
+            .memlock("unlimited")
             .file("/proc/self/status", &status(0))
             .file("/proc/self/uid_map", "         0          0 4294967295\n")
             .file("/proc/self/cgroup", "0::/user.slice/session-1.scope\n")
@@ -78,7 +67,9 @@ impl Machine {
 
     /// A limit of locked memory, and a hard one behind a slash.
     pub fn memlock(&self, value: &str) -> &Self {
-        self.file("/proc/self/limits", &limits(value, "unlimited", "unlimited"))
+        let (soft, hard) = value.split_once('/').unwrap_or((value, value));
+        let line = format!("{:<26}{soft:<21}{hard:<21}bytes\n", "Max locked memory");
+        self.file("/proc/self/limits", &line)
     }
 
     /// What the doctor says about locking 256 MiB.
@@ -87,20 +78,9 @@ impl Machine {
         self.host("256MiB").is("memlock", expected);
     }
 
-    pub fn link(&self, path: &str, to: &str) -> &Self {
-        let path = self.path(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        symlink(to, path).unwrap();
-        self
-    }
-
     pub fn without(&self, path: &str) -> &Self {
         let path = self.path(path);
-        if path.is_dir() {
-            fs::remove_dir_all(path).unwrap()
-        } else {
-            fs::remove_file(path).unwrap()
-        }
+        if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }.unwrap();
         self
     }
 
@@ -124,26 +104,26 @@ impl Machine {
         self.file(&format!("{dir}/meminfo"), &text).file(&format!("{dir}/cpulist"), &format!("{cpus}\n"))
     }
 
-    /// A device on the PCI bus, below a bridge.
-    pub fn pci(&self, address: &str, node: i32) -> &Self {
-        let dir = format!("/sys/devices/pci0000:64/0000:64:01.0/{address}");
-        self.file(&format!("{dir}/numa_node"), &format!("{node}\n")).link_once(
-            &format!("/sys/bus/pci/devices/{address}"),
-            &format!("../../../devices/pci0000:64/0000:64:01.0/{address}"),
-        )
-    }
-
-    fn link_once(&self, path: &str, to: &str) -> &Self {
-        if self.path(path).is_symlink() { self } else { self.link(path, to) }
+    /// The stand-in driver's device on the PCI bus, below a bridge.
+    pub fn pci(&self, node: i32) -> &Self {
+        self.file(&format!("{BUS}/{GPU}/numa_node"), &format!("{node}\n"));
+        let link = self.path(&format!("/sys/bus/pci/devices/{GPU}"));
+        fs::create_dir_all(link.parent().unwrap()).unwrap();
+        // It may be there already.
+        let _ = symlink(self.path(&format!("{BUS}/{GPU}")), link);
+        self
     }
 
     /// The doctor, for this machine.
     pub fn doctor(&self, device: &str, capacity: &str) -> Command {
-        let mut command = doctor();
         // Little is pinned for real: that goes well wherever tests run, and soon.
-        command
-            .args(["--device", device, "--capacity", capacity, "--pin", "1MiB", "--root"])
-            .arg(self.0.path());
+        self.trial(device, capacity, "1MiB")
+    }
+
+    /// The same with a trial of so many bytes.
+    pub fn trial(&self, device: &str, capacity: &str, pin: &str) -> Command {
+        let mut command = doctor();
+        command.args(["--device", device, "--capacity", capacity, "--pin", pin, "--root"]).arg(self.0.path());
         command
     }
 
@@ -154,9 +134,8 @@ impl Machine {
 
     /// What the doctor says about this machine's GPU, which does not open.
     pub fn gpu(&self, capacity: &str) -> Findings {
-        let mut command = self.doctor("cuda:0", capacity);
         // A library that is none, so that a real GPU does not answer instead.
-        command.env("PINPOOL_LIBCUDA", Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
-        findings(&mut command)
+        let none = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+        findings(self.doctor("cuda:0", capacity).env("PINPOOL_LIBCUDA", none))
     }
 }

@@ -4,8 +4,6 @@
 //! `/dev`, healthy but for one thing, and one check is looked at. The pinning and copying at the end is real all the
 //! same. Limits of the process are also set for real.
 
-#![allow(unsafe_code)]
-
 mod accelerator;
 mod cgroup;
 mod limits;
@@ -14,11 +12,11 @@ mod memory;
 mod output;
 mod parse;
 
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use serde_json::Value;
 
-use crate::{keys, stderr, stdout};
+use crate::{keys, object, pinpool, stderr, stdout};
 
 /// Every check, in order.
 const NAMES: [&str; 9] =
@@ -26,8 +24,8 @@ const NAMES: [&str; 9] =
 
 /// `pinpool doctor`, without what this process's own environment says about containers and libraries.
 fn doctor() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_pinpool"));
-    command.arg("doctor").stdin(Stdio::null());
+    let mut command = pinpool();
+    command.arg("doctor");
     for name in [
         "KUBERNETES_SERVICE_HOST",
         "LD_LIBRARY_PATH",
@@ -46,10 +44,9 @@ struct Findings(Value);
 
 fn findings(command: &mut Command) -> Findings {
     let output = command.arg("--json").output().unwrap();
-    let text = stdout(&output);
-    assert_eq!(text.lines().count(), 1, "{command:?}: {text}\n{}", stderr(&output));
-    assert!(!stderr(&output).contains("panicked"), "{}", stderr(&output));
-    let value: Value = serde_json::from_str(&text).unwrap();
+    let (text, errors) = (stdout(&output), stderr(&output));
+    assert!(text.lines().count() == 1 && !errors.contains("panicked"), "{command:?}: {text}\n{errors}");
+    let value = object(&output);
     assert_eq!(keys(&value), "capacity_bytes checks device measured status");
     let measured = "download_gb_per_s expected_gb_per_s pin_gb_per_s upload_gb_per_s";
     assert_eq!(keys(&value["measured"]), measured);
