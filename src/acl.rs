@@ -1,10 +1,10 @@
 //! What only Ascend has: the library, a server's own contexts and streams, raw handles.
 //!
 //! `Device::open("acl:0")` loads `libascendcl.so` and works in the device's default context, which
-//! `aclrtSetDevice` gives to each thread and the frameworks use. Everything else works there as on
-//! other devices. **No Ascend hardware was at hand when this was written**: the code depends on
-//! CANN's documentation and headers, and the tests run on a simulated library that was written from
-//! the same pages. [`hardware`] says how to try it on a real device, and what to send back.
+//! `aclrtSetDevice` gives to each thread, and which the frameworks use. Everything else works there
+//! as on other devices. **No Ascend hardware was at hand when this was written**: the code depends
+//! on CANN's documentation and headers, and the tests run on a simulated library that was written
+//! from the same pages. [`hardware`] says how to try it on a real device, and what to send back.
 //!
 //! ```no_run
 //! # let server_stream = std::ptr::null_mut();
@@ -28,8 +28,9 @@
 //! else in `lib64` of `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put
 //! it. The environment variable `PINPOOL_LIBASCENDCL` names another one; then nothing else is
 //! tried. The log says which one was loaded. The calls up to the end of 2023 (CANN 8.0) are
-//! required; [`about`] lists the later ones that it has. The crate calls `aclInit`, and the program
-//! may have called it before. It never calls `aclFinalize`, which ends the library for the process.
+//! required; later ones are used where the library has them ([`about`] lists them). The crate calls
+//! `aclInit`, and the program may have called it before. It never calls `aclFinalize`, which ends
+//! the library for the process.
 //!
 //! The library's code runs in this process. So a program that does not trust its environment (one
 //! with more rights than its user) unsets these three variables before it opens a device.
@@ -39,13 +40,14 @@
 //! - **Memory.** `aclrtMallocHost` allocates a pool's memory, for each
 //!   [extent](crate::PoolBuilder::extent). Registering memory ([`Pool::adopt`](crate::Pool::adopt),
 //!   [`Device::register`](crate::Device::register),
-//!   [`Backing::Registered`](crate::Backing::Registered)) needs `aclrtHostRegister`, by pages.
+//!   [`Backing::Registered`](crate::Backing::Registered)) needs `aclrtHostRegister`, and works in
+//!   whole pages of 4 KiB: two values on one page are refused.
 //! - **Alignment.** A copy is asynchronous only where both addresses are multiples of 64
 //!   (documentation of `aclrtMemcpyAsync`, CANN 6.0 to 9.0) and the host's memory is page-locked.
 //!   Every other copy *waits* for the stream, in the call. Buffers start on multiples of 64 and
 //!   device memory on multiples of 256, so avoid parts of either that start elsewhere.
-//! - **Borrowed memory** ([`Stream::upload_blocking`], [`Stream::download_blocking`]) is copied by
-//!   way of memory of the crate's: the library does not say that a copy ends with its device.
+//! - **Borrowed memory** ([`Stream::upload_blocking`], [`Stream::download_blocking`]) goes by way
+//!   of the crate's own memory: the library does not say that a copy ends with its device.
 //! - **Contexts.** A call of this crate restores the thread's current context. A thread that had
 //!   none keeps the device's, since no call of the library removes it.
 //! - **Streams** have no lasting numbers: an adopted stream is a new [`Stream`] each time, for
@@ -60,7 +62,8 @@
 //!   trimming a busy server's pool waits for its queued work. A program that returns from `main`
 //!   right after it dropped everything ends before that thread has freed it, and the memory is
 //!   freed with the process. [`Device::close`] waits for the thread and `aclrtResetDevice`.
-//! - **A lost device** is not called any more, and what it had is leaked: it may still touch it.
+//! - **A lost device** is not called any more, and what it had is leaked: the device may still
+//!   touch that.
 
 #![allow(unsafe_code)]
 
@@ -77,14 +80,16 @@ use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
-/// A device in a context that the server made (`aclrtCreateContext`). An open device's default
-/// context is recognised, and gives that device: [`Device::open`] opens one that was set.
+/// A device in a context that the server made (`aclrtCreateContext`). The default context of an
+/// open device is recognised, and gives that device. So a server that has set its device calls
+/// [`Device::open`], and adopts nothing.
 ///
 /// `keep_alive` is dropped after the crate's last call in the context, on any thread. If the device
 /// is open already and has a `keep_alive`, this one is dropped at once. `()` keeps nothing.
 ///
 /// # Errors
-/// [As an opening](Error#opening-a-device), and [`Error::Argument`] for null. Drops `keep_alive`.
+/// [As an opening](Error#opening-a-device), and [`Error::Argument`] for null. `keep_alive` is
+/// dropped.
 ///
 /// # Safety
 /// `context` is a context of AscendCL, and stays one until `keep_alive` is dropped. Where that
@@ -105,7 +110,8 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
 /// belongs to the device's context, this call records an event on it.)
 ///
 /// `keep_alive` is an owner of the stream, such as an `Arc` around it, kept for as long as anything
-/// needs the stream, and dropped on the region thread, in the context. `()` keeps nothing.
+/// needs the stream, and dropped on the region thread, where the context is current. `()` keeps
+/// nothing.
 ///
 /// # Errors
 /// [As for devices of one family](Error#devices-of-one-family), and [`Error::Mismatch`] for a

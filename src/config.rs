@@ -79,7 +79,8 @@ impl PoolBuilder {
     }
 
     /// The bytes to start with. [`build`](Self::build) returns when the first extent is pinned; the
-    /// rest follows. 0 pins nothing at first. Default: one [region](Self::region).
+    /// rest follows in the background. 0 pins nothing before the first checkout. Default: one
+    /// [region](Self::region).
     pub fn initial(mut self, bytes: usize) -> Self {
         self.initial = Some(bytes);
         self
@@ -113,7 +114,8 @@ impl PoolBuilder {
     ///   16th of the capacity and 256 segments. So `n` threads that pass buffers of `c` sizes to
     ///   each other keep `n + 2 c` times this setting at most.
     /// - **Within a cache**, a size class has room for half of the bytes left at a thread's first
-    ///   use of it, for 64 segments at most. Without room for two it takes others', or none.
+    ///   use of it, for 64 segments at most. A class without room for two takes room from others,
+    ///   or is not cached.
     /// - **A request that finds nothing else** takes what lies between threads or is in caches idle
     ///   for a millisecond, and everything if it may not wait for growth
     ///   ([`try_checkout`](crate::Pool::try_checkout)), if the pool cannot grow, or if one waits.
@@ -129,7 +131,8 @@ impl PoolBuilder {
     }
 
     /// Where the memory comes from. Default: [`Backing::Registered`], the fastest to pin;
-    /// [`Backing::HostAlloc`] on Ascend, and, with one warning, where the system registers none.
+    /// [`Backing::HostAlloc`] on Ascend, and, with one warning, where the system cannot register
+    /// memory.
     pub fn backing(mut self, backing: Backing) -> Self {
         self.backing = Some(backing);
         self
@@ -143,7 +146,7 @@ impl PoolBuilder {
     }
 
     /// The number of threads that touch pages while a region is made, beside the one that pins.
-    /// They end with the region. Default: the number of cores, at most 8.
+    /// They end when the region is complete. Default: the number of cores, at most 8.
     pub fn pin_threads(mut self, threads: usize) -> Self {
         self.pin_threads = Some(threads);
         self
@@ -193,7 +196,8 @@ impl PoolBuilder {
     ///
     /// While a pool of this name is open, the next one is `name#2`, and so on:
     /// [`Pool::name`](crate::Pool::name) returns the name in use. A pool that is built anew
-    /// continues the metrics. A name is cut after 100 characters, and unprintable ones are escaped.
+    /// continues the metrics of the one before. A name is cut after 100 characters, and unprintable
+    /// ones are escaped.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self

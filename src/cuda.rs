@@ -30,14 +30,16 @@
 //!
 //! # What is different on a stream that the program can reach
 //!
-//! An adopted stream, and one of the crate after [`raw_stream`], may carry work unknown here.
+//! An adopted stream, and one of the crate after [`raw_stream`], may carry work that the crate does
+//! not know of.
 //!
 //! - Every submit records its event at once, so that the event covers exactly what was queued by
 //!   then: a [`hold`](Stream::hold) keeps a buffer until the server's own earlier kernels are
 //!   complete. (Only [`hold_patiently`](Stream::hold_patiently) leaves the event to a later call.)
 //! - The stream may be captured into a graph. Each submit asks the driver first
 //!   (`cuStreamIsCapturing`) and is refused with [`Error::Capturing`], before anything could spoil
-//!   the capture. [`Stream::hold_captured`] keeps a buffer that captured work uses with the graph.
+//!   the capture. [`Stream::hold_captured`] keeps a buffer that captured work uses for as long as
+//!   the graph.
 //! - The crate knows a stream by the driver's number for it (`cuStreamGetId`, CUDA 12.0), not by
 //!   its handle, which the driver gives to later streams. So a stream that is adopted twice is one
 //!   [`Stream`]. Without numbers, and during a capture, each adoption is a stream of its own, for
@@ -79,7 +81,8 @@
 //! (`CU_STREAM_NON_BLOCKING`): they have no implicit order with the legacy default stream, on which
 //! `cudaMemcpy` and kernels launched on "stream 0" run. Where both use the same memory, order them:
 //!
-//! - the crate's work first: wait for the [copy](crate::InFlight::wait) before the other's;
+//! - the crate's work first: wait for the [copy](crate::InFlight::wait) before the other work
+//!   starts;
 //! - the crate's work last: synchronise with the other stream first;
 //! - or adopt the other stream, and use [`Stream::wait_for`] in either direction.
 //!
@@ -114,7 +117,8 @@ use crate::stream::Stream;
 /// `keep_alive`, this one is dropped at once; so it is for a primary context. `()` keeps nothing.
 ///
 /// # Errors
-/// [As an opening](Error#opening-a-device), and [`Error::Argument`] for null. Drops `keep_alive`.
+/// [As an opening](Error#opening-a-device), and [`Error::Argument`] for null. `keep_alive` is
+/// dropped.
 ///
 /// # Safety
 /// `context` is a CUDA context, and stays one until `keep_alive` is dropped. Where that keeps
@@ -144,8 +148,8 @@ pub unsafe fn adopt_context(context: *mut c_void, keep_alive: impl Any + Send + 
 /// The [module's page](self) says what is different on it. The stream is not destroyed.
 ///
 /// 0 and `CU_STREAM_LEGACY` (1) are the legacy default stream of the device's context.
-/// `CU_STREAM_PER_THREAD` (2) is the calling thread's own stream: others can wait for what is in
-/// flight on it, but to submit to it or order it is [`Error::Mismatch`].
+/// `CU_STREAM_PER_THREAD` (2) is the calling thread's own stream: other threads can wait for what
+/// is in flight on it, and get [`Error::Mismatch`] where they would submit to it or order it.
 ///
 /// `keep_alive` is an owner of the stream, such as an `Arc` around it, kept for as long as anything
 /// needs the stream: handles to it, and what is in flight on it. It is dropped on the device's
@@ -235,7 +239,8 @@ pub fn device_heap_limit(device: &Device) -> Result<usize> {
 }
 
 /// Sets the size of that heap ([`device_heap_limit`]), in bytes, for all code in the device's
-/// context. The driver may round it up. The call can synchronise the device: make it at the start.
+/// context. The driver may round it up. The call can synchronise the device, so it is for the start
+/// of a server.
 ///
 /// # Errors
 /// [`Error::Argument`] once a module whose kernels use the heap is loaded (`cuCtxSetLimit` says

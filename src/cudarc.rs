@@ -44,26 +44,29 @@
 //! overlap with other streams' work, let the copying stream allocate the slices.
 //!
 //! The per-thread default stream is another stream on each thread, and a slice of it does not say
-//! of which. So its copy is in order with the work of all threads' streams, by the legacy default
-//! stream (CUDA C++ Programming Guide, "Per-thread Default Stream").
+//! of which. So a copy of such a slice waits for the work of all threads' streams so far, and their
+//! later work waits for the copy, by the legacy default stream, which is in order with all of them
+//! (CUDA C++ Programming Guide, "Per-thread Default Stream").
 //!
 //! cudarc keeps one event for the reads of a slice, that of the last read. A download here waits
 //! for the read before it, so that its own event covers both; cudarc's own reads do not. So where
-//! cudarc reads a slice on a second stream meanwhile, wait for the download before the slice ends.
+//! cudarc reads a slice on a second stream while a download of it is in flight, wait for the
+//! download before the slice is written or dropped.
 //!
 //! # Waiting
 //!
-//! [`InFlight`] waits for an event of the pool's. (cudarc's own pinned slice waits for one of
-//! cudarc's, and one that was never recorded reads as complete: on the default stream, and with
-//! event tracking off, it shows bytes that are not copied yet, seen with 0.19.10.)
+//! [`InFlight`] waits for an event of the pool's. (cudarc's own pinned slice waits for an event of
+//! cudarc's, and an event that was never recorded reads as complete: on the default stream, and
+//! with event tracking off, it shows bytes that are not copied yet, seen with 0.19.10.)
 //!
 //! # Passing a buffer to cudarc
 //!
 //! cudarc's `memcpy_htod` takes any `&[T]` and returns at once: the driver takes a copy of memory
-//! that is not pinned, but of pinned memory none: `memcpy_htod(&buf[..], ..)` reads the buffer
+//! that is not pinned. Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer
 //! later, when it may be checked out again. **Never pass a slice of a pinned buffer to cudarc's own
 //! copies**, but the buffer to the copies here. ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice`:
-//! cudarc skips its wait after an error, seen with 0.19.10.)
+//! cudarc skips the wait that such a slice asks for while its context has an error on record, seen
+//! with 0.19.10.)
 //!
 //! # Captures
 //!
@@ -179,7 +182,8 @@ impl CudarcStream {
     /// - [The promise about captures](crate::cuda#the-promise-about-captures) holds for this
     ///   stream, and for the own streams of the slices that are copied on it. (cudarc's
     ///   `begin_capture` and `end_capture` take a stream in and out of a capture; so do its `join`
-    ///   and `wait` for those of a capture, and work with slices of a captured stream.)
+    ///   and `wait` for a stream or an event of a capture, and work that is given slices of a
+    ///   captured stream.)
     /// - cudarc does not count streams of [`CudaContext::wrap_borrowed_stream`], and stops tracking
     ///   slices when a context has no other. Where a slice of such a stream is copied on another
     ///   stream, or another stream's slice on such a stream, the slice's `CudaContext` keeps a
@@ -381,7 +385,8 @@ impl CudarcStream {
         }
     }
 
-    /// A slice as memory for a copy, if this stream waits for earlier uses, and later uses for it.
+    /// A slice as memory for a copy, if this stream waits for earlier uses, and later uses wait for
+    /// the copy.
     fn take<'a>(
         &self,
         stream: &CudaStream,
@@ -432,7 +437,7 @@ impl fmt::Debug for CudarcStream {
 /// sealed, since safe code can implement cudarc's own trait for any type, with an invented address.
 pub trait Slice<T>: DevicePtr<T> + sealed::SealedSlice {}
 
-/// A target of copies on a [`CudarcStream`]: `CudaSlice`, `CudaViewMut`. Sealed, too.
+/// A target of copies on a [`CudarcStream`]: `CudaSlice`, `CudaViewMut`. Sealed, like [`Slice`].
 pub trait SliceMut<T>: DevicePtrMut<T> + sealed::SealedSlice {}
 
 mod sealed {

@@ -20,7 +20,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum ErrorClass {
     /// This call cannot succeed as it was made, and nothing else is affected. The mistake is mostly
-    /// the server's own and not its client's; [`Error::TooLong`] may be the client's.
+    /// the server's own and not its client's; [`Error::ZeroLength`] and [`Error::TooLong`] may be
+    /// the client's.
     Argument,
     /// The stream is being captured into a graph: the call may succeed outside of the capture.
     Capture,
@@ -74,11 +75,11 @@ pub struct DeviceError {
 ///
 /// | kind | cause | remedy | HTTP |
 /// | --- | --- | --- | --- |
-/// | `ZeroLength` | 0 bytes were asked for | ask for at least 1 | 500 |
+/// | `ZeroLength` | 0 bytes were asked for | ask for at least 1 | 500, or 400 |
 /// | `Argument` | an argument or a setting is refused | as the text says | 500 |
 /// | `TooLong` | longer than any segment can be | larger extents, or split it | 500, or 413 |
 /// | `TooSmall` | the target is shorter than the bytes | a larger target | 500 |
-/// | `Mismatch` | used with another device, context or thread | as the text says | 500 |
+/// | `Mismatch` | used with another device, context, thread or stream | as the text says | 500 |
 /// | `Capturing` | the stream is being captured | submit outside the capture | 500 |
 /// | `UnknownDevice` | no device has this name | a name of the text | 500 |
 /// | `Unavailable` | a driver, device or thread is missing | `pinpool doctor` | 500 |
@@ -126,15 +127,16 @@ pub struct DeviceError {
 /// # Copies
 /// A stream refuses a copy before the driver is called, and gives the buffer back:
 /// [`Argument`](Self::Argument) for an empty range and for one that leaves the memory,
-/// [`TooSmall`](Self::TooSmall), [`Mismatch`](Self::Mismatch) for another device's memory,
-/// [`Capturing`](Self::Capturing), a lost device. After an error of the driver the buffer returns
-/// to its pool by itself, when the device is known to be done ([`SubmitError`]).
+/// [`TooSmall`](Self::TooSmall), [`Mismatch`](Self::Mismatch) for memory, a pool or a thread that
+/// is not the stream's, [`Unsupported`](Self::Unsupported) for a target that was registered for
+/// reading only, [`Capturing`](Self::Capturing), a lost device. After an error of the driver the
+/// buffer returns to its pool by itself, when the device is known to be done ([`SubmitError`]).
 ///
 /// # Waits
 /// The error with which the stream was lost; a buffer is then quarantined.
 /// [`Capturing`](Self::Capturing) if completion cannot be known before a capture of the stream
-/// ends. [`Unsupported`](Self::Unsupported) for a quarantined buffer, and on a thread of the crate,
-/// as in a waker or a source, where a wait could never end.
+/// ends. [`Unsupported`](Self::Unsupported) for a quarantined buffer, and where a wait could never
+/// end: in a waker, and for a transfer on any thread of the crate, as in a source or a sink.
 ///
 /// # Transfers
 /// - Before anything is copied, with what was given: as for [copies](#copies); where a call names
@@ -174,7 +176,7 @@ pub enum Error {
         /// Bytes that the target has.
         have: usize,
     },
-    /// Something was used with another device, context or thread. No copy crosses devices.
+    /// Something was used with another device, context, thread or stream. No copy crosses devices.
     #[error(
         "{what} of {} cannot be used with {}: {remedy}",
         if of == with { format!("another opening of {}", shown(of)).into() } else { shown(of) }, shown(with)
@@ -189,7 +191,7 @@ pub enum Error {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// The stream is being captured into a graph, without this call: the capture is as it was.
+    /// The stream is being captured into a graph. Nothing was submitted: the capture is as it was.
     #[error(
         "{what} was refused: the stream is being captured into a graph, where it would spoil the capture, or happen \
          again with every launch; {remedy}"
@@ -355,7 +357,8 @@ pub enum Error {
         /// The error of the chunk.
         cause: Box<Error>,
     },
-    /// A transfer failed, so this tensor, and those behind it in the load, are not on the device.
+    /// A transfer failed: this tensor is not on the device, and those behind it in the load may not
+    /// be.
     #[error(
         "tensor \"{}\" is not on the device ({landed} of {total} tensors are, those before it): {cause}",
         shown(tensor)

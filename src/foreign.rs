@@ -33,7 +33,7 @@
 //!
 //! Unparking a thread is the standard library's code, and is not deferred.
 //!
-//! Under loom foreign code runs at once: a model's threads share the thread-locals of one.
+//! Under loom foreign code runs at once: a model's threads share the thread-locals of one thread.
 //!
 //! To be read from top to bottom: deferrals and queues, calls, events and spans.
 
@@ -212,7 +212,8 @@ fn dispose(payload: Box<dyn Any + Send>) {
     }
 }
 
-/// Calls foreign code. `None`: it panicked, and `panicked` is logged: what did, what follows.
+/// Calls foreign code. `None`: it panicked. Then `panicked` is logged, which says what did so, and
+/// what follows.
 pub(crate) fn call<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
     debug_assert!(may_call(), "foreign code is called where it must be put off");
     survive(panicked, run)
@@ -339,7 +340,7 @@ pub(crate) fn listens(level: tracing::Level) -> bool {
 
 /// Sends an event to the subscriber, now or later. The event owns its fields.
 pub(crate) fn tell(event: impl FnOnce() + 'static) {
-    // The panic hook has reported it. An event would go to the same subscriber.
+    // The panic hook has reported a panic. An event of it would go to the same subscriber.
     later(|state| &state.others, move || _ = guard(event));
 }
 

@@ -7,7 +7,8 @@
 //! # Kernels
 //!
 //! Functions of the program imitate a server's kernels: [`launch`] queues one on a stream, where it
-//! runs in order with the copies on bytes of device memory, as on a GPU.
+//! runs in order with the copies, and gets the bytes of device memory. So a server has the same
+//! shape here as on a GPU.
 //!
 //! ```
 //! # use pinpool::{Device, Pool, Unpinned, host};
@@ -44,7 +45,8 @@
 //!
 //! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and record the
 //! range: ranges that overlap are refused, those that share a page are not. Host memory of the
-//! device is a mapping, locked unless it is managed memory. Addresses are the host's.
+//! device is a mapping, locked unless it is managed memory. The device sees all host memory at the
+//! host's own addresses.
 //!
 //! # Failing
 //!

@@ -1,7 +1,8 @@
 //! Locks: parking_lot's, under which a thread defers foreign code (see [`crate::foreign`]).
 //!
 //! A guard holds a deferral, which ends after the unlock: what came up meanwhile runs then. A wait
-//! on a condition variable gives the lock up, and what was deferred runs first, too.
+//! on a condition variable gives the lock up, and what was deferred runs first, if the thread holds
+//! no other lock.
 //!
 //! In the child of a fork the crate takes no lock: a missing thread may hold the lock, or a part of
 //! parking_lot's table of waiting threads. Debug builds assert that.

@@ -147,7 +147,8 @@ pub(crate) fn prefer_node(base: NonNull<u8>, len: usize, node: u32) -> bool {
     done == 0
 }
 
-/// Makes this thread run on its allowed processors of a NUMA node. `false`: nothing changed.
+/// Makes this thread run on those processors of a NUMA node alone that it may run on. `false`:
+/// nothing changed.
 pub(crate) fn run_on_node(node: u32) -> bool {
     let Ok(list) = fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist")) else {
         return false;
@@ -276,9 +277,9 @@ fn over_cgroups(root: &Path, len: usize) -> Result<()> {
     Err(Error::OutOfMemory { wanted: len, text })
 }
 
-/// Whether the address is in memory that this process can read or write like any other: mapped so,
-/// and not a window of a GPU's driver. Slow, since it reads a table of the kernel's: for saying
-/// what a wrong address is. `None`: the table cannot be read.
+/// Whether the address is in memory that this process can read or write like any other: mapped with
+/// such a permission, and not a window of a GPU's driver. Slow, since it reads a table of the
+/// kernel's: for saying what a wrong address is. `None`: the table cannot be read.
 pub(crate) fn is_host_memory(address: u64) -> Option<bool> {
     Some(maps_host_memory(&maps()?, address as usize))
 }

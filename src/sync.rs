@@ -7,7 +7,8 @@
 //! loads *permit*, the cold side stores *permit* and then loads *busy*, and at least one must see
 //! the other's store (Dekker's pattern, which needs store-load order on both sides). The rare side
 //! pays for both: [`light`] on the frequent side is a compiler fence, and [`heavy`] on the rare
-//! side is `membarrier(PRIVATE_EXPEDITED)`, a full fence on every core of the process.
+//! side is `membarrier(PRIVATE_EXPEDITED)`, a full fence on every core that runs a thread of the
+//! process.
 //!
 //! There are three modes: some environments lack that call, some tools do not know it:
 //!
@@ -175,7 +176,8 @@ pub(crate) fn asymmetric() -> bool {
     }
 }
 
-/// The frequent side's fence if [`asymmetric`]: a compiler fence. Pairs with [`heavy`].
+/// The frequent side's fence where [`asymmetric`] holds: a compiler fence, except in models. Pairs
+/// with [`heavy`].
 #[inline(always)]
 pub(crate) fn light() {
     #[cfg(not(loom))]
@@ -237,9 +239,9 @@ thread_local! {
     static LANDING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Runs what follows from a completion, or from there being none: returns of segments, wakes,
-/// drops. Foreign code that runs meanwhile could wait for ever for another completion, which this
-/// thread has yet to deliver. [`finds_out`] lets such waits be refused.
+/// Runs what follows from a completion, or from knowing that there will be none: returns of
+/// segments, wakes, drops. Foreign code that runs meanwhile could wait for ever for another
+/// completion, which this thread has yet to deliver. [`finds_out`] lets such waits be refused.
 pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
     struct Before(bool);
     impl Drop for Before {

@@ -124,7 +124,8 @@ const char *pinpool_version(void);
 // no sense; `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
 //
 // # Safety
-// `options` is null, for defaults, or has texts that end with a zero byte. `pool` can be written.
+// `options` is null, for the defaults, or points to options whose texts end with a zero byte.
+// `pool` can be written.
 pinpool_status pinpool_open(const struct pinpool_options *options,
                             struct pinpool_pool **pool);
 
@@ -166,9 +167,10 @@ pinpool_status pinpool_alloc(struct pinpool_pool *pool,
 pinpool_status pinpool_free(struct pinpool_pool *pool,
                             void *block);
 
-// Keeps the block that `address` lies in until everything queued on a stream by now is complete,
-// or, in a capture, for as long as the graph and what is made from it exist. The stream is a raw
-// `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
+// Keeps the block that `address` lies in, freed or not, until everything queued on a stream by now
+// is complete; if the stream is being captured, for as long as the graph and what is made from it
+// exist. The stream is a raw `CUstream` (or `aclrtStream`) of the pool's first device. A block may
+// be held many times.
 //
 // Many holds share an event, which is recorded up to a millisecond later. So a hold may also wait
 // for work that is queued meanwhile.
@@ -178,7 +180,7 @@ pinpool_status pinpool_free(struct pinpool_pool *pool,
 //
 // # Safety
 // `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned
-// `PINPOOL_OK` and its work is complete. It neither enters nor leaves a capture meanwhile.
+// `PINPOOL_OK` and its work is complete. It neither enters nor leaves a capture during the call.
 pinpool_status pinpool_hold(struct pinpool_pool *pool,
                             const void *address,
                             void *stream);
@@ -192,8 +194,9 @@ pinpool_status pinpool_hold_on(struct pinpool_pool *pool,
                                const char *device,
                                void *stream);
 
-// To be called before a stream is destroyed that blocks were held for: then the holds on it have
-// their events, and the pool names the stream no more. The call waits for nothing.
+// To be called before a stream is destroyed that blocks were held for: when this returns, the
+// holds on it have their events, and the pool names the stream no more. The call waits for
+// nothing.
 //
 // An error if an event cannot be recorded: call again. `PINPOOL_CAPTURING` during a capture.
 //

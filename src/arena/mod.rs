@@ -235,8 +235,8 @@ impl Arena {
     }
 
     /// Cuts a new run for a class and puts its segments into the run's list, lowest address first.
-    /// The caller adds the run to those of its class. It has pages for so many segments, up to the
-    /// class's shape. Failing that, it takes the longest free run, if that holds a segment.
+    /// The caller adds the run to those of its class. The run has pages for so many segments, up to
+    /// the class's shape; or it is the longest free run, if that holds a segment.
     fn cut_run(&mut self, class: Class, segments: usize) -> Option<u32> {
         let (stride, shape) = (class.stride(), class.shape());
         let longest = self.largest_free_pages() as u32;

@@ -7,7 +7,8 @@
 use super::*;
 
 impl Arena {
-    /// Adds an extent of `len` bytes, at most [`MAX_EXTENT`], at `base`: multiples of [`PAGE`].
+    /// Adds an extent of `len` bytes at `base`. Both are multiples of [`PAGE`], and `len` is at
+    /// most [`MAX_EXTENT`].
     ///
     /// # Safety
     /// The memory stays mapped until [`Arena::retire`] has removed the extent or the arena is

@@ -4,7 +4,7 @@
 //! soonest: the fewest bytes of it are out, and none quarantined. What is free in it or comes back
 //! to it is given to no other request; everything else serves everybody. So the request is served
 //! when the last segment in the window has come back, and a request that fits outside does not wait
-//! for it. Where no range is long enough for several buffers, the window has several.
+//! for it. Where no range is long enough for several buffers, the window has several ranges.
 //!
 //! ```text
 //!   extent  | run | free | run A | free | run B | run C | run | free |
@@ -41,7 +41,8 @@ pub(crate) struct PageRange {
     pub(super) extent: u32,
     pub(super) first: u32,
     pub(super) end: u32,
-    /// Where the run or free pages of its first page begin, while the range is not withheld.
+    /// Where the run or the free pages that the first page lies in begin, while the range is not
+    /// withheld.
     pub(super) begin: u32,
 }
 

@@ -74,7 +74,8 @@ impl Lend for PinnedBuf {
         // The timeline was faster: the device is done, and the segment waits for the handle.
         if detached.is_err_and(|found| found.state() == state::COMPLETED) {
             descriptor.set(state::HOST);
-            // SAFETY: completed: every event that covers it was seen complete. Its handle is gone.
+            // SAFETY: completed, so every event that covers it was seen complete; the handle that
+            // owned the segment is gone.
             unsafe { segment.release() };
         }
     }

@@ -145,7 +145,8 @@ impl PinnedBuf {
     }
 
     /// The address at which `device` sees the start of the memory, for kernels that use it in
-    /// place. (CUDA: `cuMemHostGetDevicePointer`. Managed memory, host device: the host's.)
+    /// place. (CUDA: `cuMemHostGetDevicePointer`. Managed memory and the host device have the
+    /// host's address.)
     ///
     /// The address is raw: only work on `device` may use it, within the [capacity](Self::capacity),
     /// and only until the buffer returns to its pool or the CPU writes to it. A
@@ -178,7 +179,8 @@ impl PinnedBuf {
         self.len = self.len.min(len);
     }
 
-    /// The memory that was not written yet. [`set_len`](Self::set_len) counts what is put there.
+    /// The memory that was not written yet. Bytes put there count as written after
+    /// [`set_len`](Self::set_len).
     #[inline]
     pub fn spare_capacity_mut(&mut self) -> &mut [MaybeUninit<u8>] {
         // SAFETY: from `len` to the capacity is within the segment, which this buffer owns alone.

@@ -79,7 +79,8 @@ unsafe impl Send for RegisteredRange {}
 
 // SAFETY: the value is Send, and so is everything else but the address of its bytes.
 unsafe impl<T: Send + Sync + 'static> Send for RegisteredInner<T> {}
-// SAFETY: by the invariant of `value`, it is shared like a `&Registered<T>`: as `&T`, T: Sync.
+// SAFETY: by the invariant of `value`, it is shared like a `&Registered<T>`, which gives out `&T`;
+// `T` is Sync.
 unsafe impl<T: Send + Sync + 'static> Sync for RegisteredInner<T> {}
 
 impl<T: Send + Sync + 'static> Drop for RegisteredInner<T> {
@@ -122,10 +123,10 @@ impl Device {
     /// `stable_deref_trait`), and every other type that derefs to bytes that stay where they are.
     ///
     /// # Errors
-    /// With the value, unless it may be registered all the same: [`Error::Argument`] for no bytes;
-    /// [`Error::Unsupported`] from devices and drivers that register nothing; else [as every
-    /// call](Error#every-call). CUDA refuses bytes that are registered already (712), memory of its
-    /// own, and memory whose pages cannot be pinned for writing, which
+    /// The error has the value, unless that may be registered all the same. [`Error::Argument`] for
+    /// no bytes; [`Error::Unsupported`] from devices and drivers that register nothing; else [as
+    /// every call](Error#every-call). CUDA refuses bytes that are registered already (712), memory
+    /// of its own, and memory whose pages cannot be pinned for writing, which
     /// [`register_read_only`](Self::register_read_only) takes: mappings opened for reading, and
     /// shared mappings of files on most disk file systems. Ascend registers whole pages of 4 KiB,
     /// each once, and by either call refuses bytes that cannot be written to.

@@ -11,8 +11,9 @@ use crate::freelist::state;
 use crate::stream::hold::Resource;
 use crate::stream::timeline::Timeline;
 
-/// A stream-ready buffer: a device may still use it, but only earlier on this stream. The CPU may
-/// not touch it. Made by [`Pool::checkout_on`](crate::Pool::checkout_on).
+/// A stream-ready buffer: a device may still use it, but only for work that comes earlier on this
+/// very stream, so later work there may use it too. The CPU may not touch it. Made by
+/// [`Pool::checkout_on`](crate::Pool::checkout_on).
 ///
 /// A copy on another stream is refused, and the error carries the buffer back. Dropped unused, the
 /// buffer goes back to the stream's work in flight, or to the pool.

@@ -7,7 +7,8 @@
 //! transfer cache ([`crate::freelist::transfer`]), without the central pool's lock. A thread with a
 //! full list leaves half of it there, or else in its runs, under the lock. Neither can overtake a
 //! waiter: what a waiter has a right to is in no cache, since it was taken out when the waiter came
-//! or chose its window, and no segment of a closed class is kept before a look (`waiting`).
+//! or chose its window, and no segment of a closed class is kept before this module has looked
+//! (`waiting`).
 //!
 //! # Reclaiming
 //!
@@ -18,7 +19,8 @@
 //!
 //! 1. the transfer caches, and the cache of the thread that asks;
 //! 2. the caches of idle threads, which use the pool less than once in a millisecond;
-//! 3. for a segment of a class: half of the class in the thread cache that has most of it;
+//! 3. for a segment of a class: half of that class's segments in the thread cache that has most of
+//!    them;
 //! 4. everything that is cached, unless it is certain that this would not serve the request. (A
 //!    large request needs neighbours, and these may be in any cache.)
 //!
@@ -41,11 +43,12 @@ use crate::segment::{Class, Placement};
 /// The most segments of a class that a thread cache has room for, and the least.
 const MOST_CACHED: usize = 64;
 const LEAST_CACHED: usize = 2;
-/// A class is alone in a thread cache if others have room for no more than this part of it.
+/// A class is alone in a thread cache if the others have room for no more than this part of its
+/// bytes.
 const SHARE_OF_OTHERS: usize = 16;
-/// The part of a thread cache's bytes that several classes have together, and their least bytes.
-/// What threads cache of many sizes is most of what a pool pins beyond what is in use: it lies
-/// scattered, and large segments find no place in between.
+/// The part of a thread cache's bytes that several classes have together, and the bytes that they
+/// have at least. What threads cache of many sizes is most of what a pool pins beyond what is in
+/// use: it lies scattered, and large segments find no place in between.
 const SHARE_OF_SEVERAL: usize = 8;
 const LEAST_OF_SEVERAL: usize = 8 << 20;
 
@@ -141,7 +144,8 @@ impl CentralPool {
             };
             let most = listed().max_by_key(|class| (beyond(class, LEAST_CACHED), beyond(class, 0)));
             let Some(most) = most.filter(|class| held.room(*class) > 0) else { break };
-            // SAFETY: segments in a thread cache are free and alive; this takes them off it.
+            // SAFETY: segments in a thread cache are free and alive; this takes them off their
+            // list.
             unsafe { core.arena.give_chain(held.revoke(most)) };
             core.serve();
         }
@@ -273,7 +277,8 @@ impl CentralPool {
         let Some(most) = most.filter(|most| most.cached(class) > 0) else { return false };
         self.gate.revoke(std::slice::from_ref(most), |mut held| {
             let half = most.cached(class).div_ceil(2) as u32;
-            // SAFETY: segments in a thread cache are free and alive; draining takes them off it.
+            // SAFETY: segments in a thread cache are free and alive; draining takes them off its
+            // lists.
             unsafe { arena.give_chain(held.drain(class, half)) };
         });
         stats.reclaims += 1;

@@ -4,7 +4,8 @@
 //! A snapshot adds up what the thread caches have counted, under the central pool's lock and
 //! without stopping their owners. It reads each thread cache's numbers once and derives everything
 //! from that, so the parts sum to the whole at any time. Each part is exact while no call on the
-//! fast path is under way, and else off by what they move: a segment each, or a list's length.
+//! fast path is under way, and else off by what such calls move: a segment each, or a list's
+//! length.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -94,7 +95,8 @@ impl CentralPool {
         out.collect()
     }
 
-    /// Counts bytes of copies that a copier has in flight without entries or a timeline's count.
+    /// Counts a change of the bytes that a copier has in flight without entries, which no timeline
+    /// counts.
     pub(crate) fn unlisted_in_flight(&self, change: isize) {
         // Relaxed, here and below: sums, not signals.
         self.unlisted.fetch_add(change as u64, StdOrdering::Relaxed);
@@ -136,7 +138,8 @@ impl Core {
         self.ledger.enter(segment.name(), segment.descriptor().run(), segment.len(), origin);
     }
 
-    /// What was counted of each class, under the lock and by threads. Exact without owners.
+    /// What was counted of each class, under the lock and by all threads. Exact while all owners
+    /// are shut out.
     pub(super) fn tally(&self) -> ClassTally {
         let mut tally = self.classes.clone();
         self.table.caches().for_each(|cache| count_on(&mut tally, cache));

@@ -68,7 +68,7 @@ pub(super) fn least(wants: &[Want]) -> usize {
 }
 
 impl CentralPool {
-    /// Counts bytes as growing that the caller has pinned next, whatever the capacity.
+    /// Counts bytes as growing that the caller is about to have pinned, whatever the capacity.
     pub(crate) fn plan_bytes(&self, bytes: usize) {
         self.lock().growing += bytes;
     }
@@ -100,7 +100,8 @@ impl CentralPool {
 
     /// The number of extents that were ever added.
     pub(crate) fn extents(&self) -> u64 {
-        // Relaxed: written under the lock, where a caller that has read a number finds them.
+        // Relaxed: written under the lock; a caller that reads a number and then locks finds those
+        // extents.
         self.extents.load(StdOrdering::Relaxed)
     }
 

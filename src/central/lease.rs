@@ -5,9 +5,10 @@
 //! ends them with the thread. It has a destructor, which costs a check on each access.
 //!
 //! A buffer may be dropped inside the destructor of another thread-local, after `LEASES` is
-//! destroyed. Then `CURRENT_CACHE` is empty, and the return goes to the runs, locked. A thread
-//! cache belongs to the gate whose address it has. No other central pool can have that address: the
-//! lease's weak count keeps the allocation, until `CURRENT_CACHE` is empty.
+//! destroyed. Then `CURRENT_CACHE` is empty, and the return goes to the runs, under the central
+//! pool's lock. A thread cache belongs to the gate whose address it has. No other central pool can
+//! have that address: the lease's weak count keeps the allocation, and `CURRENT_CACHE` is emptied
+//! before the lease ends.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};
@@ -66,8 +67,8 @@ pub(super) fn current<'a>() -> Option<&'a ThreadCache> {
     #[cfg(loom)]
     let cache = CURRENT_CACHE.try_with(Cell::get).ok().filter(|cache| !cache.is_null())?;
     // SAFETY: it is `NO_CACHE`, which is static, or a lease in `LEASES` keeps it alive on this
-    // thread and resets `CURRENT_CACHE` at its end. It is used within a call on this thread.
-    // Neither is null.
+    // thread and resets `CURRENT_CACHE` before it ends. The caller uses it only within a call on
+    // this thread. Neither is null.
     Some(unsafe {
         std::hint::assert_unchecked(!cache.is_null());
         &*cache

@@ -298,7 +298,8 @@ impl CentralPool {
             }
             error => error,
         })?;
-        // Of regions aligned to less than `align`, an extent's start may be lost.
+        // In regions that are aligned to less than `align`, a part of an extent's start may be
+        // lost.
         let lost = self.regions.as_ref().map_or(0, |regions| align.saturating_sub(regions.aligned()));
         let largest = self.config.largest.saturating_sub(lost);
         if len > largest {
@@ -402,7 +403,8 @@ impl CentralPool {
     /// Counts a segment as quarantined. It stays taken; waiters that need it get an error.
     ///
     /// # Safety
-    /// This is the descriptor's central pool; only the caller leaves the descriptor's state.
+    /// This is the descriptor's central pool, and only the caller can take the descriptor out of
+    /// its state.
     unsafe fn quarantine(&self, descriptor: NonNull<Descriptor>) {
         let mut core = self.lock();
         // SAFETY: a descriptor that is out is alive.
@@ -433,7 +435,7 @@ impl CentralPool {
         }
         let mut core = self.lock();
         let Core { arena, table, .. } = &mut *core;
-        // SAFETY: segments in a thread cache are free and alive; draining takes them off it.
+        // SAFETY: segments in a thread cache are free and alive; draining takes them off its lists.
         table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) });
         core.count_on(cache);
     }

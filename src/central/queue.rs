@@ -5,7 +5,8 @@
 //!
 //! Requests of one size class wait for the same segments: they are served strictly in order, and
 //! the first of them has the window. A request for whole pages or several buffers has a window of
-//! its own as long as the memory lasts. Several buffers are granted together or not at all.
+//! its own as long as there is memory outside of all windows. Several buffers are granted together
+//! or not at all.
 //!
 //! A tree finds waiters by their tickets, another those of a size. So a join, a grant and a leave
 //! take logarithmic time, and a return that serves no waiter looks at the sizes that are waited
@@ -207,8 +208,8 @@ pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     (of_classes.fold(pages, usize::saturating_add), 1)
 }
 
-/// Takes a segment for each of `wants`, or none at all: the longest segments first, and from no run
-/// that is cut longer than several need. (It would take pages that another of them needs.)
+/// Takes a segment for each of `wants`, or none at all. The longest come first, and no run is cut
+/// that is longer than several need. (It would take pages that another of them needs.)
 pub(super) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<NonNull<Descriptor>>> {
     if let [want] = wants {
         return Some(vec![arena.take(want.placement)?]);

@@ -128,7 +128,8 @@ impl Segment {
         !crate::os::forked() && unsafe { self.central().lock().arena.pinned(self.descriptor) }
     }
 
-    /// A second value for the same segment: handle and timeline, which meet in its word, have one.
+    /// A second value for the same segment: the handle and the timeline have one each, and meet in
+    /// its state word.
     pub(crate) fn alias(&self) -> Self {
         Self { ..*self }
     }

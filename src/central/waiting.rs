@@ -31,9 +31,9 @@
 //!
 //! A window to which nothing came back during `1 << moves` looks is given up at the next one, for
 //! another if there is one: some thread may keep a buffer in it for ever. `moves` counts how often
-//! its waiter has done so: at last a window stays longer than any buffer in it. The next window may
-//! not overlap one that was given up, until all were tried. A request that no present region can
-//! hold has whole regions for a window: when all are free, a longer one is pinned in their place.
+//! its waiter has done so: at last a window stays longer than any buffer in it. Its next window may
+//! not overlap one that it gave up, until all were tried. A request that no present region can hold
+//! has whole regions for a window: when all are free, a longer one is pinned in their place.
 //!
 //! # While memory is being pinned
 //!
@@ -416,7 +416,8 @@ impl CentralPool {
 }
 
 impl Core {
-    /// Whether waiters have rights. While memory is being pinned, only from a look on.
+    /// Whether waiters have rights. While memory is being pinned, none has before a look finds one
+    /// waiting.
     fn has_rights(&self) -> bool {
         !self.queue.is_empty() && (self.growing == 0 || self.windows.overdue)
     }

@@ -208,7 +208,8 @@ impl Stream {
         })();
         let ((dst, transfer), src) = SubmitError::unless(checked, src)?;
         let (submission, mut flight) = self.begin_from(src, Some(dst.allocation()))?;
-        // SAFETY: the entry keeps source and device memory until a later mark is seen complete.
+        // SAFETY: the entry keeps source and device memory until a mark after this call is seen
+        // complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
         // An error drops it: the segment is in flight until a later mark is seen complete.
@@ -273,7 +274,8 @@ impl Stream {
         let unsent = |error| SubmitError { error, buffer: None };
         let (submission, mut flight) =
             self.begin_into(landing, Some(src.allocation()), src.len()).map_err(unsent)?;
-        // SAFETY: the entry keeps target and device memory until a later mark is seen complete.
+        // SAFETY: the entry keeps target and device memory until a mark after this call is seen
+        // complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
         result.map(|()| flight).map_err(unsent)
@@ -360,11 +362,12 @@ impl Stream {
     /// more often than they copy, on a stream of their own, where an event for each would cost
     /// most.
     ///
-    /// It waits for everything that was submitted before the call, as `hold` does, and until the
-    /// event is recorded: by the next copy or hold that records one, by the sixteenth hold that
-    /// shares it, when the handle is asked, awaited or waited for, or up to a millisecond later by
-    /// a thread of the crate. No stream waits for the hold; [`wait_for_copy`](Self::wait_for_copy)
-    /// and [`wait_for`](Self::wait_for) record an event at once.
+    /// It waits for everything that was submitted before the call, as `hold` does, and for what is
+    /// submitted until the event is recorded: by the next copy or hold that records one, by the
+    /// sixteenth hold that shares it, when the handle is asked, awaited or waited for, or up to a
+    /// millisecond later by a thread of the crate. No stream waits for the hold;
+    /// [`wait_for_copy`](Self::wait_for_copy) and [`wait_for`](Self::wait_for) order other streams
+    /// behind it, by an event that they record at once.
     ///
     /// # The end of the stream
     /// While the event is due, and a moment longer, a thread of the crate may name the stream to
@@ -380,12 +383,13 @@ impl Stream {
 
     /// Records the event of all [patient holds](Self::hold_patiently) so far, for a program that
     /// destroys its stream. After a success, and if nothing more is submitted to the stream, the
-    /// crate names it to the driver no more; what was queued on it must still be complete. The call
-    /// does not wait for the device. No other thread submits to the stream meanwhile.
+    /// crate names it to the driver no more; what was queued on it must still complete before it is
+    /// destroyed. The call does not wait for the device. No other thread submits to the stream
+    /// meanwhile.
     ///
     /// # Errors
-    /// [`Error::Capturing`]; else [as every call](Error#every-call). After this one, or an error of
-    /// the driver, the stream may still be named: call again.
+    /// [`Error::Capturing`]; else [as every call](Error#every-call). After [`Error::Capturing`] or
+    /// an error of the driver the crate may still name the stream: call again.
     pub fn record_holds(&self) -> Result<()> {
         crate::os::check_fork()?;
         self.timeline().close_for_good()
@@ -404,10 +408,11 @@ impl Stream {
     /// Keeps `buf` for as long as the graph that this stream is being captured into: for servers
     /// whose captured kernels and copies use the buffer.
     ///
-    /// The buffer is kept until the graph, everything made from it (executable graphs, also updated
-    /// ones, clones, graphs that have it as a child) and all their launches are gone. Then it
-    /// returns to its pool. Until then it counts as checked out, and if the driver ends first, it
-    /// never returns. An `Arc` of a buffer stays readable by its other owners.
+    /// The buffer is kept until the graph, everything made from it (executable graphs, also those
+    /// updated by `cuGraphExecUpdate`, clones, graphs that have it as a child) and all their
+    /// launches are gone. Then it returns to its pool. Until then it counts as checked out, and if
+    /// the driver ends first, it never returns. An `Arc` of a buffer stays readable by its other
+    /// owners.
     ///
     /// Within one capture this call may come before or after the work that uses the buffer. After a
     /// refusal nothing is kept: do not launch the graph once the buffer is gone.

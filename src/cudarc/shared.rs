@@ -19,7 +19,8 @@ use crate::locks::{Condvar, Mutex};
 
 /// How often a wait looks whether the device was lost.
 const LOOK: Duration = Duration::from_millis(50);
-/// Looks after that: a thread of the crate gives up what is in flight on a lost device.
+/// The number of looks after that: a thread of the crate gives up what is in flight on a lost
+/// device.
 const LOOKS_AFTER: u32 = 20;
 
 /// A `CudaSlice` as device memory for copies: for a loader that fills a server's own allocations.
@@ -109,11 +110,13 @@ impl<T: Send + 'static> SharedSlice<T> {
     }
 
     /// The slice, after a wait until no other handle to its memory and no copy is left. (Tensors
-    /// that a loader has given out are such handles.) Dropped, it frees the slice then.
+    /// that a loader has given out are such handles.) A `SharedSlice` that is dropped frees the
+    /// slice then.
     ///
     /// # Errors
-    /// The device's loss, if what was in flight is not given up a second later; drops the slice.
-    /// Else [as every wait](Error#waits): the slice is freed when nothing uses it any more.
+    /// The device's loss, if what was in flight is not given up a second later; the slice is
+    /// dropped then. Else [as every wait](Error#waits): the slice is freed when nothing uses it any
+    /// more.
     pub fn into_inner(self) -> Result<CudaSlice<T>> {
         crate::os::check_fork()?;
         may_wait()?;

@@ -53,7 +53,8 @@ impl<F: Copy> Entry<F> {
     /// The entry point at an address.
     ///
     /// # Safety
-    /// `F` is a function pointer of the type of that function, which is there for ever.
+    /// `F` is a function pointer of the type of the function at `address`, which is there for as
+    /// long as the process runs.
     pub(super) unsafe fn at(address: *const std::ffi::c_void) -> Self {
         const { assert!(size_of::<F>() == size_of::<*const std::ffi::c_void>()) };
         // SAFETY: the caller's promise: both are pointers to the function.

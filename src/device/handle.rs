@@ -207,10 +207,12 @@ impl Device {
     }
 
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, usable on every
-    /// stream. Allocating and freeing block, and may synchronise the device.
+    /// stream. The call blocks until the memory is there; allocating and freeing may synchronise
+    /// the device.
     ///
     /// # Errors
-    /// [`Error::ZeroLength`]; else [as every call](Error#every-call), also where memory is out.
+    /// [`Error::ZeroLength`]; else [as every call](Error#every-call), also when the device is out
+    /// of memory.
     pub fn alloc(&self, len: usize) -> Result<DeviceSlice> {
         DeviceSlice::allocate(&self.0.context, len)
     }

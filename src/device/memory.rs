@@ -55,9 +55,9 @@ impl Drop for Allocation {
 /// allocation are undefined until a copy has written them.
 ///
 /// **Memory that is used again** is not guarded as host buffers are: a copy whose handle was
-/// dropped may still use it. The next use comes after that copy: on its stream, on one that [waits
-/// for it](crate::Stream::wait_for), or when [`stream.hold(())`](crate::Stream::hold) has been
-/// awaited.
+/// dropped may still use it. The next use must come after that copy: on its stream, on one that
+/// [waits for it](crate::Stream::wait_for), or when [`stream.hold(())`](crate::Stream::hold) has
+/// been awaited.
 ///
 /// ```
 /// # use pinpool::{Device, Error};

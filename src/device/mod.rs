@@ -16,7 +16,8 @@
 //! 2. *Lateness.* A copy may read its source and write its target at any time from the call on,
 //!    until an event that was recorded after it is complete.
 //! 3. *Events.* [`Driver::record`] covers all work that was submitted to the stream before. An
-//!    event may be recorded again once seen complete. One never recorded reads as complete.
+//!    event may be recorded again once seen complete. One never recorded reads as complete, so no
+//!    caller asks about it.
 //! 4. *Errors never read as complete.* [`Driver::query`] says `Ok(true)` only for complete work.
 //!    After an error of [`Driver::copy`] or [`Driver::spread`] the copy or kernel may run or not.
 //! 5. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not
@@ -131,7 +132,7 @@ pub(crate) const SPREAD_RUNS: usize = 32;
 pub(crate) type GraphEnd = Box<dyn FnOnce() + Send>;
 
 /// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any
-/// combination. (That call is `cudaHostAlloc` of the driver API, and without flags
+/// combination. (It is the driver API's form of `cudaHostAlloc`, and without flags of
 /// `cudaMallocHost`.) On supported platforms this memory is portable and mapped with any flags.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct HostAllocFlags {
@@ -141,7 +142,8 @@ pub struct HostAllocFlags {
     pub mapped: bool,
     /// `CU_MEMHOSTALLOC_WRITECOMBINED`: not cached by the CPU. Writing it from front to back is
     /// fast, **reading it on the CPU is very slow**, tens of times slower: a pool of such memory is
-    /// for uploads only. Whether copies gain anything depends on the machine; some are slower.
+    /// for uploads only. Whether copies gain anything depends on the machine; on some they are
+    /// slower.
     pub write_combined: bool,
 }
 
@@ -184,7 +186,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// What is dropped after the last call for the device, on any thread.
     fn ending(&self) -> &ending::Ending;
 
-    /// Called first on each of the crate's calling threads: the driver may set it up.
+    /// Called first on each thread of the crate that makes calls: the driver may set the thread up.
     fn enter_thread(&self) {}
 
     /// The most bytes that one call of [`Driver::pin`] can pin.
@@ -220,7 +222,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         unsafe { self.register(base, len, false) }
     }
 
-    /// Undoes a [`Driver::pin`] or [`Driver::register`]. After an error it must never be unmapped.
+    /// Undoes a [`Driver::pin`] or [`Driver::register`]. After an error the range must never be
+    /// unmapped.
     ///
     /// # Safety
     /// `base` and `len` are those of one successful call, undone once, and no copy uses the range.
@@ -342,7 +345,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// A new event, never recorded.
     fn create_event(&self) -> Result<EventHandle>;
 
-    /// Destroys an event that is complete or never recorded, or any one as the device's last thing.
+    /// Destroys an event that is complete or never recorded, or any event when nothing else of the
+    /// device exists.
     fn destroy_event(&self, event: EventHandle) -> Result<()>;
 
     /// Records `event` on `stream`. After an error it may be recorded all the same.
@@ -362,7 +366,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
 
     /// Makes the graph that `stream` is being captured into keep something: `ended` is called when
     /// that graph, all made from it, and all their launches have ended. `false`: the stream is in
-    /// no capture, or a spoiled one. After that or an error `ended` is dropped or called.
+    /// no capture, or a spoiled one. After `false` or an error `ended` is dropped or called, at any
+    /// time.
     fn keep_with_graph(&self, _stream: StreamHandle, ended: GraphEnd) -> Result<bool> {
         drop(ended);
         Ok(false)

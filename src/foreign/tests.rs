@@ -85,7 +85,8 @@ fn what_comes_up_under_locks_runs_after_the_last() {
     assert_eq!(calls.all().last(), Some(&"now"));
 }
 
-/// While a lock is given up, or waits on a condition, foreign code runs, but for a second lock.
+/// Foreign code runs while a lock is given up for a moment or by a wait on a condition, unless the
+/// thread has a second lock.
 #[test]
 fn a_lock_that_is_given_up_lets_foreign_code_run() {
     let calls = Calls::default();
@@ -188,7 +189,7 @@ fn the_end_of_a_thread_is_no_exception() {
     }
     let calls = Calls::default();
     let own = calls.clone();
-    // Used before the module's thread-local, which would be destroyed first if it could be.
+    // Used before the module's thread-local, which would be destroyed first if it had a destructor.
     std::thread::spawn(move || {
         LAST.set(Some(AtTheEnd(own.clone())));
         own.tell("first");

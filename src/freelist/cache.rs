@@ -556,7 +556,8 @@ impl Gate {
         if !cache.belongs_to(self) {
             return None;
         }
-        // As in `enter_by_permit`, but ordered before the load by what is below.
+        // As in `enter_by_permit`, but the fence below, or the read-modify-write, orders it before
+        // the load of the mode.
         cache.busy.store(1, Ordering::Relaxed);
         let inside = EnteredCache(HeldCache { cache });
         #[cfg(pinpool_rmw)]

@@ -19,10 +19,10 @@
 //! # The states, and what leaves them
 //!
 //! *In flight* a device may use the segment. Two parties know of it then: a *handle* of the
-//! program, and a stream's *timeline*, by an entry a flight ([`crate::stream`]). The handle of a
-//! DETACHED segment was dropped. Such a segment can be *claimed* before its flight ends: it is lent
-//! again, for later work on the same stream. The timeline completes a flight once an event that
-//! covers it is complete.
+//! program, and a stream's *timeline*, by an entry for each flight ([`crate::stream`]). The handle
+//! of a DETACHED segment was dropped. Such a segment can be *claimed* before its flight ends: it is
+//! lent again, for later work on the same stream. The timeline completes a flight once an event
+//! that covers it is complete.
 //!
 //! ```text
 //!                 submit               drop the handle
@@ -35,11 +35,12 @@
 //!   FLIGHT, DETACHED, CLAIMED --> QUARANTINED: the device is lost, or no event can be made. Nothing leaves it.
 //! ```
 //!
-//! HOST says that no device uses the segment. It is free exactly when it is in a list (a thread
-//! cache's, a transfer cache's, its run's); a word for it would be written twice by each hit.
-//! (Debug assertions have a field: [`Descriptor::taken`].) In HOST the segment has one owner, the
-//! list or the handle, and only the owner changes the word, by plain stores. Behind FLIGHT the
-//! handle and the completing thread meet, and both use compare-and-swap.
+//! HOST says that no device uses the segment. Whether the segment is free, the word does not say:
+//! it is free exactly when it is in a list (a thread cache's, a transfer cache's, its run's), and
+//! each hit would write such a word twice. (Debug assertions have a field: [`Descriptor::taken`].)
+//! In HOST the segment has one owner, the list or the handle, and only the owner changes the word,
+//! by plain stores. From FLIGHT on the handle and the completing thread meet, and both use
+//! compare-and-swap.
 
 use std::ptr::NonNull;
 

@@ -3,7 +3,7 @@
 //! In this folder *the pool* is a central pool ([`crate::central`]). Each has one [`Gate`], which
 //! an owner *enters* before it works on its thread cache ([`cache`] has the protocol).
 //!
-//! A free segment is in exactly one of three places, which says what thread may touch it:
+//! A free segment is in exactly one of three places. The place says which thread may touch it:
 //!
 //! | place | which thread | how |
 //! | --- | --- | --- |
@@ -19,7 +19,8 @@
 //! - A free segment is in one list; one *out* (checked out, in flight, quarantined) is in none.
 //! - One thread at a time writes to a thread cache's lists: its owner inside the gate; its owner
 //!   under the central pool's lock; or that lock's holder, having shut the owner out.
-//! - A descriptor in a list is alive: the arena frees a run's once all are in the run's list.
+//! - A descriptor in a list is alive: the arena frees a run's descriptors once all of them are in
+//!   the run's own list.
 //!
 //! To be read in this order: [`descriptor`] (what the pool knows of one segment), [`cache`] (the
 //! fast path and its gate), [`transfer`], `table` (the thread caches of a pool). `loom_models`

@@ -68,7 +68,8 @@ impl Stack {
 
 impl TransferCache {
     /// For a class of this stride, whose transfer cache may hold `quota` bytes, to the nearest
-    /// segment. (Strides are above a power of two, and quotas often are one: eight must fit.)
+    /// segment. (Strides are above a power of two, and quotas are mostly one: eight batches must
+    /// fit where eight powers would.)
     pub(crate) fn new(quota: usize, stride: usize) -> Self {
         let all = Some((quota + stride / 2) / stride).filter(|all| *all >= LEAST_SEGMENTS).unwrap_or(0);
         Self(std::array::from_fn(|at| Stack {

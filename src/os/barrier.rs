@@ -14,9 +14,11 @@ pub(crate) fn membarrier_register() -> bool {
     command(REGISTER) && membarrier()
 }
 
-/// A full fence on every core of this process, after [`membarrier_register`] gave `true`.
+/// Executes a full fence on every core that runs a thread of this process. To be called only after
+/// [`membarrier_register`] has returned `true`.
 ///
-/// `false`: a later sandbox refuses. (The kernel documents no failure after registration.)
+/// `false`: no fence, since a later sandbox refuses the call. (The kernel documents no failure
+/// after registration.)
 pub(crate) fn membarrier() -> bool {
     command(BARRIER)
 }

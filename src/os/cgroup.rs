@@ -82,7 +82,8 @@ impl ControlGroups {
     }
 }
 
-/// Bytes that the system below `root` has available, and that the groups allow. `None`: no limit.
+/// Bytes that the system below `root` has available, and that the groups allow. `None`: unknown, or
+/// no limit.
 pub fn available(root: &Path) -> [Option<u64>; 2] {
     let meminfo = text(root, "/proc/meminfo").unwrap_or_default();
     let kib = stat(&meminfo, "MemAvailable:");

@@ -16,14 +16,16 @@
 //!    it is. A device's context leaks its driver and region thread, so their drops do not ask.
 //!
 //! What is called from these alone does not ask, nor does a thread of the crate. In debug builds
-//! [`crate::locks`] asserts that no lock is taken in a child, which finds a missing check. A fork
-//! inside of code that the crate calls (a reader, a waker) must not return from it in the child.
+//! [`crate::locks`] asserts that no lock is taken in a child, which finds a missing check. A
+//! program that forks inside of code that the crate calls (a reader, a waker) must not return from
+//! it in the child.
 //!
 //! # How the child knows
 //!
 //! The child learns it from a handler of the system's (`pthread_atfork`). A fork that has begun
 //! when another thread installs the handler does not call it, and may copy locks that the thread
-//! takes next. So that thread first notes the process's number, to be compared later.
+//! takes next. So that thread first notes the process's number, and a child that is about to open a
+//! device compares it with its own.
 //!
 //! A child of a process that had opened nothing is a process like any other. `Command::spawn` is
 //! not affected either: its child runs no code of the crate's before it becomes another program.

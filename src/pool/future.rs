@@ -22,8 +22,8 @@ use crate::timer::Planned;
 /// ready, it leaves the queue, gives back what it was granted, and counts as
 /// [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
 ///
-/// The thread that returns the memory wakes the task, or the timer's, of which the process has one:
-/// a waker that blocks holds up every deadline.
+/// The thread that returns the memory wakes the task, or the timer's thread, of which the process
+/// has one: a waker that blocks holds up every deadline of the process.
 #[must_use = "nothing happens until it is awaited"]
 pub struct Checkout<T = PinnedBuf> {
     pool: Pool,

@@ -234,7 +234,8 @@ impl Pool {
         self.acquire(requests, Waiter::Thread(timeout), Location::caller())
     }
 
-    /// [`checkout_many`](Self::checkout_many) for a task, by [`Checkout::timeout`]'s deadline.
+    /// [`checkout_many`](Self::checkout_many) for a task. [`Checkout::timeout`] gives it a
+    /// deadline.
     ///
     /// # Errors
     /// Of the future: [as every checkout](Error#checkouts).
@@ -559,8 +560,8 @@ impl Pool {
 pub(crate) enum Waiter<'a> {
     /// Nobody: it is served now or refused.
     None,
-    /// As `None`, for a caller that tries again later: while memory is being pinned, it leaves
-    /// their caches to busy threads.
+    /// As `None`, for a caller that tries again later: while memory is being pinned, it leaves busy
+    /// threads their caches.
     Retry,
     /// The calling thread, for so long at most.
     Thread(Option<Duration>),

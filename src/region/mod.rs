@@ -33,7 +33,8 @@
 //! # Several devices
 //!
 //! Memory that one device has pinned serves all devices of its family. So the first device pins;
-//! the next live one takes over. Memory that a lost device has pinned stays its own.
+//! when it is lost, the next live one takes over. Memory that a lost device has pinned stays its
+//! own.
 //!
 //! # Invariants
 //!
@@ -94,8 +95,9 @@ pub enum Backing {
     /// `cuMemHostRegister`). This is several times faster than memory that drivers allocate, and
     /// other users of the driver wait less meanwhile.
     ///
-    /// Where the system registers none (machines in confidential-computing mode), a pool with this
-    /// backing is refused; where none is set it takes [`HostAlloc`](Self::HostAlloc).
+    /// Where the system cannot register memory (machines in confidential-computing mode), a pool
+    /// with this backing is refused, and one whose backing is not set takes
+    /// [`HostAlloc`](Self::HostAlloc).
     ///
     /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have. There this
     /// backing has to be set explicitly, and where the call is missing, building the pool fails.
@@ -105,7 +107,8 @@ pub enum Backing {
     /// [extent](crate::PoolBuilder::extent). (CUDA: `cuMemHostAlloc`. Ascend: `aclrtMallocHost`,
     /// which ignores the flags.) Huge pages and threads that touch pages have no part in it.
     HostAlloc(HostAllocFlags),
-    /// Managed memory (CUDA: `cuMemAllocManaged`, `CU_MEM_ATTACH_GLOBAL`), a region each extent.
+    /// Managed memory (CUDA: `cuMemAllocManaged`, `CU_MEM_ATTACH_GLOBAL`), with one call and one
+    /// region for each extent.
     ///
     /// Its pages move to the processor or device that touches them, so they are **not
     /// page-locked**: they count as unpinned bytes, and
@@ -144,7 +147,8 @@ pub enum Unpinned {
     #[default]
     Refuse,
     /// The pool goes on with memory that is not locked, and says so in its statistics
-    /// (`unpinned_bytes`) and a warning. It tries again after 0.1 seconds to a minute.
+    /// (`unpinned_bytes`) and a warning. It tries to lock that memory again after pauses from 0.1
+    /// seconds to a minute.
     Allow,
 }
 

@@ -33,8 +33,9 @@ const BUFFERS_LISTED: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BufferState {
-    /// The program has it: as a `PinnedBuf`, or a stream-ready buffer that was free. So is one
-    /// shared by `Arc` and lent to a device, with entries in [`awaited`](StuckBuffer::awaited).
+    /// The program has it: as a `PinnedBuf`, or a stream-ready buffer that was free. A buffer that
+    /// is shared by `Arc` and lent to a device is in this state, too, with entries in
+    /// [`awaited`](StuckBuffer::awaited).
     CheckedOut,
     /// A device may still use it, and the program has the handle of the copy or hold.
     InFlight,
@@ -108,8 +109,8 @@ pub struct StuckBuffer {
     /// Its state.
     pub state: BufferState,
     /// What it waits for, on each stream where it is in flight: none for a buffer that the program
-    /// has, several for a shared one. Streams that have had it for less than the threshold may
-    /// miss.
+    /// has, several for a shared one. Streams that have had it for less than the threshold may be
+    /// missing.
     pub awaited: Vec<Awaited>,
     /// Whether its request said that it is going to be held for long
     /// ([`Request::long_lived`](crate::Request::long_lived)): then no sampler counts or logs it.
@@ -206,7 +207,7 @@ pub(crate) fn report(
         return;
     }
     let mut all = find(Duration::ZERO, central, devices);
-    // Later ones kept the request from nothing until then. Inexact ages may be longer.
+    // Buffers that went out later kept the request from nothing. Inexact ages may be longer.
     all.retain(|(_, buffer)| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
     let bytes: usize = all.iter().map(|(_, buffer)| buffer.granted).sum();
     let what = if long.is_some() { "lasts for long" } else { "timed out" };

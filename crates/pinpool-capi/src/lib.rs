@@ -127,7 +127,8 @@ pub extern "C" fn pinpool_version() -> *const c_char {
 /// no sense; `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
 ///
 /// # Safety
-/// `options` is null, for defaults, or has texts that end with a zero byte. `pool` can be written.
+/// `options` is null, for the defaults, or points to options whose texts end with a zero byte.
+/// `pool` can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_open(
     options: *const pinpool_options,
@@ -266,9 +267,10 @@ pub unsafe extern "C" fn pinpool_free(pool: *mut pinpool_pool, block: *mut c_voi
     })
 }
 
-/// Keeps the block that `address` lies in until everything queued on a stream by now is complete,
-/// or, in a capture, for as long as the graph and what is made from it exist. The stream is a raw
-/// `CUstream` (or `aclrtStream`) of the pool's first device. A block may be held many times.
+/// Keeps the block that `address` lies in, freed or not, until everything queued on a stream by now
+/// is complete; if the stream is being captured, for as long as the graph and what is made from it
+/// exist. The stream is a raw `CUstream` (or `aclrtStream`) of the pool's first device. A block may
+/// be held many times.
 ///
 /// Many holds share an event, which is recorded up to a millisecond later. So a hold may also wait
 /// for work that is queued meanwhile.
@@ -278,7 +280,7 @@ pub unsafe extern "C" fn pinpool_free(pool: *mut pinpool_pool, block: *mut c_voi
 ///
 /// # Safety
 /// `pool` is a pool. `stream` is a stream, and exists until `pinpool_forget_stream` has returned
-/// `PINPOOL_OK` and its work is complete. It neither enters nor leaves a capture meanwhile.
+/// `PINPOOL_OK` and its work is complete. It neither enters nor leaves a capture during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_hold(
     pool: *mut pinpool_pool,
@@ -325,8 +327,9 @@ pub unsafe extern "C" fn pinpool_hold_on(
     })
 }
 
-/// To be called before a stream is destroyed that blocks were held for: then the holds on it have
-/// their events, and the pool names the stream no more. The call waits for nothing.
+/// To be called before a stream is destroyed that blocks were held for: when this returns, the
+/// holds on it have their events, and the pool names the stream no more. The call waits for
+/// nothing.
 ///
 /// An error if an event cannot be recorded: call again. `PINPOOL_CAPTURING` during a capture.
 ///

@@ -38,18 +38,20 @@
 //! # What is refused
 //!
 //! A header comes from outside and gives offsets into memory. So it is checked before anything is
-//! loaded. A fault is [`Error::Malformed`], with the tensor's first 200 characters. Refused are:
+//! loaded. A fault is [`Error::Malformed`], with the first 200 characters of the tensor's name.
+//! Refused are:
 //!
 //! - offsets that run backwards, past the file or into another tensor; bytes of no tensor;
 //! - shapes that do not fit the number of bytes, of more elements than any memory holds, or of more
 //!   than 64 axes;
 //! - unknown types; a name that is there twice; a name longer than 65,535 bytes;
 //! - a header longer than 100 MB, or than its file; over 65,536 axes, if the header has less than
-//!   15 bytes for each; metadata that is no object of texts; over an eighth opening brackets;
+//!   15 bytes for each; metadata that is no object of texts; a text of which more than an eighth is
+//!   opening brackets;
 //! - an index that names a tensor which its file does not have, a tensor twice, a file outside of
 //!   its folder, or more than 10,000 files;
-//! - a folder with several indexes, with an index that cannot be read, or without one and without a
-//!   file of a numbered set (`model-00002-of-00003.safetensors`).
+//! - a folder with several indexes, with an index that cannot be read, or with no index and a gap
+//!   in a numbered set of files (`model-00002-of-00003.safetensors`).
 //!
 //! Reading a header or an index takes at most two and a half times its bytes of memory, itself
 //! included, beside an index's file names and a megabyte for axes and messages.

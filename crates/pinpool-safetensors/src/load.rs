@@ -145,10 +145,10 @@ impl<'a> Loader<'a> {
     ///
     /// # Errors
     /// [`Error::Argument`] for a wrong alignment. Of the caller's memory: [`Error::Mismatch`], and
-    /// [`Error::Argument`] where it is short, not aligned, or overlaps what was given before; they
-    /// are the cause of an [`Error::Tensor`] for a tensor's place. [`Error::Malformed`] for a file
-    /// that was written to since it was opened. Else [as every call](Error#every-call). Transfers
-    /// that were started are cancelled.
+    /// [`Error::Argument`] where it is short, not aligned, or overlaps what was given before; for
+    /// the place of a tensor these are the cause in an [`Error::Tensor`]. [`Error::Malformed`] for
+    /// a file that was written to since it was opened. Else [as every call](Error#every-call).
+    /// Transfers that were started are cancelled.
     pub fn start(self) -> Result<Load> {
         self.begin(false)
     }

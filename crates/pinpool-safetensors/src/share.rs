@@ -35,8 +35,8 @@ use super::load::{DeviceTensor, not_there};
 /// [`Error::Tensor`] with the tensor's name, how many are on the device, and the cause. Those that
 /// end the load or a file come bare: [`Error::Cancelled`]; [`Error::Timeout`] after the copier's
 /// deadline, behind the tensors that have arrived by then; [`Error::Malformed`] in the place of the
-/// last tensor of a file that was written to, whose other tensors may be wrong.
-/// [`Error::Unsupported`] on a thread that must not wait ends nothing. Else [as every
+/// last tensor of a file that was written to, whose other tensors may be wrong. On a thread that
+/// must not wait [`Error::Unsupported`] comes, which ends nothing. Else [as every
 /// transfer](Error#transfers).
 #[derive(Clone)]
 #[must_use = "dropping it cancels the load"]
@@ -214,8 +214,8 @@ impl Load {
         self.0.wait_async(None).await
     }
 
-    /// [`next_tensor`](Self::next_tensor) for a thread, which each item blocks. The iterator ends
-    /// with [`Error::Unsupported`]. Dropped, it leaves the load as it is.
+    /// [`next_tensor`](Self::next_tensor) for a thread, which blocks for each item. The iterator
+    /// ends with [`Error::Unsupported`]. Dropped, it leaves the load as it is.
     pub fn blocking(&self) -> impl Iterator<Item = Result<DeviceTensor>> {
         let mut may_wait = true;
         std::iter::from_fn(move || {

@@ -52,9 +52,10 @@ impl Copier {
 
     /// Copies borrowed bytes to the front of `dst`, and returns when they are on the device. Up to
     /// 256 KiB go by one driver call and need no memory of the pool, unless the copier's depth or
-    /// rate is in the way. The CPU reads the bytes. A mapped file that might become shorter is a
-    /// [`FileSource`](super::FileSource) of an [`upload`](Self::upload), or is
-    /// [registered](crate::Device::register) for [`upload_pages`](Self::upload_pages).
+    /// rate is in the way. The CPU reads the bytes. For a mapped file that might become shorter,
+    /// [`upload`](Self::upload) a [`FileSource`](super::FileSource), or
+    /// [register](crate::Device::register) the mapping and call
+    /// [`upload_pages`](Self::upload_pages).
     ///
     /// # Errors
     /// [As every transfer](Error#transfers).
@@ -164,8 +165,8 @@ impl Copier {
         // SAFETY: the caller's promise.
         let plan: Arc<dyn Plan + '_> = Arc::new(unsafe { Borrowed::new(piece) });
         // SAFETY: only the lifetime changes. The job uses its plan only before it is over, and
-        // `Lending` waits for that, also on unwinding. A worker may keep the plan longer, to drop
-        // it: a drop of `get`.
+        // `Lending` waits for that, also on unwinding. A worker may keep it a moment longer, only
+        // to drop it: that drops `get`, which does nothing by this function's contract.
         let plan = unsafe { std::mem::transmute::<Arc<dyn Plan + '_>, Arc<dyn Plan>>(plan) };
         self.workers.start()?;
         let job = self.job(direction, survey, name, plan);

@@ -47,7 +47,8 @@ impl CopierBuilder {
     }
 
     /// Threads that fill and drain segments. They start with the first transfer. Default: one for
-    /// each processor, at most 8. One more never calls a source, sink or file that may block.
+    /// each processor, at most 8. One thread more never calls a source, sink or file that may
+    /// block.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self

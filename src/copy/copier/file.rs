@@ -22,7 +22,8 @@ use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen_direct
 use crate::sealed::Key;
 use crate::segment::PAGE;
 
-/// Of a partly cached chunk, stretches so long are read from the cache if all of it is there.
+/// Of a partly cached chunk, stretches of this length are read from the cache if they are cached as
+/// a whole.
 const STRETCH: usize = 256 << 10;
 
 /// How a file is read: [`FileSource::reading`].
@@ -41,7 +42,7 @@ pub enum Reading {
 }
 
 /// A file, or a part of one, as the source of an upload. A [`CopyRange`](super::CopyRange) and
-/// errors have the file's own offsets. A source that wraps one counts from its
+/// errors have the file's own offsets. A source that wraps one counts from the first byte of its
 /// [range](Self::range).
 ///
 /// # Files that change meanwhile
@@ -283,8 +284,9 @@ impl FileSink {
         Ok(Self::new(file, name))
     }
 
-    /// A file that is open for writing; `name` is for errors. One opened for appending, where the
-    /// system puts all bytes at the end (pwrite(2), "BUGS"), gives [`Error::Write`] at once.
+    /// A file that is open for writing; `name` is for errors. A download to one that was opened for
+    /// appending, where the system puts all bytes at the end (pwrite(2), "BUGS"), ends with
+    /// [`Error::Write`] before a byte is written.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
         Self { file: file.into(), name: name.into(), start: 0 }
     }

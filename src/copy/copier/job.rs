@@ -408,7 +408,7 @@ impl Job {
     }
 
     /// Parks this thread until the bytes before `offset` have arrived, the job is over or the
-    /// deadline has passed. `false`: the deadline.
+    /// deadline has passed. `false`: the deadline came first.
     pub(super) fn wait(&self, deadline: Option<Instant>, offset: u64) -> bool {
         let mut state = self.state.lock();
         state.next_thread += 1;

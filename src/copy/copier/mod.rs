@@ -176,8 +176,8 @@ impl Copier {
     /// At the deadline no further chunk is begun. The transfer ends with
     /// [`Error::Timeout`](crate::Error::Timeout), whose text says how far it had come and what it
     /// waited for. Chunks under way come first: a source or sink that does not return, or a device
-    /// that hangs, keeps the transfer; [`Transfer::wait_timeout`] gives up the wait alone. A
-    /// transfer whose last chunks arrive late ends well.
+    /// that hangs, keeps the transfer from ending; [`Transfer::wait_timeout`] gives up the wait
+    /// alone. A transfer whose last chunks arrive late ends well.
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self.clone() }

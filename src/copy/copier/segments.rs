@@ -3,7 +3,8 @@
 //! When a chunk has ended, its segment is free for the next chunk of any worker. Without work the
 //! free ones return to the pool. An eighth of the share is kept for the foreground, at least a
 //! segment if there are four: bulk chunks may keep theirs for as long as the rate wants. The
-//! segments of a reader or a writer (`in_order`) do not count: it may wait for another transfer.
+//! segments of a reader or a writer (`in_order`) do not count, since a reader or a writer may wait
+//! for another transfer.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place for all
 //! workers. Otherwise it asks from time to time, and takes a short one, too, since the others may

@@ -60,10 +60,10 @@ pub trait Source: Send + Sync + 'static {
         "the source".into()
     }
 
-    /// Fills `into` with the bytes from `offset` on. It is called on the copier's threads and may
-    /// block, which holds up one of them and a segment. It may wait for transfers that cannot
-    /// block, which go on beside it; other sources, sinks and files may have to wait. With a share
-    /// of one segment it holds up all, and must not wait for its copier.
+    /// Fills all of `into` with the bytes from `offset` on. It is called on the copier's threads
+    /// and may block, which holds up one of them and a segment. It may wait for transfers that
+    /// cannot block, which go on beside it; other sources, sinks and files may have to wait. With a
+    /// share of one segment it holds up all, and must not wait for its copier.
     ///
     /// # Errors
     /// The transfer ends with it as [`Error::Read`](crate::Error::Read), also after too few bytes.

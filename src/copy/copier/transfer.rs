@@ -56,7 +56,7 @@ impl<T> Transfer<T> {
     /// buffers in the order of the call.
     ///
     /// # Errors
-    /// Those of [every transfer](Error#transfers), behind its start.
+    /// Those of [every transfer](Error#transfers) that come after its start.
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
         match self.finish() {
             Ok(()) => self.take(),

@@ -73,7 +73,8 @@ impl Workers {
         self.advance();
     }
 
-    /// Waits until the bytes before `offset` arrived or the job is over. `false`: deadline.
+    /// Waits until the bytes before `offset` arrived or the job is over. `false`: the deadline came
+    /// first.
     pub(super) fn wait(&self, job: &Job, deadline: Option<Instant>, offset: u64) -> bool {
         if self.engine.settings.threads == 0 {
             self.step_until(job, offset);

@@ -50,7 +50,8 @@ pub(super) struct LockedMemory {
     /// What the library has locked, `from..to`: the memory, and what lies around it.
     pub(super) from: usize,
     pub(super) to: usize,
-    /// The device that it was registered with, and the address there, if it has its own.
+    /// The device that it was registered with and the address of its start there, if that device
+    /// has an address of its own for it.
     pub(super) device: Option<(i32, u64)>,
 }
 

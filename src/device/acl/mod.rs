@@ -19,8 +19,8 @@
 //!
 //! # Contexts
 //!
-//! The crate works in the device's *default* context, which `aclrtSetDevice` gives to every thread
-//! and the frameworks use. `aclrtSetDevice` counts it once when the device is opened, and
+//! The crate works in the device's *default* context, which `aclrtSetDevice` gives to every thread,
+//! and which the frameworks use. `aclrtSetDevice` counts it once when the device is opened, and
 //! `aclrtResetDevice` releases it after the driver's last reference. `aclrtSetDevice` also changes
 //! the current context, and no call can make a thread have none again: so a thread that ends at
 //! once makes that call. Every other call reads the current context, sets the driver's where it is
@@ -108,7 +108,8 @@ pub(crate) struct Acl {
     ending: Ending,
 }
 
-// SAFETY: a context may be current on any thread, on several too; the library locks itself.
+// SAFETY: a context may be current on any thread, on several at once; the library takes its own
+// locks.
 unsafe impl Send for Acl {}
 // SAFETY: as above.
 unsafe impl Sync for Acl {}

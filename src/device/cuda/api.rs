@@ -239,7 +239,8 @@ impl CudaApi {
         type Ask = unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode;
         let ask = |entry: Entry<Ask>| {
             let mut text: *const c_char = std::ptr::null();
-            // SAFETY: writes null or a string of the library's, which is never unloaded, to `text`.
+            // SAFETY: the call writes to `text` null or a string of the library's, which is never
+            // unloaded.
             unsafe {
                 entry.call(code, &raw mut text);
                 (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())

@@ -5,9 +5,9 @@
 //! default one and never captured; no length of zero; no copy depends on another one of the batch.
 //!
 //! The call has two forms. That of CUDA 12.8, which later drivers have as well, also says where it
-//! failed. That is not used: after an error it is unknown which copies were submitted, so each is
-//! submitted again by itself. A copy that runs twice writes the same bytes twice, since its source
-//! is not written meanwhile; and each error then belongs to one copy.
+//! failed. The crate does not use that: after an error it is unknown which copies were submitted,
+//! so each is submitted again by itself. A copy that runs twice writes the same bytes twice, since
+//! its source is not written meanwhile; and each error then belongs to one copy.
 //!
 //! Short uploads come first in a call. On an idle stream the driver itself writes an upload of less
 //! than 32 KiB, inside of the call, when the copies before it are complete: two copies of 2 MiB and

@@ -20,10 +20,11 @@
 //! The crate works in the device's primary context, the one that the runtime API, cudarc and the
 //! frameworks use too. It is retained when the device is opened, and released after the driver's
 //! last reference. A context of the program's can be [adopted](adopt()) instead, and is never
-//! destroyed. It is always current on the crate's threads. Elsewhere each call pushes it, unless it
-//! is current, and pops it. The two most frequent calls do without, since sixteen threads that push
-//! and pop take 1.7 us each (H100, driver 580): `cuEventQuery` and `cuStreamIsCapturing` take the
-//! context of their handle, and name no error of a context in the driver API manual.
+//! destroyed. The crate's context is always current on its own threads. Elsewhere each call pushes
+//! it, unless it is current, and pops it. The two most frequent calls do without, since sixteen
+//! threads that push and pop take 1.7 us each (H100, driver 580): `cuEventQuery` and
+//! `cuStreamIsCapturing` take the context of their handle, and name no error of a context in the
+//! driver API manual.
 //!
 //! # Captures
 //!
@@ -76,13 +77,15 @@ const DISABLE_TIMING: u32 = 2;
 /// cuda.h: CU_STREAM_CAPTURE_MODE_RELAXED.
 const RELAXED: u32 = 2;
 
-/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: both may use managed memory at once.
+/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: host and device may use managed memory at
+/// once.
 const CONCURRENT_MANAGED_ACCESS: c_int = 89;
 /// cuda.h: CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, from CUDA 12.2 on.
 const HOST_NUMA_ID: c_int = 134;
 
 thread_local! {
-    /// Whether the crate's: with the context current and in relaxed mode, always.
+    /// Whether this is one of the crate's threads, where the context is always current and the mode
+    /// always relaxed.
     static CUDA_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -198,7 +201,8 @@ struct CudaCurrent<'a> {
     pushed: bool,
     /// The caller's capture mode, where it was changed.
     mode: Option<u32>,
-    /// Dropped last: the process's exit waits for it. `None`: it has begun, and refuses every call.
+    /// Dropped last: the process's exit waits for it. `None`: the exit has begun, and every call is
+    /// refused.
     _pass: Option<Pass>,
 }
 
@@ -653,7 +657,8 @@ impl Drop for Cuda {
         let (api, device, primary) = (self.api, self.device, self.primary);
         // A number, so that the closure can go to another thread.
         let (context, kernels) = (self.context as usize, kernels);
-        // The calls may block. One of the crate's threads makes them here, else one of its own.
+        // The calls may block. A thread of the crate's makes them here; any other has a new thread
+        // make them.
         self.ending.end(&self.name, CUDA_THREAD.get(), move || {
             if let Some(kernels) = kernels {
                 kernels.unload(api, context as CUcontext);

@@ -9,8 +9,8 @@
 //!
 //! The type of memory is that of cuda.h's `CUmemorytype`. Managed memory has the type
 //! `POINTER_DEVICE` and an attribute of its own. Memory of pools and of `cuMemMap` belongs to no
-//! context (null), and may be used in any of its device. For `cuMemMap` the driver gives the whole
-//! reservation as the range, mapped or not: a copy to an unmapped part fails later.
+//! context (null), and may be used in any context of its device. For `cuMemMap` the driver gives
+//! the whole reservation as the range, mapped or not: a copy to an unmapped part fails later.
 
 use std::ffi::{c_int, c_uint, c_void};
 

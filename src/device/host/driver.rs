@@ -266,7 +266,8 @@ impl Driver for HostDriver {
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()> {
         let left = self.enter(Call::FreeHost)?.0.leave(&range(base, len), (self.device, Some(kind)));
         left.or_else(|text| self.refuse(Call::FreeHost, text))?;
-        // SAFETY: mapped when it was allocated, and by the caller unused. Unmapping unlocks it.
+        // SAFETY: mapped when it was allocated; the caller promises that nothing uses it. Unmapping
+        // unlocks it.
         unsafe { os::unmap(base, len) }
     }
 

@@ -178,7 +178,7 @@ pub enum Failure {
     /// Fails with class [`Capture`](crate::ErrorClass::Capture); nothing happens.
     Capture,
     /// Succeeds, but the operation and all that follow it on that stream wait for
-    /// [`HostNode::resume`], [`HostNode::resume_stream`]. Without an operation this is no fault.
+    /// [`HostNode::resume`] or [`HostNode::resume_stream`]. Without an operation this is no fault.
     Stall,
 }
 

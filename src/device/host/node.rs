@@ -364,9 +364,9 @@ impl Node {
         }
         match work {
             // SAFETY: the places were checked at submission. The submitter promised
-            // (`Driver::copy`) that host memory is valid and unused until a later event is
-            // complete, and none completes before the operation has ended. A dying device says so
-            // when it touches no memory.
+            // (`Driver::copy`) that host memory is valid and unused until an event after this
+            // operation is complete, and no such event completes before the operation has ended. A
+            // dying device says so only when it touches no memory.
             Work::Copy(from, to, len) => unsafe { self.copy(&mut state, device, &from, &to, len) },
             Work::Launch(kernel) => self.call(&mut state, device, kernel),
             // Release: pairs with the acquire in `HostDriver::query`: who asks sees all effects of
