@@ -8,7 +8,7 @@ use std::time::Duration;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, launch};
 use pinpool::{Device, DeviceSlice, Error, Stream};
 
-use crate::{filled, on, pool};
+use crate::{HANG, filled, on, pool};
 
 struct Rig {
     node: HostNode,
@@ -63,33 +63,21 @@ fn a_function_runs_between_the_copies_before_and_behind_it() {
         let whole = || memory.slice(..).unwrap();
         for round in 0..3 {
             drop(rig.stream.upload(filled(&pool, LEN, round), &memory).unwrap());
-            for _ in 0..2 {
+            for before in [round, round + 10] {
                 let add = move |_: &[&[u8]], writes: &mut [&mut [u8]]| {
-                    assert_eq!(writes[0].len(), LEN);
-                    writes[0].iter_mut().for_each(|b| *b += 10);
+                    assert!(*writes[0] == vec![before; LEN]);
+                    writes[0].fill(before + 10);
                 };
                 drop(launch(&rig.stream, &[], &[whole()], add).unwrap());
             }
             let output = rig.stream.download(&memory, pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
-            assert!(output.iter().all(|b| *b == round + 20));
+            assert!(*output == vec![round + 20; LEN]);
         }
-        pool.check().unwrap();
-    }
-}
-
-#[test]
-fn a_handle_tells_when_the_function_has_run() {
-    for rig in rigs() {
-        let memory = rig.holding(b"abc");
-        let (send, ran) = mpsc::channel();
-        let copy = memory.clone();
-        let run = move |reads: &[&[u8]], _: &mut [&mut [u8]]| send.send(reads[0].to_vec()).unwrap();
-        launch(&rig.stream, &[copy], &[], run).unwrap().wait().unwrap();
-        assert_eq!(ran.try_recv().unwrap(), b"abc");
-        // Without any memory it is a callback in stream order.
+        // The handle tells that it has run. Without any memory it is a callback in stream order.
         let (send, ran) = mpsc::channel();
         launch(&rig.stream, &[], &[], move |_, _| send.send(()).unwrap()).unwrap().wait().unwrap();
         ran.try_recv().unwrap();
+        pool.check().unwrap();
     }
 }
 
@@ -122,68 +110,45 @@ fn a_panic_leaves_the_memory_and_the_stream_as_they_were() {
         };
         launch(&rig.stream, &[], from_ref(&memory), run).unwrap().wait().unwrap();
         assert_eq!((rig.bytes(&memory), is_dropped(&told)), (b"abc".to_vec(), true));
-        launch(&rig.stream, &[], from_ref(&memory), |_, writes| writes[0].fill(b'z'))
-            .unwrap()
-            .wait()
-            .unwrap();
+        let run = |_: &[&[u8]], writes: &mut [&mut [u8]]| writes[0].fill(b'z');
+        launch(&rig.stream, &[], from_ref(&memory), run).unwrap().wait().unwrap();
         assert_eq!(rig.bytes(&memory), b"zzz");
-        rig.device.stream().unwrap();
     }
 }
 
 #[test]
 fn memory_stays_allocated_until_the_function_has_run() {
-    for rig in rigs() {
-        rig.node.hang(0);
-        let memory = rig.device.alloc(3).unwrap();
-        let (send, ran) = mpsc::channel();
-        let run = move |_: &[&[u8]], writes: &mut [&mut [u8]]| send.send(writes[0].len()).unwrap();
-        let handle = launch(&rig.stream, &[], &[memory.slice(1..).unwrap()], run).unwrap();
-        drop(memory);
-        assert_eq!(rig.node.live(0).allocations, 1);
-        rig.node.resume(0);
-        handle.wait().unwrap();
-        assert_eq!(ran.try_recv(), Ok(2));
-        let Rig { node, device, stream } = rig;
-        drop(stream);
-        device.close(Duration::from_secs(10)).unwrap();
-        assert_eq!(node.live(0).allocations, 0);
-    }
-}
-
-#[test]
-fn memory_of_another_device_is_refused() {
     let rig = Rig::new(HostConfig::new().devices(2));
-    let other = Device::on(&rig.node, 1).unwrap().alloc(3).unwrap().slice(..).unwrap();
-    let own = rig.holding(b"abc");
+    let far = Device::on(&rig.node, 1).unwrap().alloc(3).unwrap();
+    rig.node.hang(0);
+    let memory = rig.device.alloc(3).unwrap();
+    let (send, ran) = mpsc::channel();
+    let run = move |_: &[&[u8]], writes: &mut [&mut [u8]]| send.send(writes[0].len()).unwrap();
+    let handle = launch(&rig.stream, &[], &[memory.slice(1..).unwrap()], run).unwrap();
+    // Memory of another device is refused.
     let (witness, told) = owned();
-    let refused = launch(&rig.stream, &[own], &[other], move |_, _| drop(witness));
-    assert!(matches!(refused, Err(Error::Mismatch { .. })), "{refused:?}");
-    assert_eq!((is_dropped(&told), rig.node.queued(0)), (true, 0));
-}
-
-#[test]
-fn a_device_that_dies_drops_what_has_not_begun() {
-    for rig in rigs() {
-        rig.node.hang(0);
-        let memory = rig.device.alloc(3).unwrap().slice(..).unwrap();
-        let (witness, told) = owned();
-        let handle = launch(&rig.stream, &[], &[memory], move |_, _| {
-            drop(witness);
-            unreachable!("the device is dead");
+    let refused =
+        launch(&rig.stream, &[memory.slice(..).unwrap()], &[far.slice(..).unwrap()], move |_, _| {
+            drop(witness)
         });
-        rig.node.kill(0);
-        assert!(is_dropped(&told));
-        assert!(handle.unwrap().wait().unwrap_err().is_device_lost());
-        let after = launch(&rig.stream, &[], &[], |_, _| unreachable!("the device is dead"));
-        assert!(after.unwrap_err().is_device_lost());
-    }
+    assert!(matches!(refused, Err(Error::Mismatch { .. })), "{refused:?}");
+    assert_eq!((is_dropped(&told), rig.node.queued(0)), (true, 1));
+    drop(memory);
+    assert_eq!(rig.node.live(0).allocations, 1);
+    rig.node.resume(0);
+    handle.wait().unwrap();
+    assert_eq!(ran.try_recv(), Ok(2));
+    let Rig { node, device, stream } = rig;
+    drop(stream);
+    device.close(HANG).unwrap();
+    assert_eq!(node.live(0).allocations, 0);
 }
 
 #[test]
-fn a_device_can_be_killed_while_a_function_runs() {
+fn a_device_that_dies_drops_what_has_not_begun_and_ends_what_runs() {
     for rig in rigs() {
         let memory = rig.holding(b"abc");
+        // What is behind the function that kills the device never begins.
         let node = rig.node.clone();
         let (send, ended) = mpsc::channel();
         let run = move |_: &[&[u8]], writes: &mut [&mut [u8]]| {
@@ -191,9 +156,19 @@ fn a_device_can_be_killed_while_a_function_runs() {
             writes[0].fill(0);
             send.send(()).unwrap();
         };
-        let handle = launch(&rig.stream, &[], &[memory], run).unwrap();
-        assert!(handle.wait().unwrap_err().is_device_lost());
+        rig.node.hang(0);
+        let runs = launch(&rig.stream, &[], from_ref(&memory), run).unwrap();
+        let (witness, told) = owned();
+        let behind = launch(&rig.stream, &[], &[memory], move |_, _| {
+            drop(witness);
+            unreachable!("the device is dead");
+        });
+        rig.node.resume(0);
         ended.recv().unwrap();
+        assert!(runs.wait().unwrap_err().is_device_lost() && is_dropped(&told));
+        assert!(behind.unwrap().wait().unwrap_err().is_device_lost());
+        let after = launch(&rig.stream, &[], &[], |_, _| unreachable!("the device is dead"));
+        assert!(after.unwrap_err().is_device_lost());
     }
 }
 
@@ -204,9 +179,7 @@ fn a_function_may_use_the_pool_and_other_streams() {
         let (other, memory) = (rig.device.stream().unwrap(), rig.device.alloc(3).unwrap());
         let (send, said) = mpsc::channel();
         let run = move |_: &[&[u8]], _: &mut [&mut [u8]]| {
-            let mut buf = pool.checkout(3).unwrap();
-            buf.extend_from_slice(b"abc");
-            other.upload(buf, &memory).unwrap().wait().unwrap();
+            drop(other.upload(filled(&pool, 3, 1), &memory).unwrap().wait().unwrap());
             other.upload_blocking(b"abc", &memory).unwrap();
             pool.check().unwrap();
             send.send(()).unwrap();
@@ -224,54 +197,53 @@ fn streams_that_write_the_same_memory_are_no_data_race() {
     const ROUNDS: u8 = 50;
     let rig = Rig::new(HostConfig::new());
     let memory = rig.holding(&[0; 5000]);
-    let streams: Vec<Stream> = (0..3).map(|_| rig.device.stream().unwrap()).collect();
+    let is_whole = |bytes: &[u8]| bytes == [bytes[0]; 5000];
     std::thread::scope(|scope| {
-        for (n, stream) in streams.iter().enumerate() {
-            let memory = &memory;
+        for n in 0..3 {
+            let (stream, memory) = (rig.device.stream().unwrap(), &memory);
             scope.spawn(move || {
-                for round in 0..ROUNDS {
-                    let value = n as u8 * ROUNDS + round;
+                for value in n * ROUNDS..(n + 1) * ROUNDS {
                     let fill = move |_: &[&[u8]], writes: &mut [&mut [u8]]| writes[0].fill(value);
-                    drop(launch(stream, &[], from_ref(memory), fill).unwrap());
-                    let whole = |reads: &[&[u8]], _: &mut [&mut [u8]]| {
-                        assert!(reads[0].iter().all(|b| *b == reads[0][0]));
+                    drop(launch(&stream, &[], from_ref(memory), fill).unwrap());
+                    let (send, told) = mpsc::channel();
+                    let look = move |reads: &[&[u8]], _: &mut [&mut [u8]]| {
+                        send.send(is_whole(reads[0])).unwrap();
                     };
-                    launch(stream, from_ref(memory), &[], whole).unwrap().wait().unwrap();
+                    launch(&stream, from_ref(memory), &[], look).unwrap().wait().unwrap();
+                    assert!(told.recv().unwrap(), "a copy or a function was half there");
                     stream.upload_blocking(&[value; 5000], memory).unwrap();
                 }
             });
         }
     });
-    let bytes = rig.bytes(&memory);
-    assert!(bytes.iter().all(|b| *b == bytes[0]));
+    assert!(is_whole(&rig.bytes(&memory)));
 }
 
 #[test]
 fn a_failing_launch_decides_nothing() {
     for rig in rigs() {
-        let fail = |failure| rig.node.fail(Fault { device: 0, call: Call::Launch, nth: 0, failure });
         let count = Arc::new(AtomicUsize::new(0));
-        let try_one = || {
+        // Launches a function with this failure. Returns whether the launch was refused, whether the function
+        // was dropped, and how many have run by then.
+        let try_one = |failure| {
+            rig.node.fail(Fault { device: 0, call: Call::Launch, nth: 0, failure });
             let (witness, told) = owned();
-            let count = count.clone();
+            let counted = count.clone();
             let run = move |_: &[&[u8]], _: &mut [&mut [u8]]| {
                 let _witness = witness;
-                count.fetch_add(1, Ordering::SeqCst);
+                counted.fetch_add(1, Ordering::SeqCst);
             };
-            (launch(&rig.stream, &[], &[], run), told)
+            let launched = launch(&rig.stream, &[], &[], run);
+            if failure == Failure::RunsAnyway {
+                rig.stream.synchronize().unwrap();
+            }
+            let state = (launched.is_err(), is_dropped(&told), count.load(Ordering::SeqCst));
+            (launched, state)
         };
-        fail(Failure::Transient);
-        let (refused, told) = try_one();
-        refused.unwrap_err();
-        assert_eq!((is_dropped(&told), count.load(Ordering::SeqCst)), (true, 0));
-        fail(Failure::RunsAnyway);
-        let (refused, told) = try_one();
-        refused.unwrap_err();
-        rig.stream.synchronize().unwrap();
-        assert_eq!((is_dropped(&told), count.load(Ordering::SeqCst)), (true, 1));
-        fail(Failure::Stall);
-        let (stalled, _) = try_one();
-        assert_eq!(count.load(Ordering::SeqCst), 1);
+        assert_eq!(try_one(Failure::Transient).1, (true, true, 0));
+        assert_eq!(try_one(Failure::RunsAnyway).1, (true, true, 1));
+        let (stalled, state) = try_one(Failure::Stall);
+        assert_eq!(state, (false, false, 1));
         rig.node.resume(0);
         stalled.unwrap().wait().unwrap();
         assert_eq!(count.load(Ordering::SeqCst), 2);

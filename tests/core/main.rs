@@ -16,17 +16,14 @@ mod regressions;
 #[cfg(feature = "cuda")]
 mod running_out;
 mod scale;
-#[cfg(feature = "cuda")]
-mod smoke;
 #[path = "../support/mod.rs"]
 mod support;
 mod threads;
-mod too_large;
 
 use std::time::{Duration, Instant};
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, PinnedBuf, Pool, PoolBuilder, Request, Unpinned};
+use pinpool::{Device, PinnedBuf, Pool, PoolBuilder, PoolStats, Request, Unpinned};
 
 /// Longer than anything takes here.
 const HANG: Duration = Duration::from_secs(60);
@@ -64,6 +61,17 @@ fn filled(pool: &Pool, request: impl Into<Request>, byte: u8) -> PinnedBuf {
     let len = buf.capacity();
     buf.try_resize(len, byte).unwrap();
     buf
+}
+
+/// The pool's books are in order: a check finds nothing, and the parts are the whole.
+#[track_caller]
+fn checked(pool: &Pool) -> PoolStats {
+    pool.check().unwrap();
+    let s = pool.stats();
+    let parts = s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
+    assert_eq!(parts, s.pinned_bytes + s.unpinned_bytes, "{s:?}");
+    assert!(parts <= s.capacity_bytes, "{s:?}");
+    s
 }
 
 /// Waits for what another thread does.

@@ -1,53 +1,64 @@
 //! What must not grow with the number of threads that have ended, of pools, sizes and streams. Times are the bench
 //! `streams`'s; here is what can be counted.
 
-use std::sync::{Arc, Barrier};
+use std::sync::Barrier;
 use std::time::Duration;
 
 use pinpool::Pool;
 use pinpool::telemetry::ClassStats;
 
-use crate::{builder, filled, host, pool, until};
+use crate::threads::all_idle;
+use crate::{builder, checked, filled, host, pool, until};
 
 /// The thread caches of most ended threads leave their pool, and what they had counted stays.
 #[test]
 fn what_ended_threads_have_counted_stays() {
     const THREADS: u64 = 100;
     let pool = pool(&host().1, 64 << 20);
-    let all = Arc::new(Barrier::new(THREADS as usize));
-    let threads: Vec<_> = (0..THREADS)
-        .map(|n| {
-            let (pool, all) = (pool.clone(), all.clone());
-            std::thread::spawn(move || {
-                for len in [100, 3000, 100] {
-                    drop(pool.checkout(len).unwrap());
-                }
-                let kept = pool.checkout(2000 + n as usize).unwrap();
-                // So that no thread gets the cache of one that has ended.
-                all.wait();
-                kept
-            })
-        })
-        .collect();
-    let kept: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
-    let stats = pool.stats();
+    let all = Barrier::new(THREADS as usize);
+    let kept: Vec<_> = std::thread::scope(|scope| {
+        let (pool, all) = (&pool, &all);
+        let work = move |n| {
+            for len in [100, 3000, 100] {
+                drop(pool.checkout(len).unwrap());
+            }
+            let kept = pool.checkout(2000 + n as usize).unwrap();
+            // So that no thread gets the cache of one that has ended.
+            all.wait();
+            kept
+        };
+        let threads: Vec<_> = (0..THREADS).map(|n| scope.spawn(move || work(n))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let stats = checked(&pool);
     assert_eq!((stats.checkouts, stats.returns), (4 * THREADS, 3 * THREADS));
     assert_eq!(stats.requested_bytes as u64, (0..THREADS).map(|n| 2000 + n).sum::<u64>());
     let classes = pool.snapshot().classes;
     let sum = |of: fn(&ClassStats) -> u64| classes.iter().map(of).sum::<u64>();
     assert_eq!((sum(|c| c.checkouts), sum(|c| c.returns)), (4 * THREADS, 3 * THREADS));
     assert_eq!(classes.iter().map(|c| c.out_bytes).sum::<usize>(), stats.checked_out_bytes);
-    assert_eq!(pool.check().unwrap().checked_out_bytes, stats.checked_out_bytes);
     drop(kept);
-    let stats = pool.stats();
-    assert_eq!((stats.checked_out_bytes, stats.requested_bytes), (0, 0));
-    pool.check().unwrap();
+    all_idle(&pool, &[]);
 }
 
-/// Large sizes that have no room in a thread cache together take the room of each other, and not that of small ones.
+/// Large sizes that have no room in a thread cache together take the room of each other, and not that of
+/// small ones. They share an eighth of what one size alone may have, so that the pool stays small.
 #[test]
-fn many_large_sizes_leave_the_small_ones_their_room() {
-    let pool = pool(&host().1, 256 << 20);
+fn many_large_sizes_share_a_part_of_a_threads_cache_and_leave_the_small_ones_their_room() {
+    let device = host().1;
+    // What a thread caches after it has held these at once a few times.
+    let cached = |lens: &[usize]| {
+        let pool = builder(&device, 256 << 20).thread_cache(64 << 20).initial(0).region(32 << 20);
+        let pool = pool.build().unwrap();
+        for _ in 0..4 {
+            drop(lens.iter().map(|len| pool.checkout(*len).unwrap()).collect::<Vec<_>>());
+        }
+        checked(&pool).cached_bytes
+    };
+    let (one, many) = (cached(&[1 << 20; 24]), cached(&std::array::from_fn::<_, 17, _>(|i| (i + 8) << 17)));
+    assert!((16 << 20..=32 << 20).contains(&one), "{one}");
+    assert!((2 << 20..=9 << 20).contains(&many), "{many}");
+    let pool = pool(&device, 256 << 20);
     for round in 0..20 {
         for size in 0..9 {
             drop(pool.checkout((128 << 10) * (size + 4) / 4).unwrap());
@@ -58,40 +69,30 @@ fn many_large_sizes_leave_the_small_ones_their_room() {
             }
         }
     }
-    pool.check().unwrap();
+    checked(&pool);
 }
 
-/// Threads that use many large sizes cache an eighth of what one size alone may have, so that the pool stays small.
+/// A thread finds its caches of four pools at once. With more it takes a longer way, but its own cache serves
+/// all the same, and what is returned goes to the pool that it is of.
 #[test]
-fn many_large_sizes_share_a_part_of_a_threads_cache() {
-    let (_node, device) = host();
-    // What a thread caches after it has held these at once a few times.
-    let cached = |lens: &[usize]| {
-        let pool = builder(&device, 256 << 20).thread_cache(64 << 20).initial(0).region(32 << 20);
-        let pool = pool.build().unwrap();
-        for _ in 0..4 {
-            drop(lens.iter().map(|len| pool.checkout(*len).unwrap()).collect::<Vec<_>>());
-        }
-        pool.check().unwrap();
-        pool.stats().cached_bytes
-    };
-    let (one, many) = (cached(&[1 << 20; 24]), cached(&std::array::from_fn::<_, 17, _>(|i| (i + 8) << 17)));
-    assert!((16 << 20..=32 << 20).contains(&one), "{one}");
-    assert!((2 << 20..=9 << 20).contains(&many), "{many}");
-}
-
-/// A thread finds its caches of four pools at once. With more it takes a longer way, but its own cache serves all the
-/// same.
-#[test]
-fn a_fifth_pool_of_a_thread_has_no_misses_either() {
+fn more_pools_than_a_thread_has_at_hand_serve_it_from_its_caches() {
     let device = host().1;
     let pools: Vec<Pool> = (0..9).map(|_| pool(&device, 1 << 20)).collect();
-    let round = || pools.iter().for_each(|pool| drop(pool.checkout(1000).unwrap()));
+    let round = || {
+        let mut held: Vec<_> = pools.iter().map(|pool| filled(pool, 1000, 1)).collect();
+        while !held.is_empty() {
+            drop(held.swap_remove(held.len() * 3 / 7));
+        }
+    };
     (0..3).for_each(|_| round());
     let misses = || pools.iter().map(|pool| pool.stats().misses).collect::<Vec<_>>();
     let before = misses();
     (0..100).for_each(|_| round());
     assert_eq!(misses(), before);
+    for pool in &pools {
+        all_idle(pool, &[]);
+        drop(pool.try_checkout(700 << 10).unwrap());
+    }
 }
 
 /// Streams that have hung for long are looked at by turns. When they go on, all that is complete comes back.
@@ -107,13 +108,11 @@ fn hundreds_of_streams_that_hung_come_back() {
         streams.iter().map(|stream| stream.upload(filled(&pool, 1000, 1), &memory).unwrap()).collect();
     // Half of them come back by themselves, of the others one is waited for.
     sent.truncate(STREAMS / 2);
-    let stats = pool.stats();
-    assert!(stats.in_flight_bytes >= STREAMS * 1000, "{stats:?}");
-    pool.check().unwrap();
+    assert!(checked(&pool).in_flight_bytes >= STREAMS * 1000);
     std::thread::sleep(Duration::from_millis(50));
     node.resume(0);
     drop(sent.pop().unwrap().wait().unwrap());
     until(|| pool.stats().in_flight_bytes == 0, || format!("{:?}", pool.stats()));
     drop(sent);
-    pool.check().unwrap();
+    checked(&pool);
 }

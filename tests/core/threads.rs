@@ -9,17 +9,20 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::copier::{FileSink, FileSource, Transfer};
 use pinpool::host::HostConfig;
+use pinpool::telemetry::Sampler;
 use pinpool::{
     Checkout, Copier, Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Registered, Request, Stream,
     StreamBuf,
 };
 
-use crate::{HANG, builder, host, hosts, on, until};
+use crate::support::bytes;
+use crate::support::rig::block_on;
+use crate::{HANG, builder, checked, host, hosts, on, until};
 
 const THREADS: usize = 6;
 
@@ -61,26 +64,22 @@ fn stamp(thread: usize, round: usize) -> u64 {
 }
 
 fn fill(buf: &mut PinnedBuf, stamp: u64) {
-    let bytes = stamp.to_le_bytes();
     buf.clear();
-    let whole = buf.capacity();
-    buf.extend_from_slice(&bytes.repeat(whole.div_ceil(8))[..whole]);
+    buf.extend_from_slice(&bytes(stamp as usize, buf.capacity()));
 }
 
-fn is(bytes: &[u8], stamp: u64) -> bool {
-    let word = stamp.to_le_bytes();
-    bytes.chunks(8).all(|chunk| *chunk == word[..chunk.len()])
+fn is(found: &[u8], stamp: u64) -> bool {
+    *found == *bytes(stamp as usize, found.len())
 }
 
 /// All users have ended: nothing may be in use.
-fn all_idle(pool: &Pool, streams: &[Stream]) {
+pub fn all_idle(pool: &Pool, streams: &[Stream]) {
     streams.iter().for_each(|s| s.synchronize().unwrap());
-    let stats = pool.stats();
+    let stats = checked(pool);
     let used = (stats.checked_out_bytes, stats.in_flight_bytes, stats.claimed_bytes, stats.quarantined_bytes);
     assert_eq!(used, (0, 0, 0, 0), "{stats:?}");
     assert_eq!((stats.requested_bytes, stats.waiting), (0, 0), "{stats:?}");
     assert_eq!(stats.checkouts, stats.returns, "{stats:?}");
-    pool.check().unwrap();
 }
 
 #[test]
@@ -95,7 +94,7 @@ fn every_byte_arrives_whatever_the_threads_do() {
             scope.spawn(move || {
                 let mut random = Random::new(thread);
                 let memory = device.alloc(64 << 10).unwrap();
-                for round in 0..rounds(400) {
+                for round in 0..rounds(300) {
                     let (len, stamp) = (random.len(15), stamp(thread, round));
                     let stream = &streams[random.below(streams.len())];
                     let mut buf = pool.checkout(len).unwrap();
@@ -125,75 +124,11 @@ fn every_byte_arrives_whatever_the_threads_do() {
         }
         // Checks all the time, which revokes every thread's permit again and again.
         while done.load(Ordering::SeqCst) < THREADS {
-            pool.check().unwrap();
-            let s = pool.stats();
-            let parts =
-                s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
-            assert_eq!(parts, s.pinned_bytes + s.unpinned_bytes, "{s:?}");
+            checked(&pool);
             std::thread::sleep(Duration::from_micros(200));
         }
     });
     all_idle(&pool, &streams);
-}
-
-#[test]
-fn buffers_travel_between_threads() {
-    // Some threads only take and others only return, so that segments pass through the transfer caches and the runs.
-    let device = late();
-    let pool = builder(&device, 2 << 20).thread_cache(16 << 10).build().unwrap();
-    let stop = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let (pool, stop) = (&pool, &stop);
-        let mut takers = Vec::new();
-        for thread in 0..THREADS / 2 {
-            let (give, take) = mpsc::sync_channel::<(PinnedBuf, u64)>(32);
-            takers.push(scope.spawn(move || {
-                let mut random = Random::new(thread);
-                for round in 0..rounds(4000) {
-                    let mut buf = pool.checkout(random.len(11)).unwrap();
-                    fill(&mut buf, stamp(thread, round));
-                    give.send((buf, stamp(thread, round))).unwrap();
-                }
-            }));
-            scope.spawn(move || take.into_iter().for_each(|(buf, stamp)| assert!(is(&buf, stamp))));
-        }
-        scope.spawn(move || {
-            while !stop.load(Ordering::SeqCst) {
-                pool.check().unwrap();
-            }
-        });
-        for taker in takers {
-            taker.join().unwrap();
-        }
-        stop.store(true, Ordering::SeqCst);
-    });
-    all_idle(&pool, &[]);
-}
-
-#[test]
-fn one_thread_uses_more_pools_by_turns_than_it_has_at_hand() {
-    let device = late();
-    let pools: Vec<Pool> = (0..7).map(|_| builder(&device, 1 << 20).build().unwrap()).collect();
-    let mut held: Vec<(usize, PinnedBuf)> = Vec::new();
-    let mut random = Random::new(1);
-    for round in 0..rounds(3000) {
-        let at = random.below(pools.len());
-        let mut buf = pools[at].checkout(random.len(12)).unwrap();
-        fill(&mut buf, stamp(at, round));
-        held.push((round, buf));
-        if held.len() > 20 {
-            // Pools must not mistake each other's buffers, whichever was used last.
-            let (round, buf) = held.swap_remove(random.below(held.len()));
-            assert!((0..pools.len()).any(|at| is(&buf, stamp(at, round))));
-        }
-    }
-    held.clear();
-    // All of it returns to where it was taken from, and what this thread caches can be had.
-    for pool in &pools {
-        all_idle(pool, &[]);
-        assert_eq!(pool.stats().checkouts, pool.stats().returns);
-        drop(pool.try_checkout(700 << 10).unwrap());
-    }
 }
 
 /// One thread checks out, another returns, `together` at a time; the lengths follow each other, so that cached segments
@@ -203,19 +138,27 @@ fn flow_one_way(together: usize, lens: &[usize]) {
     let device = late();
     let pool = builder(&device, 64 << 20).initial(64 << 20).thread_cache(CACHE).build().unwrap();
     pool.wait_pinned(None).unwrap();
-    let (give, take) = mpsc::sync_channel::<Vec<PinnedBuf>>(400 / together);
-    let total = rounds(40_000).div_ceil(together);
+    let (give, take) = mpsc::sync_channel::<Vec<(u64, PinnedBuf)>>(400 / together);
+    let total = rounds(20_000).div_ceil(together);
     std::thread::scope(|scope| {
         let pool = &pool;
         scope.spawn(move || {
+            let mut stamp = 0;
+            let mut stamped = |len: usize| {
+                let mut buf = pool.checkout(len).unwrap();
+                stamp += 1;
+                buf.extend_from_slice(&bytes(stamp as usize, 16));
+                (stamp, buf)
+            };
             for len in lens {
                 for _ in 0..total {
-                    give.send((0..together).map(|_| pool.checkout(*len).unwrap()).collect()).unwrap();
+                    give.send((0..together).map(|_| stamped(*len)).collect()).unwrap();
                 }
             }
         });
         scope.spawn(move || {
             for (at, bufs) in take.into_iter().enumerate() {
+                assert!(bufs.iter().all(|(stamp, buf)| is(buf, *stamp)), "two owners of one segment");
                 drop(bufs);
                 if at % (100 / together) == 0 {
                     // Two thread caches; and a transfer cache that holds twice as much, or of several classes half as
@@ -385,19 +328,17 @@ fn a_try_is_served_though_the_pool_still_grows() {
     let device = late();
     let pool = builder(&device, 1 << 20).initial(64 << 10).region(64 << 10).build().unwrap();
     pool.wait_pinned(None).unwrap();
-    beside(
-        || drop((0..2).map(|_| pool.checkout(10_000).unwrap()).collect::<Vec<_>>()),
-        |call| {
-            call();
-            let mine: Vec<PinnedBuf> = (0..4).map(|_| pool.try_checkout(10_000).unwrap()).collect();
-            assert!(pool.stats().cached_bytes > 0, "{:?}", pool.stats());
-            let more =
-                pool.try_checkout(10_000).expect("what the thread has cached, or what was pinned just now");
-            pool.wait_pinned(None).unwrap();
-            assert_eq!(pool.stats().growths, 1);
-            drop((mine, more));
-        },
-    );
+    let pair = || drop((0..2).map(|_| pool.checkout(10_000).unwrap()).collect::<Vec<_>>());
+    beside(pair, |pair| {
+        pair();
+        let mine: Vec<PinnedBuf> = (0..4).map(|_| pool.try_checkout(10_000).unwrap()).collect();
+        assert!(pool.stats().cached_bytes > 0, "{:?}", pool.stats());
+        let more =
+            pool.try_checkout(10_000).expect("what the thread has cached, or what was pinned just now");
+        pool.wait_pinned(None).unwrap();
+        assert_eq!(pool.stats().growths, 1);
+        drop((mine, more));
+    });
     all_idle(&pool, &[]);
 }
 
@@ -410,8 +351,7 @@ fn a_thread_at_work_shares_what_it_has_of_a_class() {
     let mut first = true;
     let call = || {
         let count = if std::mem::take(&mut first) { 2 } else { 1 };
-        let bufs: Vec<PinnedBuf> = (0..count).map(|_| pool.checkout(10_000).unwrap()).collect();
-        drop(bufs);
+        drop((0..count).map(|_| pool.checkout(10_000).unwrap()).collect::<Vec<_>>());
     };
     beside(call, |call| {
         call();
@@ -443,9 +383,8 @@ fn taking_back_while_the_owners_are_busy() {
             let (pool, stop, pairs) = (&pool, &stop, &pairs);
             scope.spawn(move || {
                 let mut random = Random::new(thread);
-                let mut mine = 0;
                 while !stop.load(Ordering::Relaxed) {
-                    let stamp = stamp(thread, mine as usize);
+                    let stamp = stamp(thread, pairs.load(Ordering::Relaxed) as usize);
                     // Two at once, so that a segment handed out twice would be seen.
                     let (a, b) = (pool.try_checkout(random.len(8)), pool.try_checkout(random.len(8)));
                     let mut bufs: Vec<PinnedBuf> = a.into_iter().chain(b).collect();
@@ -455,7 +394,6 @@ fn taking_back_while_the_owners_are_busy() {
                     for (i, buf) in bufs.iter().enumerate() {
                         assert!(is(buf, stamp ^ i as u64), "two owners of one segment");
                     }
-                    mine += 1;
                     pairs.fetch_add(1, Ordering::Relaxed);
                 }
             });
@@ -478,15 +416,6 @@ fn taking_back_while_the_owners_are_busy() {
     all_idle(&pool, &[]);
 }
 
-/// Wakes a thread that polls.
-struct Bell(mpsc::Sender<()>);
-
-impl Wake for Bell {
-    fn wake(self: Arc<Self>) {
-        let _ = self.0.send(());
-    }
-}
-
 /// Threads that block and tasks that may be dropped at any time, for one buffer or two, of what is mostly in flight.
 #[test]
 fn whoever_waits_is_served() {
@@ -500,8 +429,6 @@ fn whoever_waits_is_served() {
             let (stream, memory) = (&stream, &memory);
             scope.spawn(move || {
                 let mut random = Random::new(thread);
-                let (ring, rung) = mpsc::channel();
-                let waker = Waker::from(Arc::new(Bell(ring)));
                 // Held for a while, so that memory is short.
                 let send = |mut buf: PinnedBuf| {
                     fill(&mut buf, 1);
@@ -523,22 +450,21 @@ fn whoever_waits_is_served() {
                         2 | 3 => send(pool.checkout(len).unwrap()),
                         _ => {
                             let mut future = pool.checkout_async(len);
-                            let count = loop {
-                                match Pin::new(&mut future).poll(&mut Context::from_waker(&waker)) {
-                                    Poll::Ready(buf) => {
-                                        send(buf.unwrap());
-                                        break served;
-                                    }
-                                    Poll::Pending if random.below(4) == 0 => {
+                            let idle = &mut Context::from_waker(Waker::noop());
+                            let buf = match random.below(4) {
+                                0 => match Pin::new(&mut future).poll(idle) {
+                                    Poll::Ready(buf) => buf,
+                                    Poll::Pending => {
                                         std::thread::yield_now();
-                                        drop(future);
-                                        break cancelled;
+                                        cancelled.fetch_add(1, Ordering::Relaxed);
+                                        continue;
                                     }
-                                    // A lost wake-up would stop the test here, for good.
-                                    Poll::Pending => rung.recv().unwrap(),
-                                }
+                                },
+                                // A lost wake-up would stop the test here.
+                                _ => block_on(future),
                             };
-                            count.fetch_add(1, Ordering::Relaxed);
+                            send(buf.unwrap());
+                            served.fetch_add(1, Ordering::Relaxed);
                         }
                     }
                 }
@@ -561,12 +487,11 @@ fn pools_may_go_while_buffers_are_out() {
             for thread in 0..THREADS {
                 let (pool, stream, memory) = (pool.clone(), &stream, memory.clone());
                 scope.spawn(move || {
-                    // Shut down before this thread had its three buffers: nothing to see.
                     let bufs: Result<Vec<PinnedBuf>, _> = (0..3).map(|_| pool.checkout(1000)).collect();
                     drop(pool);
-                    let mut bufs = match bufs {
-                        Ok(bufs) => bufs,
-                        Err(error) => return assert_eq!(error, Error::Closed),
+                    // Shut down before this thread had its three buffers: nothing to see.
+                    let Ok(mut bufs) = bufs.inspect_err(|error| assert_eq!(*error, Error::Closed)) else {
+                        return;
                     };
                     for (i, buf) in bufs.iter_mut().enumerate() {
                         fill(buf, stamp(thread, i));
@@ -594,6 +519,9 @@ fn a_shutdown_ends_all_waits() {
     for _ in 0..rounds(30) {
         let pool = builder(&device, 64 << 10).build().unwrap();
         let all = pool.checkout(60 << 10).unwrap();
+        let mut task = pool.checkout_many_async([Request::new(1), Request::new(60 << 10)]);
+        let mut poll = || Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop()));
+        assert!(poll().is_pending());
         let waiting = Barrier::new(THREADS + 1);
         std::thread::scope(|scope| {
             for _ in 0..THREADS {
@@ -606,14 +534,16 @@ fn a_shutdown_ends_all_waits() {
             let down = pool.shutdown(Duration::from_millis(1));
             assert!(!down.drained && down.outstanding == 1, "{down:?}");
         });
+        assert!(matches!(poll(), Poll::Ready(Err(Error::Closed))));
         drop(all);
-        assert!(pool.shutdown(HANG).drained);
+        let down = pool.shutdown(HANG);
+        assert!(down.drained && down.outstanding == 0, "{down:?}");
     }
 }
 
 #[test]
 fn a_device_that_dies_takes_only_its_own() {
-    for round in 0..rounds(20) {
+    for round in 0..rounds(10) {
         let (node, devices) = hosts();
         let pool = builder(&devices[0], 4 << 20).device(&devices[1]).build().unwrap();
         let streams = [devices[0].stream().unwrap(), devices[1].stream().unwrap()];
@@ -625,9 +555,7 @@ fn a_device_that_dies_takes_only_its_own() {
                     let at = thread % 2;
                     let Ok(memory) = devices[at].alloc(10_000) else { return assert_eq!(at, 1) };
                     for round in 0..100 {
-                        let Ok(mut buf) = pool.checkout_timeout(10_000, HANG) else {
-                            panic!("the pool outlives a device");
-                        };
+                        let mut buf = pool.checkout(10_000).expect("the pool outlives a device");
                         fill(&mut buf, stamp(thread, round));
                         let sent = match streams[at].upload(buf, &memory) {
                             Ok(sent) => sent,
@@ -641,7 +569,7 @@ fn a_device_that_dies_takes_only_its_own() {
                     }
                 });
             }
-            for _ in 0..round {
+            for _ in 0..2 * round {
                 std::thread::yield_now();
             }
             node.kill(1);
@@ -649,12 +577,9 @@ fn a_device_that_dies_takes_only_its_own() {
         assert!(healthy.load(Ordering::Relaxed) >= 200);
         // A reaper that finds its device dead has quarantined what was there; nothing is both.
         assert!(devices[1].alloc(1).unwrap_err().is_device_lost());
-        devices.iter().for_each(|d| {
-            d.reap();
-        });
-        let stats = pool.stats();
+        devices.iter().for_each(|device| _ = device.reap());
+        let stats = checked(&pool);
         assert_eq!((stats.checked_out_bytes, stats.in_flight_bytes), (0, 0), "{stats:?}");
-        pool.check().unwrap();
     }
 }
 
@@ -663,8 +588,8 @@ fn a_device_that_dies_takes_only_its_own() {
 #[test]
 fn who_waits_gets_what_the_capacity_allows() {
     const REGION: usize = 64 << 10;
-    for round in 0..rounds(1000) {
-        let device = host().1;
+    let device = host().1;
+    for round in 0..rounds(300) {
         let pool = builder(&device, 4 * REGION).region(REGION).initial(0).build().unwrap();
         let start = std::sync::Barrier::new(4);
         let held: Vec<_> = std::thread::scope(|scope| {
@@ -672,12 +597,9 @@ fn who_waits_gets_what_the_capacity_allows() {
                 start.wait();
                 pool.checkout_timeout(60 << 10, HANG)
             };
-            let takers: Vec<_> = (0..4).map(|_| scope.spawn(take)).collect();
-            takers.into_iter().map(|t| t.join().unwrap()).collect()
+            [(); 4].map(|()| scope.spawn(take)).map(|taker| taker.join().unwrap()).into()
         });
-        for buf in &held {
-            assert!(buf.is_ok(), "round {round}: {buf:?}, {:?}", pool.stats());
-        }
+        assert!(held.iter().all(Result::is_ok), "round {round}: {held:?}, {:?}", pool.stats());
     }
 }
 
@@ -707,7 +629,7 @@ fn what_goes_is_unpinned_once_and_before_what_comes_is_pinned() {
         };
         let trimmers = [(); 3].map(|()| scope.spawn(trim));
         let take = || {
-            for _ in 0..rounds(2000) {
+            for _ in 0..rounds(1000) {
                 // What both threads take is all of the capacity, so that a region that leaves for good is missed.
                 let two = [(); 2].map(|()| pool.checkout_timeout(60 << 10, HANG));
                 assert!(two.iter().all(Result::is_ok), "{two:?}, {:?}", pool.stats());
@@ -732,12 +654,9 @@ fn what_goes_is_unpinned_once_and_before_what_comes_is_pinned() {
 #[test]
 fn all_handles_may_be_sent_shared_and_used_after_a_caught_panic() {
     fn is<T: Send + Sync + std::panic::UnwindSafe + std::panic::RefUnwindSafe>() {}
-    is::<(Device, Pool, Stream, Copier)>();
-    is::<(PinnedBuf, StreamBuf, Registered<Vec<u8>>)>();
-    is::<(DeviceSlice, DeviceSlice)>();
+    is::<(Device, Pool, Stream, Copier, Sampler)>();
+    is::<(PinnedBuf, StreamBuf, Registered<Vec<u8>>, DeviceSlice)>();
     is::<(Checkout, Checkout<Vec<PinnedBuf>>)>();
     is::<(InFlight<PinnedBuf>, InFlight<Registered<Vec<u8>>>)>();
-    is::<(Transfer<Vec<u8>>, Transfer<Vec<PinnedBuf>>)>();
-    is::<(FileSource, FileSink)>();
-    is::<pinpool::telemetry::Sampler>();
+    is::<(Transfer<Vec<u8>>, Transfer<Vec<PinnedBuf>>, FileSource, FileSink)>();
 }

@@ -10,6 +10,8 @@ use crate::support::hand::{CALLS, Failure};
 
 /// Devices of the machine.
 pub const DEVICES: usize = 2;
+/// Streams of each device.
+pub const STREAMS: usize = 2;
 
 /// How a case begins and ends.
 #[derive(Clone, Debug)]
@@ -21,11 +23,7 @@ pub struct Setup {
     pub extent: usize,
     pub initial: usize,
     pub cache: usize,
-    /// Streams of each device.
-    pub lanes: [usize; DEVICES],
     pub end: End,
-    /// How giving an event back fails when the device is closed, if it does.
-    pub closing: Option<Failure>,
 }
 
 /// How a case ends.
@@ -56,58 +54,49 @@ pub enum Who {
     Fresh,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Patience {
-    Try,
-    Forever,
-    Timeout,
-}
-
-/// What is done with a handle to something in flight.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(clippy::enum_variant_names, reason = "that is what it says")]
-pub enum Keep {
-    Keep,
-    Drop,
-    Forget,
-}
-
 /// What is done with a stream-ready buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
+    /// Something is downloaded into it.
     Land(Keep),
     OtherStream,
     Drop,
     Wait,
 }
 
+/// Whether the handle to what is in flight is kept, or dropped at once.
+type Keep = bool;
+/// Whether a request waits where it cannot be served at once.
+type Waits = bool;
+
 #[derive(Clone, Debug)]
 pub enum Op {
-    Checkout(Size, Patience, Who),
-    Many(Vec<Size>, Patience),
+    Checkout(Size, Waits, Who),
+    Many(Vec<Size>, Waits),
     Join(Vec<Size>),
+    /// All that there is of this size is checked out, and then so many requests for one more wait.
+    Queue(Size, usize),
     PollWaiting,
     Cancel(usize),
-    Write(usize, u8),
     Drop(usize, Who),
-    ForgetBuf(usize),
-    /// Buffer, lane, part in 256ths, what is done with the handle, whether the device memory is dropped at once.
-    Upload(usize, usize, Option<(u8, u8)>, Keep, bool),
-    /// Buffer, lane, region.
+    /// Buffer, stream.
+    Upload(usize, usize, Keep),
+    /// Buffer, stream, region.
     Download(usize, usize, usize, Keep),
-    Share(usize, usize, usize, Keep),
+    /// Buffer, and two streams that it is uploaded on.
+    Share(usize, usize, usize),
     DropShared(usize),
     Hold(usize, usize, Keep),
     Claim(usize, Size, Use),
-    /// All segments of this size are put in flight, on this stream and the next, and then some of them are claimed.
+    /// All segments of this size are put in flight, on this stream and the next, and then some of them are
+    /// claimed.
     Crowd(usize, Size, Vec<Use>),
-    OnDevice(usize, usize),
     Wait(usize),
     IsDone(usize),
     Await(usize),
     DropFlight(usize),
+    /// Device, which of its streams that can run something, how many operations.
     Step(usize, usize, u8),
-    StepAny(u8),
     Reap(usize),
     Drain,
     Trim(usize),
@@ -116,9 +105,6 @@ pub enum Op {
     Sync(usize),
     /// One stream waits for another.
     WaitFor(usize, usize),
-    Blocking(usize),
-    NewStream(usize),
-    DropRegion(usize),
     Kill(usize),
     /// The `nth` such call fails while these are done. They do not step the devices.
     Fault(&'static str, u64, Failure, Vec<Op>),
@@ -141,59 +127,50 @@ fn size() -> impl Strategy<Value = Size> {
     (len, align).prop_map(|(len, align)| Size { len, align })
 }
 
+/// Of which the pool has few.
+fn large() -> impl Strategy<Value = Size> {
+    prop::sample::select(vec![20_000usize, 40_000, 61_000]).prop_map(|len| Size { len, align: 64 })
+}
+
 fn who() -> impl Strategy<Value = Who> {
     prop_oneof![4 => Just(Who::Main), 1 => Just(Who::Helper), 1 => Just(Who::Fresh)]
 }
 
-fn patience() -> impl Strategy<Value = Patience> {
-    prop_oneof![3 => Just(Patience::Try), 1 => Just(Patience::Forever), 1 => Just(Patience::Timeout)]
-}
-
-fn keep() -> impl Strategy<Value = Keep> {
-    prop_oneof![6 => Just(Keep::Keep), 12 => Just(Keep::Drop), 1 => Just(Keep::Forget)]
-}
-
 fn plain() -> impl Strategy<Value = Op> {
     let at = || 0usize..64;
-    let part = prop::option::weighted(0.3, any::<(u8, u8)>());
+    let keep = || prop::bool::weighted(0.35);
+    let waits = || prop::bool::weighted(0.4);
     let usage = prop_oneof![
         5 => keep().prop_map(Use::Land), 1 => Just(Use::OtherStream), 2 => Just(Use::Drop), 2 => Just(Use::Wait)
     ];
     prop_oneof![
-        40 => (size(), patience(), who()).prop_map(|(s, p, w)| Op::Checkout(s, p, w)),
-        3 => (prop::collection::vec(size(), 0..4), patience()).prop_map(|(s, p)| Op::Many(s, p)),
+        40 => (size(), waits(), who()).prop_map(|(s, w, who)| Op::Checkout(s, w, who)),
+        3 => (prop::collection::vec(size(), 0..4), waits()).prop_map(|(s, w)| Op::Many(s, w)),
         5 => prop::collection::vec(size(), 1..3).prop_map(Op::Join),
-        4 => Just(Op::PollWaiting),
-        2 => at().prop_map(Op::Cancel),
-        3 => (at(), any::<u8>()).prop_map(|(b, k)| Op::Write(b, k)),
-        8 => (at(), who()).prop_map(|(b, w)| Op::Drop(b, w)),
-        1 => at().prop_map(Op::ForgetBuf),
-        20 => (at(), at(), part, keep(), prop::bool::weighted(0.2))
-            .prop_map(|(b, l, p, k, o)| Op::Upload(b, l, p, k, o)),
+        2 => (large(), 1usize..5).prop_map(|(s, n)| Op::Queue(s, n)),
+        5 => Just(Op::PollWaiting),
+        3 => at().prop_map(Op::Cancel),
+        10 => (at(), who()).prop_map(|(b, w)| Op::Drop(b, w)),
+        20 => (at(), at(), keep()).prop_map(|(b, l, k)| Op::Upload(b, l, k)),
         14 => (at(), at(), at(), keep()).prop_map(|(b, l, r, k)| Op::Download(b, l, r, k)),
-        4 => (at(), at(), at(), keep()).prop_map(|(b, l, m, k)| Op::Share(b, l, m, k)),
+        4 => (at(), at(), at()).prop_map(|(b, l, m)| Op::Share(b, l, m)),
         3 => at().prop_map(Op::DropShared),
         4 => (at(), at(), keep()).prop_map(|(b, l, k)| Op::Hold(b, l, k)),
         8 => (at(), size(), usage.clone()).prop_map(|(l, s, u)| Op::Claim(l, s, u)),
-        6 => (at(), prop::sample::select(vec![20_000usize, 40_000, 61_000]), prop::collection::vec(usage, 1..5))
-            .prop_map(|(l, len, u)| Op::Crowd(l, Size { len, align: 64 }, u)),
-        1 => (at(), at()).prop_map(|(l, r)| Op::OnDevice(l, r)),
+        6 => (at(), large(), prop::collection::vec(usage, 1..5)).prop_map(|(l, s, u)| Op::Crowd(l, s, u)),
         5 => at().prop_map(Op::Wait),
         4 => at().prop_map(Op::IsDone),
         4 => at().prop_map(Op::Await),
         5 => at().prop_map(Op::DropFlight),
-        10 => (0..DEVICES, at(), 1u8..5).prop_map(|(d, n, k)| Op::Step(d, n, k)),
-        6 => (1u8..12).prop_map(Op::StepAny),
+        16 => (0..DEVICES, at(), 1u8..6).prop_map(|(d, n, k)| Op::Step(d, n, k)),
         8 => (0..DEVICES).prop_map(Op::Reap),
         2 => Just(Op::Drain),
         2 => (0usize..2048).prop_map(Op::Trim),
+        2 => Just(Op::Trim(0)),
         2 => at().prop_map(Op::Hang),
         3 => at().prop_map(Op::Resume),
         2 => at().prop_map(Op::Sync),
         6 => (at(), at()).prop_map(|(a, b)| Op::WaitFor(a, b)),
-        2 => at().prop_map(Op::Blocking),
-        1 => (0..DEVICES).prop_map(Op::NewStream),
-        1 => at().prop_map(Op::DropRegion),
     ]
 }
 
@@ -215,26 +192,26 @@ fn op(calm: bool) -> BoxedStrategy<Op> {
         2 => Just(Failure::Capture), 1 => Just(Failure::Argument), 1 => Just(Failure::DeviceLost),
     ];
     let under = plain().prop_filter("does not step the device", Op::stays_put);
-    let strikes = (0..DEVICES, call, 1u64..3, failure.clone(), 0usize..6, keep(), size()).prop_map(
+    let strikes = (0..DEVICES, call, 1u64..3, failure.clone(), 0usize..6, any::<bool>(), size()).prop_map(
         |(d, c, n, f, lane, keep, size)| {
-            let up = Op::Upload(0, lane, None, keep, false);
-            let out = Op::Checkout(size, Patience::Try, Who::Main);
+            let up = Op::Upload(0, lane, keep);
+            let out = Op::Checkout(size, false, Who::Main);
             Op::Fault(c, n, f, vec![out, up.clone(), up, Op::Reap(d), Op::Reap(d)])
         },
     );
     let any = (prop::sample::select(&CALLS[..]), 1u64..3, failure, prop::collection::vec(under, 1..4))
         .prop_map(|(c, n, f, ops)| Op::Fault(c, n, f, ops));
-    let fault = prop_oneof![4 => strikes, 1 => any];
-    prop_oneof![150 => plain(), 10 => fault, 1 => (0..DEVICES).prop_map(Op::Kill)].boxed()
+    let fault = prop_oneof![3 => strikes, 1 => any];
+    prop_oneof![100 => plain(), 10 => fault, 1 => (0..DEVICES).prop_map(Op::Kill)].boxed()
 }
 
 impl Op {
     /// Whether it leaves the device's queued work where it is.
     fn stays_put(&self) -> bool {
         match self {
-            Self::Checkout(_, p, _) | Self::Many(_, p) => *p == Patience::Try,
-            Self::Wait(_) | Self::Step(..) | Self::StepAny(_) | Self::Drain | Self::Sync(_) => false,
-            Self::Blocking(_) | Self::Claim(..) | Self::Crowd(..) => false,
+            Self::Checkout(_, waits, _) | Self::Many(_, waits) => !waits,
+            Self::Wait(_) | Self::Step(..) | Self::Drain | Self::Sync(_) => false,
+            Self::Claim(..) | Self::Crowd(..) => false,
             _ => true,
         }
     }
@@ -242,7 +219,6 @@ impl Op {
 
 fn setup() -> impl Strategy<Value = Setup> {
     let end = prop_oneof![Just(End::Quiet), Just(End::DropPool), Just(End::Shutdown)];
-    let lanes = (2usize..=3, 2usize..=3).prop_map(|(a, b)| [a, b]);
     (
         any::<u64>(),
         prop::sample::select(vec![64usize, 112, 256, 304, 1024, 2048]),
@@ -250,12 +226,11 @@ fn setup() -> impl Strategy<Value = Setup> {
         prop::sample::select(vec![64usize, 256, 2048]),
         0usize..3,
         prop::sample::select(vec![0usize, 8, 64, 256]),
-        lanes,
         end,
     )
-        .prop_map(|(seed, capacity, region, extent, initial, cache, lanes, end)| {
+        .prop_map(|(seed, capacity, region, extent, initial, cache, end)| {
             let initial = (initial * region).min(capacity);
-            Setup { seed, capacity, region, extent, initial, cache, lanes, end, closing: None }
+            Setup { seed, capacity, region, extent, initial, cache, end }
         })
 }
 

@@ -1,23 +1,28 @@
 //! Forks beside threads that are at work, on the host device and inside of a GPU's driver.
 
 use std::cell::Cell;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use pinpool::copier::Copier;
 use pinpool::telemetry::Sampler;
-use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Request, Stream};
+use pinpool::{Checkout, Device, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream};
 
 use super::{first_wrong, forked, is_forked};
 use crate::support::own_process;
-use crate::{HANG, builder, filled, host};
+use crate::{HANG, builder, checked, filled, host};
 
 /// Threads of the parent's that have every lock of the crate now and then.
-fn busy(device: &Device, pool: &Pool, tracked: &Pool, bulk: &Copier, stop: &AtomicBool) {
+fn busy(device: &Device, [pool, tracked, full]: [&Pool; 3], bulk: &Copier, stop: &AtomicBool) {
     let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
     let mut i = 0;
     while !stop.load(Ordering::Relaxed) {
         i += 1;
+        // Of this one a child's task waits for memory.
+        (0..20).for_each(|_| _ = full.stats());
         let from = if i % 5 == 0 { tracked } else { pool };
         if let Ok(mut buf) = from.checkout_timeout(1 + i * 7919 % 400_000, Duration::from_millis(5)) {
             let len = buf.capacity();
@@ -36,12 +41,17 @@ fn busy(device: &Device, pool: &Pool, tracked: &Pool, bulk: &Copier, stop: &Atom
     }
 }
 
+fn poll(waiting: &mut Checkout) -> Poll<Result<PinnedBuf, Error>> {
+    Pin::new(waiting).poll(&mut Context::from_waker(Waker::noop()))
+}
+
 /// What a child does with what it inherited, by turns.
 fn child(
     turn: usize,
     (device, pool, tracked, bulk): (Device, Pool, Pool, Copier),
     (stream, memory): (Stream, DeviceSlice),
     held: PinnedBuf,
+    mut waiting: Checkout,
     rest: impl Sized,
 ) -> i32 {
     let refused = first_wrong(&[
@@ -53,6 +63,8 @@ fn child(
         is_forked(device.stream()),
         is_forked(device.register(vec![1_u8; 5000]).map(drop).map_err(|e| e.error)),
         is_forked(Device::open("host")),
+        // A task that waits in the parent.
+        matches!(poll(&mut waiting), Poll::Ready(Err(Error::Forked))),
     ]);
     if refused != 0 {
         return refused;
@@ -104,13 +116,15 @@ fn child(
 fn beside_threads(device: &Device, rounds: usize) {
     let pool = builder(device, 8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
     let tracked = builder(device, 2 << 20).track_checkouts(true).build().unwrap();
+    let full = builder(device, 64 << 10).build().unwrap();
+    let all_of_it = full.checkout(60 << 10).unwrap();
     let bulk = Copier::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
     let sampling = Sampler::new(&pool).pool(&tracked).spawn(Duration::from_millis(10)).unwrap();
     let sampling = Cell::new(Some(sampling));
     let stop = AtomicBool::new(false);
     let wrong = std::thread::scope(|scope| {
         for _ in 0..3 {
-            scope.spawn(|| busy(device, &pool, &tracked, &bulk, &stop));
+            scope.spawn(|| busy(device, [&pool, &tracked, &full], &bulk, &stop));
         }
         let wrong = (0..rounds).find_map(|round| {
             // The child has the last handles to these.
@@ -123,15 +137,18 @@ fn beside_threads(device: &Device, rounds: usize) {
             let landing = pool.try_checkout_on(&stream, 500);
             let others = (stream.hold(filled(&pool, 1000, 2)).unwrap(), pool.try_checkout(300_000));
             let transfer = bulk.upload(vec![1_u8; 300_000], memory.slice(..300_000)).unwrap();
+            let mut waiting = full.checkout_async(60 << 10);
+            assert!(poll(&mut waiting).is_pending());
             let all = Cell::new(Some((
                 (device.clone(), pool.clone(), tracked.clone(), bulk.clone()),
                 (stream, memory),
                 held,
+                waiting,
                 (sent, landing, pool.checkout_async(500), transfer, others),
             )));
             let code = forked(|| {
-                let (whole, made, held, rest) = all.take().unwrap();
-                child(round, whole, made, held, (rest, sampling.take()))
+                let (whole, made, held, waiting, rest) = all.take().unwrap();
+                child(round, whole, made, held, waiting, (rest, sampling.take()))
             });
             (code != Some(0)).then_some((round, code))
         });
@@ -142,15 +159,14 @@ fn beside_threads(device: &Device, rounds: usize) {
         wrong, None,
         "the round, and how the child ended: 20 and more, by its turn; None: it hangs or died"
     );
-    drop(sampling);
-    pool.check().unwrap();
-    tracked.check().unwrap();
+    drop((sampling, all_of_it));
+    [pool, tracked, full].iter().for_each(|pool| _ = checked(pool));
 }
 
 #[test]
 fn no_child_hangs_whatever_the_threads_are_doing() {
     own_process!();
-    beside_threads(&host().1, 140);
+    beside_threads(&host().1, 102);
 }
 
 /// The same beside threads that are inside of a GPU's driver, whose locks are as good as any.
@@ -163,6 +179,6 @@ fn no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing() {
         return doubles::again(TEST, &[]);
     }
     doubles::gpu::on_stand_in(|_, _| {
-        beside_threads(&Device::open("cuda:0").unwrap(), 105);
+        beside_threads(&Device::open("cuda:0").unwrap(), 66);
     });
 }

@@ -2,74 +2,6 @@
 
 use super::*;
 
-#[test]
-fn it_grows_up_to_the_cap_and_is_trimmed() {
-    let gone: Arc<Mutex<Vec<RegionInfo>>> = Arc::default();
-    let rig = Rig::by_hand();
-    let told = gone.clone();
-    let pool = rig
-        .builder(1 << 20)
-        .initial(128 << 10)
-        .region(256 << 10)
-        .extent(128 << 10)
-        .before_unpin(move |region| told.lock().unwrap().push(*region))
-        .build()
-        .unwrap();
-    assert_eq!(checked(&pool).pinned_bytes, 128 << 10);
-    let mut bufs = Vec::new();
-    let mut sizes = vec![128 << 10];
-    loop {
-        match pool.try_checkout(pages(32)) {
-            Ok(buf) => bufs.push(buf),
-            Err(error) => break assert!(matches!(error, Error::Exhausted(_))),
-        }
-        sizes.push(checked(&pool).pinned_bytes);
-    }
-    sizes.dedup();
-    assert_eq!(sizes, [128, 384, 640, 896, 1024].map(|kib| kib << 10));
-    assert_eq!(bufs.len(), 8);
-    let regions = pool.regions();
-    assert_eq!(regions.iter().map(|r| r.len).sum::<usize>(), 1 << 20);
-    for region in &regions {
-        assert_eq!((region.base.as_ptr().addr() % (2 << 20), region.pinned), (0, region.len));
-    }
-    for buf in &bufs {
-        let at = buf.as_ptr().addr();
-        assert!(
-            regions.iter().any(|r| (r.base.as_ptr().addr()..r.base.as_ptr().addr() + r.len).contains(&at)),
-            "a buffer lies outside of the regions that are listed"
-        );
-    }
-    // Used regions stay.
-    assert_eq!((pool.trim(0), gone.lock().unwrap().len()), (0, 0));
-    // Half of a region in use keeps all of it.
-    let kept = bufs.swap_remove(1);
-    drop(bufs);
-    let trimmed = pool.trim(600 << 10);
-    let left = checked(&pool).pinned_bytes;
-    assert_eq!(left, (1 << 20) - trimmed);
-    assert!(trimmed > 0 && left >= 600 << 10, "{trimmed} trimmed");
-    pool.trim(0);
-    assert_eq!(checked(&pool).pinned_bytes, 256 << 10);
-    assert_eq!(rig.pinned(), 256 << 10);
-    assert_eq!(gone.lock().unwrap().iter().map(|r| r.len).sum::<usize>(), 768 << 10);
-    // It grows again.
-    let again: Vec<_> = std::iter::from_fn(|| pool.try_checkout(pages(32)).ok()).collect();
-    assert_eq!(again.len(), 7);
-    assert_eq!(checked(&pool).pinned_bytes, 1 << 20);
-    drop((kept, again, pool));
-    // Each region was unpinned once, and each was announced.
-    let told = gone.lock().unwrap();
-    let mut ids: Vec<_> = told.iter().map(|r| r.id).collect();
-    ids.sort_unstable();
-    ids.dedup();
-    assert_eq!(ids.len(), told.len());
-    assert_eq!(told.iter().map(|r| r.len).sum::<usize>(), (1 << 20) + (768 << 10));
-    assert!(regions.iter().all(|r| told.contains(r)));
-    drop(told);
-    rig.all_is_given_back();
-}
-
 /// Threads that miss while a region is being pinned do not each have another one pinned.
 #[test]
 fn one_region_is_pinned_for_all_that_it_serves() {
@@ -152,6 +84,16 @@ fn growing_that_fails_is_the_waiters_error() {
     drop(pool.checkout(pages(12)).unwrap());
     assert_eq!(pool.pinning().error, None);
     assert_eq!(checked(&pool).waiting, 0);
+    // With threads, when nothing that is out could help: no thread would ever wake the waiter.
+    let rig = Rig::threads();
+    for _ in 0..30 {
+        rig.node().fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Argument });
+        let pool = rig.builder(256 << 10).initial(0).build().unwrap();
+        let error = pool.checkout_timeout(4096, HANG).unwrap_err();
+        assert!(matches!(&error, Error::Device(e) if e.call == "pin"), "{error}");
+        // Only that call failed.
+        pool.checkout(4096).unwrap();
+    }
 }
 
 #[test]
@@ -177,22 +119,6 @@ fn what_fits_no_region_makes_idle_ones_go() {
     // A request made while everything is idle does not wait for it.
     drop(pool.try_checkout(pages(64)).unwrap());
     assert_eq!(checked(&pool).waiting, 0);
-}
-
-#[test]
-fn what_fits_no_region_waits_on_threads() {
-    let rig = Rig::threads();
-    let stream = rig.device.stream().unwrap();
-    let pool = rig.builder(256 << 10).initial(64 << 10).region(64 << 10).build().unwrap();
-    for _ in 0..50 {
-        // Every region has something in flight, and is idle only one by one.
-        while let Ok(buf) = pool.try_checkout(pages(7)) {
-            send(&stream, buf);
-        }
-        drop(pool.checkout_timeout(pages(40), HANG).unwrap());
-        pool.trim(0);
-    }
-    assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
 #[test]
@@ -241,8 +167,8 @@ fn pinning_can_be_asked_about_and_waited_for() {
 #[test]
 fn what_has_just_come_may_go_at_once() {
     const REGION: usize = 2 << 20;
-    for round in 0..300 {
-        let rig = Rig::threads();
+    let rig = Rig::threads();
+    for round in 0..100 {
         let pool = rig.builder(4 * REGION).region(REGION).initial(0).build().unwrap();
         drop(pool.checkout(1_900_000).unwrap());
         let len = pool.regions()[0].len;
@@ -251,9 +177,8 @@ fn what_has_just_come_may_go_at_once() {
         let pinning = pool.wait_pinned(Some(HANG)).unwrap();
         assert_eq!((pinning.wanted, pinning.ready, pinning.made), (len, len, 2 * len), "round {round}");
         checked(&pool);
-        drop(pool);
-        rig.all_is_given_back();
     }
+    rig.all_is_given_back();
 }
 
 /// A waker blocks until another request is served, for which it has given back what was in the way.
@@ -287,8 +212,9 @@ fn memory_is_pinned_while_code_of_the_program_blocks() {
     let mut late = Box::pin(other.checkout_async(pages(16)).timeout(Duration::from_millis(10)));
     let waker = Waker::from(blocks.clone());
     assert!(late.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
-    let seen = || Some(blocks.has_seen.load(Ordering::Relaxed)).filter(|seen| *seen > 0);
-    assert_eq!(eventually(seen, || format!("{pool:?}")), 2, "the waker waited in vain");
+    let seen = || blocks.has_seen.load(Ordering::Relaxed);
+    until(|| seen() > 0, || format!("{pool:?}"));
+    assert_eq!(seen(), 2, "the waker waited in vain");
     drop((large.ready().unwrap(), held, late));
     drop((pool, other));
     rig.all_is_given_back();

@@ -11,7 +11,6 @@ mod waiting;
 mod windows;
 
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -19,13 +18,11 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
-use pinpool::{
-    Checkout, Device, Error, PinnedBuf, Pool, PoolBuilder, PoolStats, RegionInfo, Request, Stream, Unpinned,
-};
+use pinpool::{Checkout, Device, Error, PinnedBuf, Pool, PoolBuilder, RegionInfo, Request, Stream, Unpinned};
 
-use crate::HANG;
 use crate::support::hand::Machine;
 use crate::support::rig::block_on;
+use crate::{HANG, checked, until};
 
 const PAGE: usize = 4096;
 /// cuda.h: CUDA_ERROR_OUT_OF_MEMORY, which may pass.
@@ -54,13 +51,11 @@ impl Rig {
         Self { device: Device::on(&node, 0).unwrap(), node: Node::Threads(node) }
     }
 
-    /// One of each kind, by turns.
-    fn both() -> impl Iterator<Item = Self> {
-        [Self::by_hand, Self::threads].into_iter().map(|rig| rig())
-    }
-
-    fn has_threads(&self) -> bool {
-        matches!(self.node, Node::Threads(_))
+    fn node(&self) -> &HostNode {
+        match &self.node {
+            Node::Threads(node) => node,
+            Node::Hand(_) => unreachable!("the test asked for threads"),
+        }
     }
 
     fn pool(&self, capacity: usize) -> Pool {
@@ -83,40 +78,10 @@ impl Rig {
         }
     }
 
-    /// While it is set nothing runs.
-    fn hang(&self, hung: bool) {
-        match &self.node {
-            Node::Hand(machine) => machine.hang(hung),
-            Node::Threads(node) if hung => node.hang(0),
-            Node::Threads(node) => node.resume(0),
-        }
-    }
-
-    /// The same of the first stream.
-    fn hang_stream(&self, hung: bool) {
-        assert!(match &self.node {
-            Node::Hand(machine) if hung => machine.hold(0, 0),
-            Node::Hand(machine) => {
-                machine.resume(0, Some(0));
-                true
-            }
-            Node::Threads(node) if hung => node.hang_stream(0, 0),
-            Node::Threads(node) => node.resume_stream(0, 0),
-        });
-    }
-
     fn kill(&self) {
         match &self.node {
             Node::Hand(machine) => machine.kill(0),
             Node::Threads(node) => node.kill(0),
-        }
-    }
-
-    /// Bytes that the driver has pinned.
-    fn pinned(&self) -> usize {
-        match &self.node {
-            Node::Hand(machine) => machine.registered(),
-            Node::Threads(node) => node.live(0).pinned_bytes,
         }
     }
 
@@ -125,26 +90,14 @@ impl Rig {
         let Self { node, device } = self;
         drop(device);
         let left = || match &node {
-            Node::Hand(machine) => (!machine.is_clean()).then(|| machine.report()),
+            Node::Hand(machine) if machine.is_clean() => None,
+            Node::Hand(machine) => Some(machine.report()),
             Node::Threads(node) => {
                 let live = node.live(0);
                 (live != HostUsage::default()).then(|| format!("{live:?}"))
             }
         };
-        eventually(|| left().is_none().then_some(()), || format!("{:?}", left()));
-    }
-}
-
-/// Waits for something that happens by itself.
-#[track_caller]
-fn eventually<R>(mut what: impl FnMut() -> Option<R>, why: impl Fn() -> String) -> R {
-    let since = Instant::now();
-    loop {
-        if let Some(found) = what() {
-            return found;
-        }
-        assert!(since.elapsed() < HANG, "it does not happen: {}", why());
-        std::thread::sleep(Duration::from_millis(1));
+        until(|| left().is_none(), || format!("{:?}", left()));
     }
 }
 
@@ -201,16 +154,6 @@ impl<F: Future> Waiter<F> {
         assert_eq!(self.rung(), 0);
         assert!(self.poll().is_none());
     }
-}
-
-#[track_caller]
-fn checked(pool: &Pool) -> PoolStats {
-    pool.check().unwrap();
-    let s = pool.stats();
-    let parts = s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
-    assert_eq!(parts, s.pinned_bytes + s.unpinned_bytes, "{s:?}");
-    assert!(parts <= s.capacity_bytes, "{s:?}");
-    s
 }
 
 /// Submits a buffer and drops the handle.

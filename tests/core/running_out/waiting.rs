@@ -1,23 +1,7 @@
 //! Requests when nothing is left: refusals, deadlines, their order, and futures that are dropped or woken.
 
 use super::*;
-
-#[test]
-fn it_fails_at_once_if_told_so() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let all = pool.checkout(pages(16)).unwrap();
-    for _ in 0..3 {
-        let error = pool.try_checkout(100).unwrap_err();
-        let Error::Exhausted(shortage) = &error else { panic!("{error}") };
-        assert_eq!((shortage.requested, shortage.capacity, &shortage.growth), (100, 64 << 10, &None));
-        assert!(error.is_retryable());
-    }
-    let stats = checked(&pool);
-    assert_eq!((stats.waits, stats.waiting, stats.checkouts), (0, 0, 1));
-    drop(all);
-    drop(pool.try_checkout(100).unwrap());
-}
+use crate::{builder, host};
 
 /// A timeout says how long it waited and what there was; a wait that is given up is no timeout.
 #[test]
@@ -25,23 +9,19 @@ fn a_deadline_leaves_no_trace() {
     let rig = Rig::threads();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
-    let timeout = Duration::from_millis(20);
-    let ways: [&dyn Fn() -> Error; 2] = [&|| pool.checkout_timeout(100, timeout).unwrap_err(), &|| {
-        block_on(pool.checkout_async(100).timeout(timeout)).unwrap_err()
-    }];
-    for way in ways {
-        let since = Instant::now();
-        let error = way();
+    let (timeout, both) = (Duration::from_millis(20), [pages(1), pages(2)]);
+    let since = Instant::now();
+    for (error, requested) in [
+        (pool.checkout_timeout(100, timeout).unwrap_err(), 100),
+        (block_on(pool.checkout_async(100).timeout(timeout)).unwrap_err(), 100),
+        (pool.checkout_many(&both, Some(timeout)).unwrap_err(), 3 * PAGE - 64),
+        (block_on(pool.checkout_many_async(both).timeout(timeout)).unwrap_err(), 3 * PAGE - 64),
+    ] {
         let Error::Timeout(waited) = &error else { panic!("{error}") };
         assert!(timeout <= waited.time && waited.time <= since.elapsed(), "{timeout:?} {waited:?}");
         let shortage = waited.shortage.as_ref().unwrap();
-        assert_eq!((shortage.requested, shortage.free, shortage.pool.as_str()), (100, 0, pool.name()));
+        assert_eq!((shortage.requested, shortage.free, shortage.pool.as_str()), (requested, 0, pool.name()));
     }
-    let both = [pages(1), pages(2)];
-    let error = pool.checkout_many(&both, Some(Duration::ZERO)).unwrap_err();
-    assert!(matches!(error, Error::Timeout(_)), "{error}");
-    let error = block_on(pool.checkout_many_async(both).timeout(Duration::ZERO)).unwrap_err();
-    assert!(matches!(error, Error::Timeout(_)), "{error}");
     // A future that is dropped while it waits is abandoned, and one that never waited is not.
     drop(Waiter::new(pool.checkout_async(1)));
     drop(Waiter::new(pool.checkout_many_async(both)));
@@ -58,69 +38,6 @@ fn a_deadline_leaves_no_trace() {
     assert_eq!(stats.checked_out_bytes, 0);
     drop(pool.try_checkout(pages(16)).unwrap());
     assert_eq!(block_on(pool.checkout_async(100).timeout(timeout)).unwrap().capacity(), 100);
-}
-
-#[test]
-fn a_thread_waits_until_something_comes_back() {
-    let rig = Rig::threads();
-    let pool = rig.pool(64 << 10);
-    for way in 0..3 {
-        let all = pool.checkout(pages(16)).unwrap();
-        std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| match way {
-                0 => pool.checkout(5000).map(|b| b.capacity()),
-                1 => pool.checkout_timeout(5000, HANG).map(|b| b.capacity()),
-                _ => block_on(pool.checkout_async(5000)).map(|b| b.capacity()),
-            });
-            eventually(|| (pool.stats().waiting == 1).then_some(()), || format!("{pool:?}"));
-            if way == 1 {
-                // Returned by way of a stream.
-                send(&rig.device.stream().unwrap(), all);
-            } else {
-                drop(all);
-            }
-            assert_eq!(waiter.join().unwrap().unwrap(), 5000);
-        });
-    }
-    eventually(|| (pool.stats().in_flight_bytes == 0).then_some(()), || format!("{pool:?}"));
-    assert_eq!(checked(&pool).waits, 3);
-}
-
-#[test]
-fn by_hand_the_waiter_moves_the_device() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let stream = rig.device.stream().unwrap();
-    send(&stream, pool.checkout(pages(16)).unwrap());
-    assert!(matches!(pool.try_checkout(9), Err(Error::Exhausted(_))));
-    drop(pool.checkout(9).unwrap());
-    // Nothing can come back: no other thread steps the device, so waiting ends.
-    let all = pool.checkout(pages(16)).unwrap();
-    assert!(matches!(pool.checkout(9), Err(Error::Timeout(_))));
-    drop(all);
-    assert_eq!(checked(&pool).waiting, 0);
-}
-
-#[test]
-fn nonsense_is_refused_in_every_call() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    for _ in 0..2 {
-        assert!(matches!(pool.checkout(0), Err(Error::ZeroLength)));
-        for len in [2 << 20, usize::MAX / 2, usize::MAX] {
-            let error = pool.checkout(len).unwrap_err();
-            assert!(matches!(error, Error::TooLong { largest, .. } if largest <= 64 << 10), "{len}: {error}");
-        }
-        assert!(matches!(
-            pool.checkout(Request::new(1).align(3)),
-            Err(Error::Argument(text)) if text.contains("no alignment")
-        ));
-        let asked = [Request::new(1), Request::new(0)];
-        assert!(matches!(pool.checkout_many(&asked, None), Err(Error::ZeroLength)));
-        assert!(matches!(block_on(pool.checkout_many_async(asked)), Err(Error::ZeroLength)));
-    }
-    assert!(pool.checkout_many(&[], None).unwrap().is_empty());
-    assert_eq!(checked(&pool).checkouts, 0);
 }
 
 /// Whatever fits into an extent can be had, also where the segments of its size class are longer than that.
@@ -166,16 +83,8 @@ fn first_come_first_served() {
     // Nor may a new request take what the second waits for.
     drop(first);
     drop(b);
-    let second = second.ready().unwrap();
-    drop((second, third));
-    let stats = checked(&pool);
-    assert_eq!((stats.waiting, stats.waits, stats.checked_out_bytes), (0, 3, 0));
-}
-
-#[test]
-fn what_waits_in_order_is_not_passed() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
+    drop((second.ready().unwrap(), third));
+    // What the first waits for is given neither to those behind it nor to new ones.
     let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
     let mut all = Waiter::new(pool.checkout_async(pages(16)));
     let mut second = Waiter::new(pool.checkout_async(pages(2)));
@@ -184,23 +93,14 @@ fn what_waits_in_order_is_not_passed() {
     second.still_waits();
     assert!(matches!(pool.try_checkout(pages(1)), Err(Error::Exhausted(_))));
     drop(b);
-    drop(all.ready().unwrap());
-    drop(second.ready().unwrap());
-    assert_eq!(checked(&pool).waiting, 0);
-}
-
-#[test]
-fn what_the_head_could_use_is_not_given_past_it() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let all = pool.checkout(pages(16)).unwrap();
-    let one = Waiter::new(pool.checkout_async(32));
-    // The same class, but several at once: not served before as many are free.
+    let all = all.ready().unwrap();
+    // Several of a class at once are not served before as many are free.
     let several = Waiter::new(pool.checkout_many_async([Request::new(32); 3]));
     let last = Waiter::new(pool.checkout_async(32));
     drop(all);
-    drop((one.ready().unwrap(), several.ready().unwrap(), last.ready().unwrap()));
-    assert_eq!(checked(&pool).checked_out_bytes, 0);
+    drop((second.ready().unwrap(), several.ready().unwrap(), last.ready().unwrap()));
+    let stats = checked(&pool);
+    assert_eq!((stats.waiting, stats.waits, stats.checked_out_bytes), (0, 7, 0));
 }
 
 #[test]
@@ -216,9 +116,6 @@ fn several_buffers_come_together_or_not_at_all() {
     let bufs = both.ready().unwrap();
     assert_eq!(bufs.iter().map(|b| b.capacity()).collect::<Vec<_>>(), [8, 4, 4].map(|n| n * PAGE - 32));
     drop(bufs);
-    let bufs = pool.checkout_many(&[pages(15), pages(1)], None).unwrap();
-    assert_eq!(bufs.len(), 2);
-    drop(bufs);
     // More than the pool can ever have.
     let error = pool.checkout_many(&[pages(8), pages(9)], None).unwrap_err();
     assert!(matches!(error, Error::Impossible { quarantined: 0, .. }), "{error}");
@@ -227,16 +124,22 @@ fn several_buffers_come_together_or_not_at_all() {
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
+/// Many requests together can ask for more bytes than there are addresses.
+#[test]
+fn a_sum_beyond_all_numbers_is_impossible() {
+    let pool = builder(&host().1, usize::MAX).extent(usize::MAX).region(64 << 10).build().unwrap();
+    // The longest that an extent can have, so often that the sum wraps around.
+    let many = vec![Request::new((1 << 42) - 4096 - 32); (1 << 22) + 2];
+    let error = pool.checkout_many(&many, Some(HANG)).unwrap_err();
+    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+}
+
 #[test]
 fn a_dropped_future_leaves_no_trace() {
     let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let all = pool.checkout(pages(16)).unwrap();
-    // Never polled.
-    drop(pool.checkout_async(pages(3)));
     // Dropped while waiting, at the head: the next request is served.
-    let (a, b) = (pool.checkout(pages(1)).err(), pool.stats().waiting);
-    assert!(matches!(a, Some(Error::Timeout(_))) && b == 0);
     let head = Waiter::new(pool.checkout_async(pages(16)));
     let next = Waiter::new(pool.checkout_async(pages(1)));
     let last = Waiter::new(pool.checkout_async(pages(16)));
@@ -286,9 +189,14 @@ fn a_deadline_that_is_changed_wakes_the_task() {
     let all = pool.checkout(pages(16)).unwrap();
     let [short, longer] = [5, 60].map(Duration::from_millis);
     for (first, then) in [(short, longer), (2 * HANG, longer), (longer, short), (Duration::MAX, short)] {
-        let mut waiting = Box::pin(pool.checkout_async(1).timeout(first));
         let bell = Waker::from(Arc::<Bell>::default());
-        assert!(waiting.as_mut().poll(&mut Context::from_waker(&bell)).is_pending());
+        // Until one waits: on a busy machine a short deadline is over by the first poll.
+        let waiting = loop {
+            let mut waiting = Box::pin(pool.checkout_async(1).timeout(first));
+            if waiting.as_mut().poll(&mut Context::from_waker(&bell)).is_pending() {
+                break waiting;
+            }
+        };
         let since = Instant::now();
         let error = block_on(Pin::into_inner(waiting).timeout(then)).unwrap_err();
         assert!(
@@ -297,7 +205,7 @@ fn a_deadline_that_is_changed_wakes_the_task() {
         );
     }
     drop(all);
-    assert_eq!(checked(&pool).timeouts, 4);
+    assert!(checked(&pool).timeouts >= 4);
 }
 
 #[test]
@@ -330,11 +238,20 @@ fn a_bounded_queue_refuses_who_would_be_one_more() {
     // What is free needs no place.
     drop(pool.checkout(pages(16)).unwrap());
 
+    // All refusals are counted by their reasons.
     let pool = rig.builder(64 << 10).max_waiting(0).build().unwrap();
     let all = pool.checkout(pages(16)).unwrap();
+    assert!(pool.try_checkout(1).is_err() && pool.try_checkout(1).is_err());
     assert!(matches!(pool.checkout(1), Err(Error::QueueFull { limit: 0 })));
+    assert!(pool.checkout_many(&[pages(9), pages(9)], None).is_err());
+    assert!(pool.checkout(0).is_err(), "a wrong argument is no refusal");
     drop(all);
     drop(pool.checkout(1).unwrap());
+    let _ = pool.shutdown(HANG);
+    assert!(pool.checkout(1).is_err());
+    let refused = pool.stats().refused;
+    assert_eq!(refused.by_reason(), [("exhausted", 2), ("queue_full", 1), ("impossible", 1), ("closed", 1)]);
+    assert_eq!((refused.total(), pool.stats().errors.total()), (5, 6));
 }
 
 #[test]
@@ -367,23 +284,6 @@ fn a_bounded_queue_is_exact_however_many_come_at_once() {
         assert_eq!(refused.into_inner(), THREADS - MOST);
     }
     assert_eq!((checked(&pool).waiting, checked(&pool).timeouts), (0, 0));
-}
-
-#[test]
-fn refused_checkouts_are_counted_by_reason() {
-    let rig = Rig::threads();
-    let pool = rig.builder(64 << 10).max_waiting(0).build().unwrap();
-    let all = pool.checkout(pages(16)).unwrap();
-    assert!(pool.try_checkout(1).is_err() && pool.try_checkout(1).is_err());
-    assert!(pool.checkout(1).is_err());
-    assert!(pool.checkout_many(&[pages(9), pages(9)], None).is_err());
-    assert!(pool.checkout(0).is_err(), "a wrong argument is no refusal");
-    drop(all);
-    let _ = pool.shutdown(HANG);
-    assert!(pool.checkout(1).is_err());
-    let refused = pool.stats().refused;
-    assert_eq!(refused.by_reason(), [("exhausted", 2), ("queue_full", 1), ("impossible", 1), ("closed", 1)]);
-    assert_eq!((refused.total(), pool.stats().errors.total()), (5, 6));
 }
 
 /// A task's waker may own the task, and the task buffers.
@@ -428,18 +328,6 @@ fn a_waker_may_own_buffers_of_the_pool() {
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
-/// Otherwise a thread that asks for a second buffer while it holds the first would wait for itself.
-#[test]
-fn one_small_buffer_does_not_use_up_a_small_pool() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(256 << 10);
-    let first = pool.checkout(5000).unwrap();
-    assert!(checked(&pool).free_bytes > 240 << 10);
-    let second = pool.try_checkout(10);
-    assert!(second.is_ok(), "{second:?} with {:?}", pool.stats());
-    drop(first);
-}
-
 /// A segment that is in flight on a stream and about to return is for a waiter, not for the next request on the same
 /// stream.
 #[test]
@@ -468,6 +356,46 @@ fn a_claim_does_not_pass_a_waiter() {
     assert_eq!(checked(&pool).waits, 1);
 }
 
+/// The upload of a segment that is claimed may end before the claim is used, waited for or given up.
+#[test]
+fn a_claim_may_outlast_the_work_that_it_waits_for() {
+    const LEN: usize = 4096;
+    let rig = Rig::by_hand();
+    let pool = rig.pool(64 << 10);
+    let (stream, memory) = (rig.device.stream().unwrap(), rig.device.alloc(LEN).unwrap());
+    let mut buf = pool.checkout(LEN).unwrap();
+    let _others: Vec<_> = std::iter::from_fn(|| pool.try_checkout(LEN).ok()).collect();
+    let in_flight = || checked(&pool).in_flight_bytes;
+    for way in ["used", "waited for", "given up", "given up early"] {
+        buf.clear();
+        buf.extend_from_slice(&[7; LEN]);
+        drop(stream.upload(buf, &memory).unwrap());
+        let claimed = pool.checkout_on(&stream, LEN).unwrap();
+        assert!(claimed.was_claimed() && claimed.capacity() == LEN && in_flight() == 4160, "{way}");
+        if way != "given up early" {
+            drain(&rig);
+            assert_eq!(in_flight(), 0, "the upload has ended, and the claim stays");
+        }
+        buf = match way {
+            "used" => {
+                let back = stream.download(&memory, claimed).unwrap();
+                assert_eq!(in_flight(), 4160);
+                back.wait().unwrap()
+            }
+            "waited for" => claimed.wait().unwrap(),
+            _ => {
+                drop(claimed);
+                // It goes back to the flight, or to the pool if the flight is over.
+                assert_eq!(in_flight(), if way == "given up" { 0 } else { 4160 });
+                drain(&rig);
+                pool.try_checkout(LEN).unwrap()
+            }
+        };
+        assert!(*buf == [7; LEN][..if way == "used" { LEN } else { 0 }], "{way}");
+        assert_eq!(in_flight(), 0, "{way}");
+    }
+}
+
 /// Adopted memory counts as being pinned from the call on, and a callback may keep the thread that pins for long.
 #[test]
 fn what_comes_back_serves_a_waiter_however_long_other_memory_is_being_pinned() {
@@ -494,11 +422,11 @@ fn what_comes_back_serves_a_waiter_however_long_other_memory_is_being_pinned() {
             let pool = pool.clone();
             std::thread::spawn(move || pool.adopt(vec![0_u8; MIB + PAGE - 1]).is_ok())
         };
-        eventually(|| (pool.pinning().wanted == 4 * MIB).then_some(()), || format!("{:?}", pool.pinning()));
+        until(|| pool.pinning().wanted == 4 * MIB, || format!("{:?}", pool.pinning()));
         held.extend(std::iter::from_fn(|| pool.try_checkout(LEN).ok()));
         let waiter = Waiter::new(pool.checkout_async(LEN));
         held.truncate(held.len() - 16);
-        eventually(|| (waiter.rung() > 0).then_some(()), || format!("{:?}", checked(&pool)));
+        until(|| waiter.rung() > 0, || format!("{:?}", checked(&pool)));
         drop(waiter.ready().unwrap());
         assert!(!adopts.is_finished());
         go.send(()).unwrap();

@@ -36,10 +36,7 @@ impl World<'_> {
                 assert!(sizes.iter().any(|s| !s.align.is_power_of_two() || s.align > 2 << 20));
             }
             Error::TooLong { .. } => assert!(sizes.iter().any(|s| s.len > self.largest())),
-            Error::Exhausted(shortage) => {
-                self.tally.note("checkout refused: exhausted");
-                self.explained(sizes, Some(shortage));
-            }
+            Error::Exhausted(shortage) => self.explained(sizes, Some(shortage)),
             Error::Timeout(waited) => self.explained(sizes, waited.shortage.as_deref()),
             Error::Impossible { .. } => {
                 // No region of the pool need be longer than this.
@@ -51,14 +48,8 @@ impl World<'_> {
                 self.tally.note("checkout refused: impossible");
             }
             Error::Closed => assert!(self.closed),
-            Error::Device(_) => {
-                assert!(self.tolerant(), "no fault, and yet: {error}");
-                self.tally.note("growing failed");
-            }
+            Error::Device(_) => assert!(self.tolerant(), "no fault, and yet: {error}"),
             _ => panic!("unexpected: {error}"),
-        }
-        if sizes.iter().any(|s| self.is_bad(*s)) {
-            self.tally.note("checkout refused: bad request");
         }
     }
 
@@ -78,40 +69,25 @@ impl World<'_> {
         }
     }
 
-    pub(super) fn checkout(&mut self, size: Size, patience: Patience, who: Who) {
+    pub(super) fn checkout(&mut self, size: Size, waits: bool, who: Who) {
         let pool = self.pool();
         let job = move || {
             let request = Self::request(size);
-            match patience {
-                Patience::Try => pool.try_checkout(request),
-                Patience::Forever => pool.checkout(request),
-                Patience::Timeout => pool.checkout_timeout(request, Duration::from_secs(3600)),
-            }
+            if waits { pool.checkout(request) } else { pool.try_checkout(request) }
         };
         let result = self.on(who, job).map(|buf| vec![buf]);
         if result.is_ok() {
             assert!(!self.is_bad(size), "a bad request was served: {size:?}");
-            self.tally.note("checkout");
             if self.waiting.iter().any(|waiter| !waiter.woken()) {
                 self.tally.note("checkout beside a waiter");
-            }
-            if who != Who::Main {
-                self.tally.note("checkout on another thread");
             }
         }
         self.served(&[size], result);
     }
 
-    pub(super) fn many(&mut self, sizes: &[Size], patience: Patience) {
+    pub(super) fn many(&mut self, sizes: &[Size], waits: bool) {
         let requests: Vec<_> = sizes.iter().map(|s| Self::request(*s)).collect();
-        let timeout = match patience {
-            Patience::Try => Some(Duration::ZERO),
-            Patience::Forever => None,
-            Patience::Timeout => Some(Duration::from_secs(3600)),
-        };
-        let result = self.pool().checkout_many(&requests, timeout);
-        let refused = result.is_err();
-        self.tally.note(if refused { "checkout of several refused" } else { "checkout of several" });
+        let result = self.pool().checkout_many(&requests, (!waits).then_some(Duration::ZERO));
         self.served(sizes, result);
     }
 
@@ -123,6 +99,18 @@ impl World<'_> {
                 bufs.into_iter().zip(sizes).for_each(|(buf, size)| self.admit(buf, *size));
             }
             Err(error) => self.refused(sizes, &error),
+        }
+    }
+
+    /// Checks out all that there is of this size, and does something with the index of each.
+    pub(super) fn take_all(&mut self, size: Size, mut and: impl FnMut(&mut Self, usize)) {
+        for _ in 0..64 {
+            let before = self.bufs.len();
+            self.checkout(size, false, Who::Main);
+            if self.bufs.len() == before {
+                return;
+            }
+            and(self, before);
         }
     }
 
@@ -143,10 +131,7 @@ impl World<'_> {
         let mut waiting = Waiting { future, flag: Arc::default(), sizes: sizes.to_vec() };
         match waiting.poll() {
             Poll::Pending => self.waiting.push(waiting),
-            Poll::Ready(result) => {
-                self.tally.note("future ready at once");
-                self.served(sizes, result);
-            }
+            Poll::Ready(result) => self.served(sizes, result),
         }
     }
 

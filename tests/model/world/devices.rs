@@ -12,14 +12,9 @@ impl World<'_> {
         let lanes = &self.lanes;
         for copy in self.copies.iter_mut().filter(|c| lanes[c.lane].device == device) {
             copy.dead = true;
-            self.graves.push(copy.host);
             self.tally.note("copy lost with its device");
         }
-        let regions = std::mem::take(&mut self.regions).into_iter();
-        let (ruins, others): (Vec<_>, _) = regions.partition(|r| lanes[r.lane].device == device);
-        self.regions = others;
-        self.ruins[device] = ruins.into_iter().next().map(|region| region.memory);
-        self.tally.note("poison");
+        self.regions.retain(|region| lanes[region.lane].device != device);
     }
 
     pub(super) fn bury_lost(&mut self) {
@@ -35,7 +30,6 @@ impl World<'_> {
             return;
         }
         self.sweep();
-        self.tally.note("device killed");
         self.machine.kill(device);
         self.buried(device);
     }
@@ -50,11 +44,35 @@ impl World<'_> {
         ops.iter().for_each(|op| self.apply(op));
         self.armed = None;
         if self.machine.calm() == 0 {
-            self.tally.fault(call, failure);
+            self.tally.note(&format!("fault: {failure:?}"));
             self.trouble = true;
             let of_events = ["cuEventRecord", "cuEventCreate", "cuEventQuery"].contains(&call);
             self.may_lose |= failure == Failure::Argument && of_events;
             self.bury_lost();
+        }
+    }
+
+    pub(super) fn trim(&mut self, keep: usize) {
+        self.sweep();
+        let held = |s: pinpool::PoolStats| s.pinned_bytes + s.unpinned_bytes;
+        let before = held(self.pool().stats());
+        let gone = self.pool().trim(keep);
+        assert_eq!(before - held(self.pool().stats()), gone);
+        if gone > 0 {
+            self.tally.note("trim");
+        }
+    }
+
+    pub(super) fn synchronize(&mut self, lane: usize) {
+        self.sweep();
+        let after = self.outstanding(lane);
+        match self.lanes[lane].stream.clone().synchronize() {
+            Ok(()) => {
+                self.sweep();
+                assert!(self.have_run(&after), "synchronized before everything has run");
+            }
+            Err(Error::Timeout(_)) => {}
+            Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
         }
     }
 
@@ -72,7 +90,6 @@ impl World<'_> {
         assert!(waits.is_none(), "a copy never ran");
         if let Some(pool) = self.pool.clone() {
             // What returned may have served waiters.
-            self.detached.clear();
             let stats = pool.stats();
             assert_eq!((stats.in_flight_bytes, stats.claimed_bytes), (0, 0), "still in flight: {stats:?}");
             if stats.quarantined_bytes == 0 && !self.waiting.iter().any(Waiting::woken) {
@@ -80,6 +97,5 @@ impl World<'_> {
             }
         }
         self.holds.retain(|hold| self.dead[self.lanes[hold.lane].device]);
-        self.tally.note("everything drained");
     }
 }

@@ -23,74 +23,42 @@ impl World<'_> {
             None => self.assert_free(range(&buf)),
         }
         let bytes = buf.to_vec();
-        assert!(trip.allowed.contains(&bytes), "a buffer came back with wrong bytes");
+        assert!(bytes == trip.bytes, "a buffer came back with wrong bytes");
         self.bufs.push(Held { buf, bytes });
     }
 
     /// A wait has ended with an error.
-    fn lost(&mut self, trip: Trip, error: &Error, own: bool) {
-        let timeout = matches!(error, Error::Timeout(_));
-        self.tally.note(if timeout {
-            "in flight: wait timed out"
-        } else {
-            "in flight: wait ended by a loss"
-        });
-        assert!(timeout || self.tolerant(), "no fault, and yet: {error}");
-        self.graves.extend(trip.range.filter(|_| own && !timeout));
-        self.detached.push(trip.capacity);
+    fn lost(&mut self, trip: Trip, error: &Error) {
+        if matches!(error, Error::Timeout(_)) {
+            return self.tally.note("in flight: wait timed out");
+        }
+        self.tally.note("in flight: wait ended by a loss");
+        assert!(self.tolerant(), "no fault, and yet: {error}");
+        self.graves.extend(trip.range);
     }
 
     pub(super) fn wait(&mut self, at: usize) {
         let Some(Flight { handle, trip, .. }) = self.take_flight(at) else { return };
-        let own = matches!(handle, Handle::Own(_));
-        let result = match handle {
-            Handle::Own(flight) => flight.wait().map(Some),
-            Handle::Shared(flight) => flight.wait().map(|_| None),
-            Handle::Nothing(flight) => flight.wait().map(|()| None),
-        };
-        match result {
-            Ok(Some(buf)) => {
-                self.tally.note("in flight: waited for");
-                self.back(buf, trip);
-            }
-            Ok(None) => self.done(&trip.after),
+        match handle.wait() {
+            Ok(buf) => self.back(buf, trip),
             Err(error) => {
                 // A failed wait loses the buffer, so it stands for a drop.
-                if own {
-                    self.dropped(&trip);
-                }
-                self.lost(trip, &error, own);
+                self.dropped(&trip);
+                self.lost(trip, &error);
             }
         }
     }
 
     /// The handle to a buffer in flight is gone.
-    fn dropped(&mut self, trip: &Trip) {
+    pub(super) fn dropped(&mut self, trip: &Trip) {
         let Some(range) = trip.range else { return };
         self.holds.push(Hold { range, after: trip.after.clone(), lane: trip.lane });
     }
 
-    pub(super) fn keep(&mut self, flight: Flight, keep: Keep) {
+    pub(super) fn keep(&mut self, flight: Flight, keep: bool) {
         match keep {
-            Keep::Keep => self.flights.push(flight),
-            Keep::Drop => self.let_go(flight),
-            Keep::Forget => {
-                // A claimed segment's address is not known.
-                self.forgotten.push((flight.trip.range.unwrap_or_default(), flight.trip.capacity));
-                self.tally.note("in flight: forgotten");
-                std::mem::forget(flight.handle);
-            }
-        }
-    }
-
-    pub(super) fn let_go(&mut self, flight: Flight) {
-        self.tally.note("in flight: dropped");
-        if !matches!(flight.handle, Handle::Nothing(_)) {
-            self.detached.push(flight.trip.capacity);
-        }
-        // A shared buffer has other handles too; its copies stand for it.
-        if matches!(flight.handle, Handle::Own(_)) {
-            self.dropped(&flight.trip);
+            true => self.flights.push(flight),
+            false => self.dropped(&flight.trip),
         }
     }
 
@@ -99,15 +67,14 @@ impl World<'_> {
         let after = self.outstanding(other);
         let result = self.lanes[waiter].stream.wait_for(&self.lanes[other].stream);
         if self.lanes[waiter].device != self.lanes[other].device {
-            assert!(matches!(result, Err(Error::Mismatch { .. })), "{result:?}");
-            self.tally.note("refused: wrong device");
-            return;
+            return assert!(matches!(result, Err(Error::Mismatch { .. })), "{result:?}");
         }
         if let Err(error) = result {
             return assert!(self.tolerant(), "no fault, and yet: {error}");
         }
-        let busy = !after.is_empty();
-        self.tally.note(if busy { "stream waited for a busy one" } else { "stream waited for an idle one" });
+        if !after.is_empty() {
+            self.tally.note("stream waited for a busy one");
+        }
         let from = self.id();
         self.behind.push(Behind { lane: waiter, from, after });
     }
@@ -117,18 +84,12 @@ impl World<'_> {
             return;
         }
         let Flight { handle, trip, .. } = &self.flights[at % self.flights.len()];
-        let done = match handle {
-            Handle::Own(f) => f.is_done(),
-            Handle::Shared(f) => f.is_done(),
-            Handle::Nothing(f) => f.is_done(),
-        };
-        match done {
+        match handle.is_done() {
             Ok(true) => {
                 let after = trip.after.clone();
                 self.done(&after);
-                self.tally.note("in flight: asked, done");
             }
-            Ok(false) => self.tally.note("in flight: asked, not done"),
+            Ok(false) => {}
             Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
         }
     }
@@ -138,18 +99,16 @@ impl World<'_> {
         let flag = flight.flag.get_or_insert_with(Arc::default).clone();
         let woken = flag.0.swap(false, Ordering::SeqCst);
         let waker = Waker::from(flag);
-        let Handle::Own(handle) = &mut flight.handle else { return self.flights.push(flight) };
-        match Pin::new(handle).poll(&mut Context::from_waker(&waker)) {
+        match Pin::new(&mut flight.handle).poll(&mut Context::from_waker(&waker)) {
             Poll::Pending => {
                 assert!(!woken, "woken in vain");
-                self.tally.note("in flight: awaited, pending");
                 self.flights.push(flight);
             }
             Poll::Ready(Ok(buf)) => {
                 self.tally.note("in flight: awaited, ready");
                 self.back(buf, flight.trip);
             }
-            Poll::Ready(Err(error)) => self.lost(flight.trip, &error, true),
+            Poll::Ready(Err(error)) => self.lost(flight.trip, &error),
         }
     }
 }

@@ -18,9 +18,7 @@ mod checks;
 mod copies;
 mod devices;
 mod flights;
-mod hands;
 
-use std::collections::BTreeSet;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,14 +26,12 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use bytes::BufMut;
-use pinpool::telemetry::ClassStats;
 use pinpool::{
     Device, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Request, Result, Shortage, Stream, StreamBuf,
     SubmitError, Unpinned,
 };
 
-use crate::ops::{DEVICES, End, Keep, Op, Patience, Setup, Size, Use, Who};
+use crate::ops::{DEVICES, End, Op, STREAMS, Setup, Size, Use, Who};
 use crate::support::hand::{Failure, Machine};
 use crate::tally::Tally;
 
@@ -104,8 +100,8 @@ struct Copy {
     /// The host memory that it uses.
     host: Range,
     seen: Seen,
-    /// What may be there when it has run.
-    allowed: Vec<Vec<u8>>,
+    /// What is there when it has run.
+    brings: Vec<u8>,
     /// Its device is dead: it never will run.
     dead: bool,
 }
@@ -120,15 +116,9 @@ struct Behind {
 /// Addresses, and the bytes from there.
 type Gone = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
 
-enum Handle {
-    Own(InFlight<PinnedBuf>),
-    Shared(InFlight<Arc<PinnedBuf>>),
-    Nothing(InFlight<()>),
-}
-
 /// A handle to something in flight.
 struct Flight {
-    handle: Handle,
+    handle: InFlight<PinnedBuf>,
     trip: Trip,
     flag: Option<Arc<Flag>>,
 }
@@ -139,15 +129,15 @@ struct Trip {
     /// Not known for a claimed segment.
     range: Option<Range>,
     capacity: usize,
-    /// What it may hold when it returns.
-    allowed: Vec<Vec<u8>>,
+    /// What it holds when it returns.
+    bytes: Vec<u8>,
     /// Copies that must have run when this is done.
     after: Vec<u64>,
 }
 
 impl Trip {
-    fn of(buf: &PinnedBuf, lane: usize, allowed: Vec<Vec<u8>>) -> Self {
-        Self { lane, range: Some(range(buf)), capacity: buf.capacity(), allowed, after: Vec::new() }
+    fn of(buf: &PinnedBuf, lane: usize, bytes: Vec<u8>) -> Self {
+        Self { lane, range: Some(range(buf)), capacity: buf.capacity(), bytes, after: Vec::new() }
     }
 }
 
@@ -159,7 +149,13 @@ struct Hold {
 }
 
 #[derive(Default)]
-struct Flag(AtomicBool);
+pub struct Flag(AtomicBool);
+
+impl Flag {
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
 
 impl Wake for Flag {
     fn wake(self: Arc<Self>) {
@@ -181,7 +177,7 @@ impl Waiting {
     }
 
     fn woken(&self) -> bool {
-        self.flag.0.load(Ordering::SeqCst)
+        self.flag.is_set()
     }
 }
 
@@ -194,48 +190,30 @@ struct Lane {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that runs the jobs it is given, and idles with what it caches.
-struct Helper(Option<(mpsc::Sender<Job>, std::thread::JoinHandle<()>)>);
-
-impl Helper {
-    fn new(machine: &Machine) -> Self {
-        let (jobs, queue) = mpsc::channel::<Job>();
-        let machine = machine.clone();
-        let thread = std::thread::spawn(move || {
-            machine.enter();
-            queue.into_iter().for_each(|job| job());
-        });
-        Self(Some((jobs, thread)))
-    }
-
-    fn run<R: Send + 'static>(&self, job: impl FnOnce() -> R + Send + 'static) -> R {
-        let (tell, told) = mpsc::channel();
-        let job: Job = Box::new(move || drop(tell.send(job())));
-        let sent = self.0.as_ref().map(|(jobs, _)| jobs.send(job));
-        assert!(matches!(sent, Some(Ok(()))), "the helper lives");
-        told.recv().expect("the helper's job panicked")
-    }
+/// A thread that runs the jobs it is given, and idles with what it caches. It ends when the sender is
+/// dropped.
+fn helper(machine: &Machine) -> (mpsc::Sender<Job>, std::thread::JoinHandle<()>) {
+    let (jobs, queue) = mpsc::channel::<Job>();
+    let machine = machine.clone();
+    let thread = std::thread::spawn(move || {
+        machine.enter();
+        queue.into_iter().for_each(|job| job());
+    });
+    (jobs, thread)
 }
 
-impl Drop for Helper {
-    fn drop(&mut self) {
-        if let Some((jobs, thread)) = self.0.take() {
-            drop(jobs);
-            let _ = thread.join();
-        }
-    }
-}
-
-/// The devices that cases run on, one after another.
-pub fn machine() -> Machine {
-    Machine::new(DEVICES, 256 << 20, 0)
+/// Has a job done by such a thread.
+fn done_by<R: Send + 'static>(jobs: &mpsc::Sender<Job>, job: impl FnOnce() -> R + Send + 'static) -> R {
+    let (tell, told) = mpsc::channel();
+    jobs.send(Box::new(move || drop(tell.send(job())))).expect("the helper lives");
+    told.recv().expect("the helper's job panicked")
 }
 
 pub struct World<'t> {
     tally: &'t mut Tally,
     setup: Setup,
     machine: &'t Machine,
-    helper: Helper,
+    helper: (mpsc::Sender<Job>, std::thread::JoinHandle<()>),
     pool: Option<Pool>,
     devices: Vec<Device>,
     lanes: Vec<Lane>,
@@ -248,15 +226,9 @@ pub struct World<'t> {
     behind: Vec<Behind>,
     /// Regions that were unpinned since the last look, with the bytes in them.
     gone: Gone,
-    /// Device memory that outlives its device.
-    ruins: [Option<DeviceSlice>; DEVICES],
     waiting: Vec<Waiting>,
     /// Addresses that must never be seen again.
     graves: Vec<Range>,
-    /// Lengths of buffers whose handles were dropped in flight, and which may not be back yet.
-    detached: Vec<usize>,
-    /// Leaked buffers: range and length.
-    forgotten: Vec<(Range, usize)>,
     next: u64,
     /// The call that is to fail, and how.
     armed: Option<(&'static str, Failure)>,
@@ -266,7 +238,6 @@ pub struct World<'t> {
     /// Whether something may be quarantined.
     may_lose: bool,
     closed: bool,
-    seen: pinpool::PoolStats,
 }
 
 impl<'t> World<'t> {
@@ -291,18 +262,16 @@ impl<'t> World<'t> {
             .pin_threads(1)
             .build()
             .unwrap();
-        let mut lanes = Vec::new();
-        for (device, &count) in setup.lanes.iter().enumerate() {
-            for nth in 0..count {
-                lanes.push(Lane { stream: devices[device].stream().unwrap(), device, nth });
-            }
-        }
-        let seen = pool.stats();
+        let lane = |at: usize| {
+            let (device, nth) = (at / STREAMS, at % STREAMS);
+            Lane { stream: devices[device].stream().unwrap(), device, nth }
+        };
+        let lanes = (0..DEVICES * STREAMS).map(lane).collect();
         Self {
             tally,
             setup: setup.clone(),
             machine,
-            helper: Helper::new(machine),
+            helper: helper(machine),
             pool: Some(pool),
             devices,
             lanes,
@@ -314,18 +283,14 @@ impl<'t> World<'t> {
             regions: Vec::new(),
             behind: Vec::new(),
             gone,
-            ruins: Default::default(),
             waiting: Vec::new(),
             graves: Vec::new(),
-            detached: Vec::new(),
-            forgotten: Vec::new(),
             next: 0,
             armed: None,
             dead: [false; DEVICES],
             trouble: false,
             may_lose: false,
             closed: false,
-            seen,
         }
     }
 
@@ -342,8 +307,14 @@ impl<'t> World<'t> {
     fn on<R: Send + 'static>(&self, who: Who, job: impl FnOnce() -> R + Send + 'static) -> R {
         match who {
             Who::Main => job(),
-            Who::Helper => self.helper.run(job),
-            Who::Fresh => Helper::new(self.machine).run(job),
+            Who::Helper => done_by(&self.helper.0, job),
+            Who::Fresh => {
+                let (jobs, thread) = helper(self.machine);
+                let done = done_by(&jobs, job);
+                drop(jobs);
+                thread.join().expect("the thread ends");
+                done
+            }
         }
     }
 
@@ -356,7 +327,7 @@ impl<'t> World<'t> {
 
     /// Whether a copy has run. Anything between what was there and what it brings is a corruption.
     fn has_run(&self, at: usize) -> bool {
-        let Copy { id, seen, allowed, dead, .. } = &self.copies[at];
+        let Copy { id, seen, brings, dead, .. } = &self.copies[at];
         if *dead {
             return false;
         }
@@ -368,7 +339,7 @@ impl<'t> World<'t> {
                     bytes.get(address.checked_sub(*base)?..)?.get(..before.len()).map(<[u8]>::to_vec)
                 });
                 if let Some(then) = gone {
-                    assert!(allowed.contains(&then), "a region has gone under copy {id}");
+                    assert!(then == *brings, "a region has gone under copy {id}");
                     return true;
                 }
                 // SAFETY: the copy is in flight, so its target is mapped; it was filled before it was submitted, and
@@ -377,11 +348,8 @@ impl<'t> World<'t> {
                 (now.to_vec(), before.clone())
             }
         };
-        if allowed.contains(&now) {
-            return true;
-        }
-        assert!(now == before, "copy {id} brought bytes that were never sent");
-        false
+        assert!(now == before || now == *brings, "copy {id} brought bytes that were never sent");
+        now == *brings
     }
 
     /// Takes out the copies that have run. Their bytes were verified by that.
@@ -397,7 +365,6 @@ impl<'t> World<'t> {
                 continue;
             }
             let Copy { id, lane, host, .. } = self.copies.remove(at);
-            self.tally.note("copy arrived and was verified");
             let mut earlier = self.copies.iter().filter(|copy| copy.id < id && !copy.dead);
             if earlier.clone().any(|copy| copy.lane != lane) {
                 self.tally.note("streams overtook each other");
@@ -426,37 +393,21 @@ impl<'t> World<'t> {
     fn owned(&self) -> Vec<Range> {
         let bufs = self.bufs.iter().map(|live| range(&live.buf));
         let shared = self.shared.iter().map(|shared| range(&shared.buf));
-        let own = self.flights.iter().filter(|f| matches!(f.handle, Handle::Own(_)));
-        let flights = own.filter_map(|f| f.trip.range);
-        bufs.chain(shared).chain(flights).chain(self.forgotten.iter().map(|f| f.0)).collect()
+        let flights = self.flights.iter().filter_map(|flight| flight.trip.range);
+        bufs.chain(shared).chain(flights).collect()
     }
 
     /// No buffer has this memory, and no device will ever touch it.
     fn assert_free(&mut self, range: Range) {
         self.sweep();
-        for other in self.owned() {
-            assert!(
-                !overlap(range, other),
-                "{range:x?} was handed out while {other:x?} was handed out already"
-            );
-        }
-        for grave in &self.graves {
-            assert!(
-                !overlap(range, *grave),
-                "{range:x?} was handed out though {grave:x?} was lost with its device"
-            );
-        }
-        for copy in &self.copies {
-            assert!(
-                !overlap(range, copy.host),
-                "{range:x?} was handed out before copy {} of {:x?} has run (dead: {})",
-                copy.id,
-                copy.host,
-                copy.dead
-            );
-        }
-        let held = self.holds.iter().filter(|h| overlap(range, h.range));
-        for hold in held {
+        let out = self.owned().into_iter().find(|other| overlap(range, *other));
+        assert_eq!(out, None, "{range:x?} was handed out while this was handed out already");
+        let grave = self.graves.iter().find(|grave| overlap(range, **grave));
+        assert_eq!(grave, None, "{range:x?} was handed out though this was lost with its device");
+        let copy = self.copies.iter().find(|copy| overlap(range, copy.host));
+        let copy = copy.map(|copy| (copy.id, copy.host, copy.dead));
+        assert_eq!(copy, None, "{range:x?} was handed out before a copy has run, or after it was lost");
+        for hold in self.holds.iter().filter(|h| overlap(range, h.range)) {
             assert!(self.have_run(&hold.after), "{range:x?} was handed out before its hold was over");
         }
         self.holds.retain(|h| !overlap(range, h.range));
@@ -464,129 +415,60 @@ impl<'t> World<'t> {
 
     /// Bytes asked for by all buffers that are out.
     fn requested(&self) -> usize {
-        let bufs: usize = self.bufs.iter().map(|b| b.buf.capacity()).sum();
-        let own = |f: &&Flight| matches!(f.handle, Handle::Own(_));
-        let flights: usize = self.flights.iter().filter(own).map(|f| f.trip.capacity).sum();
-        let forgotten: usize = self.forgotten.iter().map(|f| f.1).sum();
-        // A shared buffer counts once, however many handles it has.
-        let arcs = self.shared.iter().map(|s| (range(&s.buf).0, s.buf.capacity()));
-        let in_flight = self.flights.iter().filter(|f| matches!(f.handle, Handle::Shared(_)));
-        let shared: BTreeSet<_> =
-            arcs.chain(in_flight.filter_map(|f| f.trip.range.map(|r| (r.0, f.trip.capacity)))).collect();
-        bufs + flights + forgotten + shared.iter().map(|s| s.1).sum::<usize>()
+        let bufs = self.bufs.iter().map(|live| live.buf.capacity());
+        let shared = self.shared.iter().map(|shared| shared.buf.capacity());
+        bufs.chain(shared).chain(self.flights.iter().map(|flight| flight.trip.capacity)).sum()
     }
 
     pub fn apply(&mut self, op: &Op) {
         match op {
-            Op::Checkout(size, patience, who) => self.checkout(*size, *patience, *who),
-            Op::Many(sizes, patience) => self.many(sizes, *patience),
+            Op::Checkout(size, waits, who) => self.checkout(*size, *waits, *who),
+            Op::Many(sizes, waits) => self.many(sizes, *waits),
             Op::Join(sizes) => self.join(sizes),
+            Op::Queue(size, count) => {
+                self.take_all(*size, |_, _| {});
+                (0..*count).for_each(|_| self.join(&[*size]));
+            }
             Op::PollWaiting => self.poll_waiting(),
             Op::Cancel(at) => self.cancel(*at),
-            Op::Write(at, kind) => self.write(*at, *kind),
-            Op::Drop(at, who) => self.drop_buf(*at, *who),
-            Op::ForgetBuf(at) => self.forget_buf(*at),
-            Op::Upload(at, lane, part, keep, orphan) => self.upload(*at, *lane, *part, *keep, *orphan),
+            Op::Drop(at, who) => {
+                if let Some(live) = self.take_buf(*at) {
+                    self.on(*who, move || drop(live));
+                }
+            }
+            Op::Upload(at, lane, keep) => self.upload(*at, *lane, *keep),
             Op::Download(at, lane, region, keep) => self.download(*at, *lane, *region, *keep),
-            Op::Share(at, lane, other, keep) => self.share(*at, *lane, *other, *keep),
+            Op::Share(at, lane, other) => self.share(*at, *lane, *other),
             Op::DropShared(at) => self.drop_shared(*at),
             Op::Hold(at, lane, keep) => self.hold(*at, *lane, *keep),
             Op::Claim(lane, size, usage) => self.claim(*lane, *size, *usage),
             Op::Crowd(lane, size, usages) => self.crowd(*lane, *size, usages),
-            Op::OnDevice(lane, region) => self.on_device(*lane, *region),
             Op::Wait(at) => self.wait(*at),
             Op::IsDone(at) => self.is_done(*at),
             Op::Await(at) => self.poll_flight(*at),
             Op::DropFlight(at) => {
                 if let Some(flight) = self.take_flight(*at) {
-                    self.let_go(flight);
+                    self.dropped(&flight.trip);
                 }
             }
             Op::Step(device, nth, times) => {
-                for _ in 0..*times {
-                    if self.machine.step_runnable(*device, *nth) {
-                        self.tally.note("stream stepped");
-                    }
-                }
+                (0..*times).for_each(|_| _ = self.machine.step_runnable(*device, *nth));
             }
-            Op::StepAny(times) => {
-                for _ in 0..*times {
-                    self.machine.step();
-                }
-            }
-            Op::Reap(device) => {
-                self.devices[*device].reap();
-            }
+            Op::Reap(device) => _ = self.devices[*device].reap(),
             Op::Drain => self.drain(),
-            Op::Trim(keep) => {
-                self.sweep();
-                let before = self.pool().stats();
-                let gone = self.pool().trim(keep * KIB);
-                let after = self.pool().stats();
-                let held = |s: pinpool::PoolStats| s.pinned_bytes + s.unpinned_bytes;
-                assert_eq!(held(before) - held(after), gone);
-                if gone > 0 {
-                    self.tally.note("trim");
-                }
-            }
+            Op::Trim(keep) => self.trim(keep * KIB),
             Op::Hang(at) => {
                 let lane = &self.lanes[self.lane(*at)];
                 assert!(self.machine.hold(lane.device, lane.nth));
-                self.tally.note("stream hung");
             }
             Op::Resume(at) => {
                 let lane = &self.lanes[self.lane(*at)];
                 self.machine.resume(lane.device, Some(lane.nth));
-                self.tally.note("stream resumed");
             }
-            Op::Sync(at) => {
-                let lane = self.lane(*at);
-                self.sweep();
-                let after = self.outstanding(lane);
-                match self.lanes[lane].stream.clone().synchronize() {
-                    Ok(()) => {
-                        self.sweep();
-                        assert!(self.have_run(&after), "synchronized before everything has run");
-                        self.tally.note("synchronized");
-                    }
-                    Err(Error::Timeout(_)) => {}
-                    Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
-                }
-            }
+            Op::Sync(at) => self.synchronize(self.lane(*at)),
             Op::WaitFor(waiter, other) => self.wait_for(self.lane(*waiter), self.lane(*other)),
-            Op::Blocking(at) => self.blocking(*at),
-            Op::NewStream(device) => match self.devices[*device].stream() {
-                Ok(stream) => drop(stream),
-                Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
-            },
-            Op::DropRegion(at) => {
-                if !self.regions.is_empty() {
-                    self.regions.swap_remove(at % self.regions.len());
-                }
-            }
             Op::Kill(device) => self.kill(*device),
             Op::Fault(call, nth, failure, ops) => self.fault(call, *nth, *failure, ops),
-        }
-    }
-
-    fn blocking(&mut self, at: usize) {
-        let lane = self.lane(at);
-        let (stream, device) = (self.lanes[lane].stream.clone(), self.lanes[lane].device);
-        if self.dead[device] {
-            return;
-        }
-        let Ok(memory) = self.devices[device].alloc(4096) else { return assert!(self.tolerant()) };
-        let id = self.id();
-        let (sent, mut back) = (pattern(id, 4096), vec![0; 4096]);
-        let result = stream
-            .upload_blocking(&sent, &memory)
-            .and_then(|()| stream.download_blocking(&memory, &mut back));
-        match result {
-            Ok(()) => {
-                assert!(sent == back, "a blocking copy brought wrong bytes");
-                self.tally.note("blocking copy");
-            }
-            Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
         }
     }
 }
