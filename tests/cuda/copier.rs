@@ -1,157 +1,136 @@
-//! The copier on a GPU: pieces through the device ring and the kernels, against a plain model; and what only a GPU's
-//! driver can do to it.
+//! The copier on a GPU: pieces through the device ring and its kernels, and in batches, against a plain
+//! model; drivers with and without these calls; and a driver that fails, hangs and dies.
 //!
-//! What needs no kernel is in `copy/pieces.rs`, on host devices.
+//! What every device does is in `contract`, and what needs no kernel is in `copy/pieces.rs`, on host devices.
 
-use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use pinpool::copier::{FileSource, Reading, Transfer};
-use pinpool::{Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, Unpinned};
-use tempfile::NamedTempFile;
+use pinpool::{Copier, Device, DeviceSlice, Error, ErrorClass, Pool, Unpinned};
+use pinpool_sim::cuda::Driver;
 
-use crate::rig::open;
-use crate::support::doubles::HANG;
-use crate::support::doubles::gpu::{all_back, filled, on_gpu, on_stand_in, until};
-use crate::support::{bytes, downloaded};
+use crate::rig::{Random, open};
+use crate::support::doubles::gpu::{
+    Gpu, all_back, bytes, calls, filled, on_driver, on_gpu, on_stand_in, until,
+};
+use crate::support::doubles::{HANG, StandIn};
+use crate::support::in_use;
 
-const MEMORY: usize = 24 << 20;
+const PIECE: usize = 512;
+/// Of different lengths, so that the rows of a table differ.
+fn len(i: usize) -> usize {
+    500 - i % 7
+}
 
-/// Random numbers, the same in each run.
-struct Random(u64);
+/// With room for whole chunks.
+fn pool(device: &Device, capacity: usize) -> Pool {
+    let built = Pool::builder(device).capacity(capacity).extent(1 << 20).region(2 << 20);
+    built.unpinned(Unpinned::Allow).build().unwrap()
+}
 
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % bound as u64) as usize
-    }
+fn copier(pool: &Pool, device: &Device, ring: usize) -> Copier {
+    Copier::builder(pool, device).threads(2).chunk(256 << 10).ring(ring).build().unwrap()
+}
 
-    fn bytes(&mut self, len: usize) -> Vec<u8> {
-        bytes(self.below(1 << 30), len)
+fn place(memory: &DeviceSlice, i: usize) -> DeviceSlice {
+    memory.slice(i * PIECE..i * PIECE + len(i)).unwrap()
+}
+
+/// Uploads pieces that lie near each other, by one call.
+fn upload(copier: &Copier, memory: &DeviceSlice, count: usize) -> Result<(), Error> {
+    let sources: Vec<_> = (0..count).map(|i| bytes(i, len(i))).collect();
+    let pieces: Vec<_> = (0..).zip(&sources).map(|(i, bytes)| (&bytes[..], place(memory, i))).collect();
+    copier.upload_slices(&pieces)
+}
+
+fn arrived(device: &Device, memory: &DeviceSlice, count: usize) {
+    let mut all = vec![0; memory.len()];
+    device.stream().unwrap().download_blocking(memory, &mut all).unwrap();
+    for i in 0..count {
+        assert!(all[i * PIECE..][..len(i)] == bytes(i, len(i)), "piece {i}");
     }
 }
 
-struct Bench {
-    device: Device,
-    pool: Pool,
-    copier: Copier,
-    memory: DeviceSlice,
-    /// What is there.
-    model: Vec<u8>,
-}
-
-impl Bench {
-    fn new(ring: usize) -> Self {
-        let device = open();
+/// Random pieces in no order, as borrowed slices and as pinned blocks of pages, one of which is longer than a
+/// chunk, by the ring and without it: each is in its place, both ways, and nothing beside them is touched.
+#[test]
+fn pieces_and_pages_of_any_length_are_in_their_places() {
+    on_gpu(|gpu| {
+        const MEMORY: usize = 24 << 20;
+        // The simulation has no kernels of its own to get wrong.
+        let (most, lengths) = match gpu.stand_in.is_some() {
+            true => (600, &[5000, 300_000][..]),
+            false => (8000, &[200, 1024, 5000, 40_000, 300_000][..]),
+        };
+        let (device, mut random) = (open(), Random::new(7));
         let pool = Pool::builder(&device).capacity(96 << 20).unpinned(Unpinned::Allow).build().unwrap();
-        let copier = Copier::builder(&pool, &device).threads(3).ring(ring).build().unwrap();
         let memory = device.alloc(MEMORY).unwrap();
-        let model = vec![0xEE; MEMORY];
-        device.stream().unwrap().upload_blocking(&model, &memory).unwrap();
-        Self { device, pool, copier, memory, model }
-    }
-
-    /// Places on the device that do not overlap: `len` gives their lengths, until the memory is full.
-    fn places(
-        &self,
-        random: &mut Random,
-        count: usize,
-        len: impl Fn(&mut Random) -> usize,
-    ) -> Vec<(usize, usize)> {
-        let mut places = Vec::new();
-        let mut at = random.below(64);
-        while places.len() < count {
-            let len = len(random);
-            if at + len > MEMORY {
-                break;
-            }
-            places.push((at, len));
-            // Neighbours now and then.
-            at += len + if random.below(4) == 0 { 0 } else { random.below(200) };
-        }
-        for i in (1..places.len()).rev() {
-            places.swap(i, random.below(i + 1));
-        }
-        places
-    }
-
-    fn slice(&self, (at, len): (usize, usize)) -> DeviceSlice {
-        self.memory.slice(at..at + len).unwrap()
-    }
-
-    fn is_as_modelled(&self, case: &str) {
-        let mut there = vec![0; MEMORY];
-        self.device.stream().unwrap().download_blocking(&self.memory, &mut there).unwrap();
-        if there != self.model {
-            let first = there.iter().zip(&self.model).position(|(a, b)| a != b);
-            panic!("{case}: wrong bytes, the first at {first:?}");
-        }
-    }
-
-    /// Uploads and downloads borrowed pieces.
-    fn pieces(&mut self, random: &mut Random, places: &[(usize, usize)], case: &str) {
-        let sources: Vec<Vec<u8>> = places.iter().map(|(_, len)| random.bytes(*len)).collect();
-        let pieces: Vec<(&[u8], DeviceSlice)> =
-            sources.iter().zip(places).map(|(bytes, place)| (&bytes[..], self.slice(*place))).collect();
-        self.copier.upload_slices(&pieces).unwrap();
-        for (bytes, (at, len)) in sources.iter().zip(places) {
-            self.model[*at..at + len].copy_from_slice(bytes);
-        }
-        self.is_as_modelled(case);
-        let mut back: Vec<Vec<u8>> = places.iter().map(|(_, len)| vec![0x11; len + 3]).collect();
-        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
-            places.iter().zip(&mut back).map(|(place, bytes)| (self.slice(*place), &mut bytes[..])).collect();
-        self.copier.download_slices(&mut targets).unwrap();
-        for (n, (there, here)) in back.iter().zip(&sources).enumerate() {
-            assert!(
-                there[..here.len()] == here[..],
-                "{case}: piece {n} of {} bytes came back wrong",
-                here.len()
-            );
-            assert!(there[here.len()..] == [0x11; 3], "{case}: piece {n}: written behind its end");
-        }
-        self.is_as_modelled(case);
-    }
-
-    /// Uploads and downloads pinned blocks of pages.
-    fn pages(&mut self, random: &mut Random, places: &[(usize, usize)], per_block: usize, case: &str) {
-        let blocks: Vec<&[(usize, usize)]> = places.chunks(per_block).collect();
-        let filled: Vec<(PinnedBuf, Vec<DeviceSlice>)> = blocks
-            .iter()
-            .map(|places| {
-                let bytes = random.bytes(places.iter().map(|(_, len)| len).sum());
-                let mut at = 0;
-                for (place, len) in places.iter() {
-                    self.model[*place..place + len].copy_from_slice(&bytes[at..at + len]);
-                    at += len;
+        let there = || {
+            let mut all = vec![0; MEMORY];
+            device.stream().unwrap().download_blocking(&memory, &mut all).unwrap();
+            all
+        };
+        for (ring, longest) in
+            [64 << 20, 0].into_iter().flat_map(|ring| lengths.iter().map(move |len| (ring, *len)))
+        {
+            let case = format!("ring of {ring}, at most {longest} bytes");
+            let copier = Copier::builder(&pool, &device).threads(3).ring(ring).build().unwrap();
+            let (mut places, mut end) = (Vec::new(), random.below(64));
+            while places.len() < most {
+                let len = 1 + random.below(longest);
+                if end + len > MEMORY {
+                    break;
                 }
-                let mut buf = self.pool.checkout(bytes.len()).unwrap();
-                buf.extend_from_slice(&bytes);
-                (buf, places.iter().map(|place| self.slice(*place)).collect())
-            })
-            .collect();
-        let sent = self.copier.upload_pages(filled).unwrap();
-        assert!(sent.wait_landed(sent.progress().total), "{case}");
-        let came = sent.wait().unwrap();
-        assert_eq!(came.len(), blocks.len());
-        let expected: Vec<Vec<u8>> = came.iter().map(|buf| buf.to_vec()).collect();
-        drop(came);
-        self.is_as_modelled(case);
-        let landings = blocks
-            .iter()
-            .zip(&expected)
-            .map(|(places, bytes)| {
-                let landing = self.pool.checkout(bytes.len() + 5).unwrap();
-                (places.iter().map(|place| self.slice(*place)).collect::<Vec<_>>(), landing)
-            })
-            .collect();
-        let came = self.copier.download_pages(landings).unwrap().wait().unwrap();
-        for (n, (buf, bytes)) in came.iter().zip(&expected).enumerate() {
-            assert!(**buf == **bytes, "{case}: block {n} of {} bytes came back wrong", bytes.len());
+                places.push((end, len));
+                // Neighbours now and then.
+                end += len + if random.below(4) == 0 { 0 } else { random.below(200) };
+            }
+            (1..places.len()).rev().for_each(|i| places.swap(i, random.below(i + 1)));
+            let mut model = vec![0xEE; MEMORY];
+            device.stream().unwrap().upload_blocking(&model, &memory).unwrap();
+            let place = |&(at, len): &(usize, usize)| memory.slice(at..at + len).unwrap();
+            let slices: Vec<DeviceSlice> = places.iter().map(place).collect();
+            let sent: Vec<Vec<u8>> = places.iter().map(|(at, len)| bytes(*at, *len)).collect();
+            let pieces: Vec<_> = sent.iter().map(|bytes| &bytes[..]).zip(slices.iter().cloned()).collect();
+            copier.upload_slices(&pieces).unwrap();
+            let mut back: Vec<Vec<u8>> = places.iter().map(|(_, len)| vec![0x11; len + 3]).collect();
+            let mut targets: Vec<_> =
+                slices.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
+            copier.download_slices(&mut targets).unwrap();
+            for (n, ((at, len), sent)) in places.iter().zip(&sent).enumerate() {
+                assert!(back[n] == [&sent[..], &[0x11; 3]].concat(), "{case}: piece {n} of {len} bytes");
+                model[*at..at + len].copy_from_slice(sent);
+            }
+            assert!(there() == model, "{case}: pieces");
+            // The first half in blocks of 37 places, the second in one.
+            let (short, long) = places.split_at(places.len() / 2);
+            let blocks: Vec<&[(usize, usize)]> = short.chunks(37).chain([long]).collect();
+            let slices = |n: usize| blocks[n].iter().map(place).collect::<Vec<_>>();
+            let content = |n: usize| bytes(n, blocks[n].iter().map(|(_, len)| len).sum());
+            let up = (0..blocks.len()).map(|n| (filled(&pool, &content(n)), slices(n))).collect();
+            let up = copier.upload_pages(up).unwrap();
+            assert!(up.wait_landed(up.progress().total), "{case}");
+            drop(up.wait().unwrap());
+            for (n, block) in blocks.iter().enumerate() {
+                let (content, mut from) = (content(n), 0);
+                for (at, len) in block.iter() {
+                    model[*at..at + len].copy_from_slice(&content[from..from + len]);
+                    from += len;
+                }
+            }
+            assert!(there() == model, "{case}: blocks");
+            let landing = |n: usize| (slices(n), pool.checkout(content(n).len() + 5).unwrap());
+            let down =
+                copier.download_pages((0..blocks.len()).map(landing).collect()).unwrap().wait().unwrap();
+            let wrong = (0..blocks.len()).find(|n| *down[*n] != *content(*n));
+            assert_eq!(wrong, None, "{case}: this block came back wrong");
+            let stats = copier.stats();
+            let by_ring = stats.has_kernels && stats.ring_bytes > 0 && stats.launches > 0;
+            assert!(by_ring || ring == 0 || longest > 5000, "{stats:?}");
+            assert!(stats.ring <= ring && (stats.launches == 0 || ring > 0), "{stats:?}");
+            drop((copier, down));
+            all_back(&pool);
         }
-    }
+    });
 }
 
 /// A block's places in several allocations in alternation, whose handles are dropped at once.
@@ -160,7 +139,9 @@ fn pages_keep_all_their_memory() {
     on_gpu(|_| {
         const PAGE: usize = 4096;
         const COUNT: usize = 40;
-        let Bench { device, pool, copier, .. } = Bench::new(16 << 20);
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 16 << 20);
         for round in 0..4 {
             let all = [0, 1, 2].map(|_| device.alloc(COUNT * PAGE).unwrap());
             let place = |n: usize| all[n % 3].slice(n / 3 * PAGE..(n / 3 + 1) * PAGE).unwrap();
@@ -176,175 +157,54 @@ fn pages_keep_all_their_memory() {
     });
 }
 
-/// Pieces of all lengths and alignments, by the ring and without it.
-#[test]
-fn pieces_and_pages_of_any_length_are_in_their_places() {
-    on_gpu(|gpu| {
-        // The simulation has no kernels of its own to get wrong.
-        let part = if gpu.stand_in.is_some() { 4 } else { 1 };
-        for ring in [64 << 20, 0] {
-            let mut b = Bench::new(ring);
-            let mut random = Random(7);
-            type Length = fn(&mut Random) -> usize;
-            let cases: [(&str, usize, Length); 5] = [
-                ("short", 4000, |random| 1 + random.below(200)),
-                ("of 1 KiB", 8000, |_| 1 << 10),
-                ("of any length", 600, |random| 1 + random.below(40_000)),
-                ("of 16 KiB", 1000, |_| 16 << 10),
-                ("long among short ones", 300, |random| {
-                    if random.below(20) == 0 { 300_000 } else { 1 + random.below(5000) }
-                }),
-            ];
-            for (case, count, len) in cases {
-                let case = format!("{case}, ring of {ring}");
-                let places = b.places(&mut random, count / part, len);
-                b.pieces(&mut random, &places, &case);
-                b.pages(&mut random, &places, 37, &case);
-            }
-            // One block that is longer than a chunk.
-            let places = b.places(&mut random, 900, |_| 12_000);
-            b.pages(&mut random, &places, 900, "a long block");
-            let stats = b.copier.stats();
-            if ring == 0 {
-                assert_eq!((stats.ring_bytes, stats.launches), (0, 0), "{stats:?}");
-            } else {
-                assert!(stats.has_kernels, "{stats:?}");
-                assert!(stats.ring_bytes > (40 << 20) / part as u64 && stats.launches > 0, "{stats:?}");
-                assert!(stats.ring <= 64 << 20, "{stats:?}");
-            }
-            all_back(&b.pool);
-            drop(b.copier);
-        }
-    });
-}
-
 /// The ring is given back when it was unused for a while, and taken again.
 #[test]
 fn an_idle_ring_is_given_back() {
     on_gpu(|_| {
-        let mut b = Bench::new(32 << 20);
-        let mut random = Random(3);
-        let places = b.places(&mut random, 2000, |_| 1 << 10);
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 8 << 20);
+        let memory = device.alloc(2000 * PIECE).unwrap();
         for round in 0..2 {
-            let before = b.copier.stats().ring_bytes;
-            b.pieces(&mut random, &places, "idle ring");
+            let before = copier.stats().ring_bytes;
+            upload(&copier, &memory, 2000).unwrap();
+            arrived(&device, &memory, 2000);
             // On a busy machine the ring may have been given back by now.
-            assert!(b.copier.stats().ring_bytes > before, "round {round}");
-            let since = Instant::now();
-            while b.copier.stats().ring > 0 {
-                assert!(since.elapsed() < HANG, "the ring is never given back");
-                std::thread::sleep(Duration::from_millis(20));
+            assert!(copier.stats().ring_bytes > before, "round {round}");
+            if round == 0 {
+                until("the ring is given back", || copier.stats().ring == 0);
             }
         }
     });
 }
 
-/// A file of these bytes, and a load of a part of it.
-fn load(
-    b: &Bench,
-    bytes: &[u8],
-    reading: Reading,
-    part: Range<usize>,
-) -> (NamedTempFile, Transfer<FileSource>) {
-    let file = NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).or_else(|_| NamedTempFile::new()).unwrap();
-    std::fs::write(file.path(), bytes).unwrap();
-    let source = FileSource::open(file.path()).unwrap().reading(reading);
-    let source = source.range(part.start as u64..part.end as u64).unwrap();
-    let load = b.copier.upload(source, b.memory.slice(..part.len())).unwrap();
-    (file, load)
-}
-
-/// In every way of reading; cancelled anywhere; cut off anywhere; with a driver's call that fails.
+/// Kernels that cannot be loaded: pieces go in batches.
 #[test]
-fn a_load_of_a_file_is_whole_or_an_error_and_leaves_nothing() {
-    on_gpu(|gpu| {
-        const LEN: usize = (6 << 20) + 4321;
-        const LEFT: u64 = 1_234_567;
-        let b = Bench::new(0);
-        let b = Bench { copier: Copier::builder(&b.pool, &b.device).chunk(256 << 10).build().unwrap(), ..b };
-        let sent = bytes(2, LEN);
-        for reading in [Reading::Auto, Reading::Buffered, Reading::Direct] {
-            for part in [0..LEN, 4097..LEN - 5] {
-                load(&b, &sent, reading, part.clone()).1.wait().unwrap();
-                assert!(downloaded(&b.copier, b.memory.slice(..part.len())) == sent[part], "{reading:?}");
-            }
-        }
-        let (mut cancelled, mut cut) = (0, 0);
-        for round in 0..40 {
-            let (file, load) = load(&b, &sent, Reading::Auto, 0..LEN);
-            let (since, done) = (Instant::now(), round * LEN as u64 / 50);
-            while load.progress().done < done && !load.is_over() {
-                assert!(since.elapsed() < HANG, "{:?}", load.progress());
-                std::thread::yield_now();
-            }
-            match round % 4 {
-                0 => load.cancel(),
-                1 => {
-                    load.cancel();
-                    drop(load);
-                    continue;
-                }
-                _ => file.as_file().set_len(LEFT).unwrap(),
-            }
-            let _ = load.wait_landed(u64::MAX);
-            let right = load.progress().landed_to.min(LEN as u64) as usize;
-            match load.wait().map_err(|failed| failed.error) {
-                Ok(_) => assert_eq!(right, LEN),
-                Err(Error::Cancelled { .. }) => cancelled += 1,
-                Err(Error::Read { offset: LEFT, kind: std::io::ErrorKind::UnexpectedEof, .. }) => cut += 1,
-                Err(other) => panic!("{other}"),
-            }
-            assert!(right == 0 || downloaded(&b.copier, b.memory.slice(..right)) == sent[..right], "{round}");
-        }
-        assert!(cancelled > 0 && cut > 0);
-        let mut failed = 0;
-        for call in ["cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery"] {
-            let Some(d) = &gpu.stand_in else { break };
-            for nth in [1, 4, 11, 17] {
-                // Out of memory, once.
-                d.fail(call, nth, 2, false);
-                let loaded = load(&b, &sent, Reading::Auto, 0..LEN).1.wait().map_err(|failed| failed.error);
-                d.calm();
-                match loaded {
-                    Ok(_) => assert!(downloaded(&b.copier, b.memory.slice(..LEN)) == sent, "{call} {nth}"),
-                    Err(Error::Transfer { .. }) => failed += 1,
-                    Err(other) => panic!("{call} {nth}: {other}"),
-                }
-                all_back(&b.pool);
-            }
-        }
-        assert!(failed > 0 || gpu.stand_in.is_none(), "copies that are refused are errors");
-        assert_eq!(b.pool.stats().quarantined_bytes, 0);
-        let Bench { device, pool, copier, memory, .. } = b;
-        drop((memory, copier));
-        until("all is unregistered", || device.registered_bytes() == 0);
+fn without_kernels_pieces_go_in_batches() {
+    on_stand_in(|_, d| {
+        let device = open();
+        d.fail("cuModuleLoadData", 1, 218, false);
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 8 << 20);
+        let memory = device.alloc(2000 * PIECE).unwrap();
+        upload(&copier, &memory, 2000).unwrap();
+        arrived(&device, &memory, 2000);
+        let stats = copier.stats();
+        assert!(!stats.has_kernels && stats.ring_bytes == 0 && stats.batch_bytes > 0, "{stats:?}");
         all_back(&pool);
     });
 }
 
-/// Kernels that cannot be loaded, and device memory that is too short for the ring: pieces go in batches.
-#[test]
-fn without_kernels_or_memory_pieces_go_in_batches() {
-    on_stand_in(|_, d| {
-        let mut random = Random(5);
-        let _ = open();
-        d.fail("cuModuleLoadData", 1, 218, false);
-        let mut b = Bench::new(64 << 20);
-        let places = b.places(&mut random, 3000, |_| 1 << 10);
-        b.pieces(&mut random, &places, "no kernels");
-        let stats = b.copier.stats();
-        assert!(!stats.has_kernels && stats.ring_bytes == 0 && stats.batch_bytes > 0, "{stats:?}");
-        all_back(&b.pool);
-    });
-}
-
-/// Streams that are lost keep the slots of what was in flight there. Calls that are refused after that keep none, so no
-/// ring is allocated in place of one that has none left.
+/// Streams that are lost keep the slots of what was in flight there. Calls that are refused after that keep
+/// none, so no ring is allocated in place of one that has none left.
 #[test]
 fn refused_calls_keep_no_device_memory() {
     on_stand_in(|_, d| {
         const RING: usize = 8 << 20;
-        let Bench { device, pool, memory, .. } = Bench::new(0);
+        const MEMORY: usize = 4 << 20;
+        let device = open();
+        let memory = device.alloc(MEMORY).unwrap();
+        let pool = Pool::builder(&device).capacity(96 << 20).unpinned(Unpinned::Allow).build().unwrap();
         let copier =
             Copier::builder(&pool, &device).threads(3).depth(1).chunk(1 << 20).ring(RING).build().unwrap();
         let bytes = vec![1; 1 << 10];
@@ -371,5 +231,198 @@ fn refused_calls_keep_no_device_memory() {
         drop((places, memory, copier, pool));
         let error = device.close(HANG).unwrap_err();
         assert!(error.held_by().memory_bytes < MEMORY + 5 * RING, "{error}");
+    });
+}
+
+/// The pieces of a call go together: by the kernel, or in batches, with one event each.
+#[test]
+fn pieces_go_by_the_kernel_or_in_batches_or_one_by_one() {
+    on_gpu(|gpu| go_together(gpu, true, 16 << 20));
+    on_gpu(|gpu| go_together(gpu, true, 0));
+    on_driver(Driver::Cuda13_0, |gpu| go_together(gpu, true, 0));
+    on_driver(Driver::Cuda12_0, |gpu| go_together(gpu, false, 0));
+}
+
+fn go_together(gpu: &Gpu, has_batches: bool, ring: usize) {
+    const COUNT: usize = 2000;
+    let device = open();
+    let pool = pool(&device, 16 << 20);
+    let copier = copier(&pool, &device, ring);
+    let memory = device.alloc(COUNT * PIECE).unwrap();
+    const CALLS: [&str; 3] = ["cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuMemcpyBatchAsync"];
+    let counts = |d: &StandIn| CALLS.map(|name| calls(d, name));
+    let before = gpu.stand_in.as_ref().map(counts);
+    upload(&copier, &memory, COUNT).unwrap();
+    arrived(&device, &memory, COUNT);
+    let stats = copier.stats();
+    assert_eq!(stats.ring_bytes + stats.batch_bytes, (0..COUNT).map(len).sum::<usize>() as u64);
+    if let (Some(d), Some(before)) = (&gpu.stand_in, before) {
+        let now = counts(d);
+        let [copies, events, batches] = [0, 1, 2].map(|i| now[i] - before[i]);
+        assert!(stats.chunks < COUNT as u64 / 4, "{stats:?}");
+        assert!(events < COUNT as u64 / 2, "{events} events");
+        assert_eq!(copies < COUNT as u64 / 2, ring > 0 || has_batches, "{copies} copies");
+        if ring > 0 {
+            assert!(stats.ring_bytes > 0 && stats.launches > 0, "{stats:?}");
+        } else {
+            assert_eq!(batches > 0, has_batches, "{batches}");
+        }
+    }
+    drop(copier);
+    all_back(&pool);
+}
+
+/// Pieces of one call, borrowed ones, which are packed, and pinned blocks from where they are; some of which
+/// overlap: what overlaps is in no batch together. A batch that is refused, or is said to be, is made copy by
+/// copy: only if one of these is refused has the chunk failed.
+#[test]
+fn pieces_of_one_call_go_in_batches() {
+    on_stand_in(|_, d| {
+        const COUNT: usize = 400;
+        const ROW: usize = 4096;
+        const LEN: usize = 500;
+        let device = open();
+        let (pool, memory) = (pool(&device, 8 << 20), device.alloc(COUNT * ROW).unwrap());
+        let copier = Copier::builder(&pool, &device).ring(0).build().unwrap();
+        for (overlap, packed) in [(false, false), (false, true), (true, false), (true, true)] {
+            let place = |i: usize| if overlap && i % 5 == 0 { i / 10 * 513 } else { i * 7919 % COUNT * ROW };
+            let place = |i: usize| memory.slice(place(i)..place(i) + LEN).unwrap();
+            let upload = || -> pinpool::Result<()> {
+                if packed {
+                    let all: Vec<_> = (0..COUNT).map(|i| bytes(i, LEN)).collect();
+                    let pieces: Vec<_> = (0..COUNT).map(|i| (&all[i][..], place(i))).collect();
+                    return copier.upload_slices(&pieces);
+                }
+                let blocks = (0..COUNT).map(|i| (filled(&pool, &bytes(i, LEN)), place(i)));
+                drop(copier.upload_pages(blocks.collect()).unwrap().wait()?);
+                Ok(())
+            };
+            for after in [false, true] {
+                let case = format!("overlap {overlap}, packed {packed}, after {after}");
+                let struck = d.struck();
+                (1..=200).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, after));
+                upload().unwrap();
+                assert!(d.struck() > struck, "{case}: no batch was made");
+                let mut back = vec![[0; LEN]; COUNT];
+                let mut targets: Vec<_> =
+                    back.iter_mut().enumerate().map(|(i, back)| (place(i), &mut back[..])).collect();
+                copier.download_slices(&mut targets).unwrap();
+                let wrong = (0..COUNT).find(|i| back[*i] != *bytes(*i, LEN));
+                assert!(overlap || wrong.is_none(), "{case}: piece {wrong:?}");
+                d.fail("cuMemcpyHtoDAsync_v2", 77, 1, false);
+                assert_eq!(upload().unwrap_err().class(), ErrorClass::Argument, "{case}");
+                d.calm();
+                all_back(&pool);
+            }
+            upload().unwrap();
+        }
+        let stats = copier.stats();
+        assert!(stats.batch_bytes > 0 && stats.in_place_bytes > 0, "{stats:?}");
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+/// Chunks of pages have no table before they may go: by a rate that would take long, while others need the
+/// pool.
+#[test]
+fn pages_that_wait_for_the_rate_keep_nothing_of_the_copiers_pool() {
+    on_stand_in(|_, _| {
+        const COUNT: usize = 8192;
+        let device = open();
+        let (blocks, tables) = (pool(&device, 16 << 20), pool(&device, 16 << 20));
+        let copier =
+            Copier::builder(&tables, &device).threads(2).chunk(256 << 10).rate(1 << 20).build().unwrap();
+        let memory = device.alloc(COUNT * PIECE).unwrap();
+        let block = |nth: usize| {
+            let memory = memory.slice(nth * COUNT / 4 * PIECE..).unwrap();
+            let places = memory.strided(..PIECE / 2, PIECE, COUNT / 4).unwrap();
+            (blocks.checkout_zeroed(COUNT / 4 * PIECE / 2).unwrap(), places)
+        };
+        let sent = copier.upload_pages((0..4).map(block).collect()).unwrap();
+        until("the first chunk has gone", || sent.progress().done > 0);
+        until("no other has a table", || in_use(&tables) == 0);
+        assert!(sent.progress().done < 1 << 20, "{:?}", sent.progress());
+        sent.wait().unwrap();
+        // Those that waited while the ring was allocated go through it.
+        let stats = copier.stats();
+        assert!(stats.ring_bytes > 1 << 20, "{stats:?}");
+        drop(copier);
+        all_back(&tables);
+        all_back(&blocks);
+    });
+}
+
+/// Each call that pieces make fails once, with each kind of error, done or not: nothing is lost, and nothing
+/// is reported as done that is not.
+#[test]
+fn every_call_of_pieces_fails_once() {
+    const COUNT: usize = 150;
+    for call in [
+        "cuMemcpyBatchAsync",
+        "cuMemcpyHtoDAsync_v2",
+        "cuLaunchKernel",
+        "cuEventRecord",
+        "cuEventQuery",
+        "cuEventCreate",
+    ] {
+        // On a machine for each call, whose device has no events yet.
+        on_stand_in(|_, d| {
+            for (code, after) in [(1, false), (2, false), (2, true), (999, false)] {
+                for ring in [8 << 20, 0] {
+                    let case = format!("{call} {code} {after} {ring}");
+                    let device = open();
+                    let pool = pool(&device, 8 << 20);
+                    let copier = copier(&pool, &device, ring);
+                    let memory = device.alloc(COUNT * PIECE).unwrap();
+                    (1..=3).for_each(|nth| d.fail(call, nth, code, after));
+                    let together = upload(&copier, &memory, COUNT / 3).is_ok();
+                    let start = |i: usize| copier.upload(bytes(i, len(i)), place(&memory, i)).unwrap();
+                    let singly: Vec<_> = (COUNT / 3..COUNT).map(start).collect();
+                    let mut sent = vec![together; COUNT / 3];
+                    sent.extend(singly.into_iter().map(|one| one.wait().is_ok()));
+                    d.calm();
+                    let mut all = vec![0; memory.len()];
+                    device.stream().unwrap().download_blocking(&memory, &mut all).unwrap();
+                    for (i, sent) in sent.iter().enumerate() {
+                        let there = all[i * PIECE..][..len(i)] == bytes(i, len(i));
+                        assert!(!sent || there, "{case}: piece {i}");
+                    }
+                    upload(&copier, &memory, COUNT).unwrap();
+                    drop(copier);
+                    all_back(&pool);
+                    assert_eq!(pool.stats().quarantined_bytes, 0, "{case}");
+                    assert_eq!(device.lost(), None, "{case}");
+                }
+            }
+            assert!(d.struck() > 0, "{call} is never made");
+            assert_eq!(d.report().violations, Vec::<String>::new());
+        });
+    }
+}
+
+/// The device dies with transfers that wait, that are in flight, and that are waited for.
+#[test]
+fn a_device_dies_under_transfers() {
+    on_stand_in(|_, d| {
+        let device = open();
+        let pool = pool(&device, 8 << 20);
+        let copier = copier(&pool, &device, 8 << 20);
+        let memory = device.alloc(400 * PIECE).unwrap();
+        d.hang(true);
+        let start = |i: usize| copier.upload(bytes(i, len(i)), place(&memory, i)).unwrap();
+        let mut sent: Vec<_> = (0..400).map(start).collect();
+        let last = sent.pop().unwrap();
+        let waiting = std::thread::spawn(move || last.wait().unwrap_err().error);
+        std::thread::sleep(Duration::from_millis(20));
+        d.kill(0, 700);
+        assert!(waiting.join().unwrap().is_device_lost());
+        // Some may have completed before; no transfer says so that did not.
+        let refused = sent.into_iter().filter_map(|sent| sent.wait().err());
+        refused.for_each(|refused| assert!(refused.error.is_device_lost(), "{refused:?}"));
+        until("nothing is in flight", || in_use(&pool) == 0);
+        let error = copier.upload(b"more".to_vec(), &memory).unwrap_err().error;
+        assert!(error.is_device_lost(), "{error}");
+        pool.check().unwrap();
+        // A sticky code says that the context is of no use; the crate gives nothing back to it.
     });
 }

@@ -1,6 +1,7 @@
 //! GPUs: on the simulated driver, and on a real GPU where `PINPOOL_REQUIRE` names one.
 //!
-//! `standin` tests the simulated driver itself. `hardware` and `cudarc` use the machine's driver wherever it has a GPU.
+//! `standin` tests the simulated driver itself. `hardware` and `cudarc` use the machine's driver wherever it
+//! has a GPU.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
@@ -17,7 +18,6 @@ mod pointers;
 #[path = "../support/record.rs"]
 mod record;
 mod rig;
-mod scattered;
 mod spread;
 mod standin;
 mod streams;

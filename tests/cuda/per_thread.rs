@@ -1,6 +1,7 @@
 //! CUDA's per-thread default stream: one handle, which is another stream on each thread.
 //!
-//! A stream of it is the thread's that adopted it. Other threads may wait for what is in flight on it, and no more.
+//! A stream of it is the thread's that adopted it. Other threads may wait for what is in flight on it, and no
+//! more.
 
 use pinpool::{Copier, Device, Error, ErrorClass, InFlight, Stream, cuda};
 
@@ -35,11 +36,11 @@ fn is_of_another_thread<T>(said: Result<T, Error>) -> bool {
 fn each_thread_has_its_own() {
     on_gpu(|gpu| {
         let device = open();
-        let (pool, stream) = (pool(&device, 2 << 20), own(&device));
+        let pool = pool(&device, 2 << 20);
+        // None ends before all have begun: see `docs/cuda.md`.
         let all = std::sync::Barrier::new(4);
         let work = |seed| {
             gpu.current(gpu.context);
-            // None ends before all have begun: see `docs/cuda.md`.
             all.wait();
             let (stream, memory) = (own(&device), device.alloc(LEN).unwrap());
             (0..20).for_each(|n| round_trip(&pool, &stream, &memory, seed + n));
@@ -55,15 +56,26 @@ fn each_thread_has_its_own() {
             stream.synchronize().unwrap();
             stream.number()
         };
-        let mut numbers = vec![stream.number()];
-        std::thread::scope(|scope| {
+        let mut numbers = std::thread::scope(|scope| {
             let work = &work;
-            let threads: Vec<_> = (0..4).map(|n| scope.spawn(move || work(100 * n))).collect();
-            numbers.extend(threads.into_iter().map(|thread| thread.join().unwrap()));
+            let threads = [0, 1, 2, 3].map(|n| scope.spawn(move || work(100 * n)));
+            threads.map(|thread| thread.join().unwrap()).to_vec()
         });
         numbers.sort_unstable();
         numbers.dedup();
-        assert_eq!(numbers.len(), 5, "no two threads have the same stream");
+        assert_eq!(numbers.len(), 4, "no two threads have the same stream");
+        // A capture of one thread's stream is no other thread's.
+        let (stream, memory) = (own(&device), device.alloc(LEN).unwrap());
+        gpu.begin_capture(RAW, 1);
+        let refused = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap_err();
+        assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
+        elsewhere(|| {
+            gpu.current(gpu.context);
+            round_trip(&pool, &own(&device), &memory, 2);
+        });
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(RAW)]);
+        round_trip(&pool, &stream, &memory, 3);
+        drop(refused);
         all_back(&pool);
     });
 }
@@ -79,22 +91,27 @@ fn another_thread_is_refused_and_loses_nothing() {
         elsewhere(|| {
             gpu.current(gpu.context);
             let mine = device.stream().unwrap();
-            let refused = stream.upload(filled(&pool, &sent), &memory).unwrap_err();
-            assert!(*refused.buffer.unwrap() == *sent && is_of_another_thread::<()>(Err(refused.error)));
-            let refused = stream.download(&memory, pool.checkout(LEN).unwrap()).unwrap_err();
-            assert!(refused.buffer.is_some() && is_of_another_thread::<()>(Err(refused.error)));
-            let refused = stream.hold(pool.checkout(LEN).unwrap()).unwrap_err();
-            assert!(refused.buffer.is_some() && is_of_another_thread::<()>(Err(refused.error)));
-            assert!(is_of_another_thread(stream.upload_blocking(&sent, &memory)));
-            assert!(is_of_another_thread(stream.download_blocking(&memory, &mut vec![0; LEN])));
-            assert!(is_of_another_thread(stream.copy(&memory, &memory)));
-            assert!(is_of_another_thread(stream.wait_for(&mine)));
-            assert!(is_of_another_thread(mine.wait_for(&stream)));
-            assert!(is_of_another_thread(stream.synchronize()));
-            assert!(is_of_another_thread(cuda::raw_stream(&stream)));
-            assert!(is_of_another_thread(copier.wait_for(&stream)));
-            copier.upload_slice(&sent, &memory).unwrap();
-            let up = copier.upload_pages(vec![(filled(&pool, &sent), memory.slice(..).unwrap())]).unwrap();
+            let buf = || filled(&pool, &sent);
+            for refused in [
+                stream.upload(buf(), &memory).unwrap_err(),
+                stream.download(&memory, buf()).unwrap_err(),
+                stream.hold(buf()).unwrap_err(),
+            ] {
+                assert!(*refused.buffer.unwrap() == *sent && is_of_another_thread::<()>(Err(refused.error)));
+            }
+            for said in [
+                stream.upload_blocking(&sent, &memory),
+                stream.download_blocking(&memory, &mut vec![0; LEN]),
+                stream.copy(&memory, &memory).map(drop),
+                stream.wait_for(&mine),
+                mine.wait_for(&stream),
+                stream.synchronize(),
+                cuda::raw_stream(&stream).map(drop),
+                copier.wait_for(&stream),
+            ] {
+                assert!(is_of_another_thread(said));
+            }
+            let up = copier.upload_pages(vec![(buf(), memory.slice(..).unwrap())]).unwrap();
             // If it is over, there is nothing to order.
             let said = up.order(&stream);
             assert!(said.is_ok() || is_of_another_thread(said));
@@ -132,8 +149,8 @@ fn a_thread_ends_with_copies_in_flight() {
     });
 }
 
-/// An event that could not be recorded on its own thread is recorded by the reaper, on the stream that covers it: the
-/// buffer does not return before the copy has read it.
+/// An event that could not be recorded on its own thread is recorded by the reaper, on the stream that covers
+/// it: the buffer does not return before the copy has read it.
 #[test]
 fn the_reaper_records_on_the_stream_that_covers_it() {
     on_stand_in(|gpu, d| {
@@ -162,27 +179,6 @@ fn the_reaper_records_on_the_stream_that_covers_it() {
             device.stream().unwrap().download_blocking(&memory, &mut back).unwrap();
             assert!(back == bytes(seed, LEN));
         }
-        all_back(&pool);
-    });
-}
-
-/// A capture of one thread's stream is no other thread's.
-#[test]
-fn a_capture_on_one_thread() {
-    on_gpu(|gpu| {
-        let device = open();
-        let (pool, stream, memory) = (pool(&device, 2 << 20), own(&device), device.alloc(LEN).unwrap());
-        gpu.begin_capture(RAW, 1);
-        let refused = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap_err();
-        assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
-        drop(refused);
-        elsewhere(|| {
-            gpu.current(gpu.context);
-            round_trip(&pool, &own(&device), &memory, 2);
-        });
-        let graph = gpu.end_capture(RAW);
-        gpu.ok("cuGraphDestroy", &[graph]);
-        round_trip(&pool, &stream, &memory, 3);
         all_back(&pool);
     });
 }

@@ -3,15 +3,16 @@
 #![allow(unsafe_code, reason = "raw handles")]
 
 use std::ffi::c_void;
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, Error, Pool, Stream, cuda};
 
-use crate::record;
 use crate::support::doubles::gpu::{bytes, filled};
 use crate::support::doubles::{self, HANG, StandIn, gpu_name};
+use crate::support::skip;
 
 pub fn open() -> Device {
     Device::open(&gpu_name(0)).unwrap()
@@ -64,24 +65,73 @@ pub fn flag() -> (Flag, impl Fn() -> bool + Clone) {
     (Flag(flag.clone()), move || flag.load(Ordering::Acquire))
 }
 
-/// Runs a test of this executable in a process of its own, in which it passes.
-pub fn passes_in_a_child(test: &str, environment: &[(&str, &str)], limit: Duration) {
-    let child = doubles::child(test, environment, limit);
-    crate::support::process::forward(&child.stdout, &child.stderr);
-    let passed = child.status.is_some_and(|status| status.success());
-    assert!(passed, "{test}: the child {}: {}", child.how(), child.last_words());
-    assert!(child.stdout.contains("1 passed"), "{test} did not run");
+/// Random numbers, the same in each run.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_add(1).wrapping_mul(0x2545_F491_4F6C_DD1D) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
 }
 
-/// The number of the first check that failed, counted from 1; 0 if all hold.
-pub fn first_wrong(checks: &[bool]) -> i32 {
-    checks.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1)
+/// What the child of [`in_a_child`] runs on: `real` or `stand-in`.
+const KIND: &str = "PINPOOL_HARDWARE";
+
+/// Runs a test of this executable in a child, in which it passes: on the machine's own driver, or else on the
+/// simulation. In the child: whether it is the machine's own. `None`: this is the parent.
+pub fn in_a_child(test: &str, needs_kernels: bool) -> Option<bool> {
+    if let Ok(kind) = std::env::var(KIND) {
+        return Some(kind == "real");
+    }
+    let passes = |environment: &[(&str, &str)]| {
+        // Longer than any test takes.
+        let child = doubles::child(test, environment, Duration::from_secs(560));
+        crate::support::process::forward(&child.stdout, &child.stderr);
+        let passed = child.status.is_some_and(|status| status.success());
+        assert!(passed, "{test}: the child {}: {}", child.how(), child.last_words());
+        assert!(child.stdout.contains("1 passed"), "{test} did not run");
+    };
+    let why = match doubles::real_driver() {
+        Ok((_, text)) => {
+            println!("{test}: on {text}");
+            // Kernels are loaded when their module is: the driver's other way is at their first launch, which
+            // may wait for whatever runs.
+            passes(&[(KIND, "real"), ("CUDA_MODULE_LOADING", "EAGER")]);
+            return None;
+        }
+        Err(why) => why,
+    };
+    assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU: {why}");
+    match doubles::named_or_built().filter(|_| !needs_kernels) {
+        Some(built) => {
+            let [folder, library] = named(&built);
+            passes(&[(KIND, "stand-in"), ("LD_LIBRARY_PATH", &folder), (doubles::PATH, &library)]);
+        }
+        None => skip!("{why}, and it needs a GPU or a built simulation"),
+    }
+    None
 }
 
-/// What was logged for one target since `record` began: the fields of each event.
-pub fn logged(target: &str) -> Vec<String> {
-    record::events(target)
-        .iter()
-        .map(|event| format!("{} {:?}", event.field("message"), event.fields))
-        .collect()
+/// The simulation by the name that cudarc looks for: the folder, and the file.
+fn named(built: &Path) -> [String; 2] {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cudarc");
+    std::fs::create_dir_all(&folder).unwrap();
+    // Renamed into place at once: another process may be using what is there.
+    static MADE: AtomicU32 = AtomicU32::new(0);
+    let number = MADE.fetch_add(1, Ordering::Relaxed);
+    let mine = folder.join(format!("new.{}.{number}", std::process::id()));
+    std::os::unix::fs::symlink(built, &mine).unwrap();
+    std::fs::rename(&mine, folder.join("libcuda.so")).unwrap();
+    [folder.clone(), folder.join("libcuda.so")].map(|path| path.to_str().unwrap().into())
 }

@@ -1,13 +1,15 @@
 //! Many threads that check out, fill, upload and drop at once, and every byte checked on the device.
 //!
-//! A kernel checks, on the stream of the upload, right behind it; the buffer's handle is dropped as soon as both are
-//! submitted, so the host refills segments while copies are under way. (Without kernels `contract/replay` does the like.)
+//! A kernel checks, on the stream of the upload, right behind it; the buffer's handle is dropped as soon as
+//! both are submitted, so the host refills segments while copies are under way. (Without kernels
+//! `contract/replay` does the like.)
 //!
 //! Device memory is a ring for each thread, used again in the order of the thread's one stream.
 
 use pinpool::{Device, DeviceSlice, Pool, Stream};
 
 use super::{Gpu, filled, open, raw_stream, until};
+use crate::rig::Random;
 use crate::support::kernels::{Counts, Kernels};
 
 const LARGEST: usize = 1 << 20;
@@ -33,28 +35,9 @@ impl Totals {
     }
 }
 
-/// A number generator for lengths and seeds.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_add(1).wrapping_mul(0x2545_F491_4F6C_DD1D) | 1)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    /// 1 B to 64 KiB, and one in a hundred 1 MiB.
-    fn len(&mut self) -> usize {
-        match self.next() % 100 {
-            0 => LARGEST,
-            _ => 1 + self.next() as usize % USUAL,
-        }
-    }
+/// 1 B to 64 KiB, and one in a hundred 1 MiB.
+fn any_len(random: &mut Random) -> usize {
+    if random.below(100) == 0 { LARGEST } else { 1 + random.below(USUAL) }
 }
 
 /// One thread's part, with its stream of the device.
@@ -71,7 +54,7 @@ fn worker(
     let (raw, counts) = (raw_stream(stream), kernels.counts());
     let (mut random, mut totals) = (Random::new(number), Totals::default());
     for n in 0..count {
-        let (len, seed) = (random.len(), random.next());
+        let (len, seed) = (any_len(&mut random), random.next());
         let memory = &ring[n as usize % RING];
         // The handle is dropped at once: the segment returns when the copy is complete.
         drop(stream.upload(filled(pool, len, seed), memory.slice(..len)).expect("an upload"));

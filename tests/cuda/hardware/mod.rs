@@ -1,12 +1,14 @@
-//! What only a GPU can show: kernels that check what arrives, graphs that replay, faults that end a context, two GPUs
-//! at once, and processes that end in the middle of it all.
+//! What only a GPU can show: kernels that check what arrives, graphs that replay, faults that end a context,
+//! two GPUs at once, and processes that end in the middle of it all.
 //!
-//! Each test has a process of its own, so that a broken context, a setting of the whole process or a crash stays with
-//! its test and is reported. Where there is no GPU, those that need no kernels run on the simulated driver; the
-//! others are skipped and say so, which fails while `PINPOOL_REQUIRE` names a GPU. `PINPOOL_HARDWARE_CHECKOUTS`
-//! says how many checkouts the longest test makes (20,000; the full run is 1,000,000).
+//! Each test has a process of its own, so that a broken context, a setting of the whole process or a crash
+//! stays with its test and is reported. Where there is no GPU, those that need no kernels run on the
+//! simulated driver; the others are skipped and say so, which fails while `PINPOOL_REQUIRE` names a GPU.
+//! `PINPOOL_HARDWARE_CHECKOUTS` says how many checkouts the longest test makes (20,000; the full run is
+//! 1,000,000).
 //!
-//! pinpool is used through its public face, and the driver beside it by plain calls (`tests/support/kernels`).
+//! pinpool is used through its public face, and the driver beside it by plain calls
+//! (`tests/support/kernels`).
 
 #![allow(unsafe_code, reason = "calling the driver")]
 
@@ -20,19 +22,13 @@ mod short;
 mod two;
 
 use std::path::Path;
-use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Result, Stream, cuda};
 
-use crate::rig::passes_in_a_child;
+use crate::rig::in_a_child;
 use crate::support::doubles::gpu::until;
 use crate::support::doubles::{self, HANG, StandIn};
 use crate::support::kernels::{self, Kernels, Raw};
-
-/// What the child is to run on: `real` or `stand-in`.
-const KIND: &str = "PINPOOL_HARDWARE";
-/// Longer than any test takes.
-const LIMIT: Duration = Duration::from_secs(560);
 
 /// The driver that a test has, beside pinpool.
 pub struct Gpu {
@@ -43,7 +39,8 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// The kernels, loaded into the first GPU's context, which is current here from now on. `None`: no real GPU.
+    /// The kernels, loaded into the first GPU's context, which is current here from now on. `None`: no real
+    /// GPU.
     fn kernels(&self) -> Option<Kernels<'_>> {
         self.kernels_of(0)
     }
@@ -77,45 +74,19 @@ pub enum Needs {
     Kernels,
 }
 
-/// Reports that a part is left out. Fails where it must not be.
-fn skip(test: &str, why: &str) {
-    crate::support::skip!("{why}");
-    assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU, so nothing may be skipped: {why}");
-}
-
 /// Runs the body of a test in a child.
 fn on_gpu(test: &str, needs: Needs, body: impl FnOnce(&Gpu)) {
-    if let Ok(kind) = std::env::var(KIND) {
-        let named = std::env::var_os(doubles::PATH).filter(|path| !path.is_empty());
-        let path = named.unwrap_or_else(|| "libcuda.so.1".into());
-        let gpu = Gpu { raw: Raw::new(Path::new(&path)), real: kind == "real" };
-        return body(&gpu);
-    }
-    let built;
-    let environment: Vec<(&str, &str)> = match doubles::real_driver() {
-        Ok((_, text)) => {
-            println!("{test}: on {text}");
-            // Kernels are loaded when their module is: the driver's other way is at their first launch, which may wait
-            // for whatever runs.
-            vec![(KIND, "real"), ("CUDA_MODULE_LOADING", "EAGER")]
-        }
-        Err(why) if doubles::required() || needs == Needs::Kernels => return skip(test, &why),
-        Err(why) => {
-            let Some(library) = doubles::named_or_built() else {
-                return skip(test, &format!("{why}, and there is no cargo to build the stand-in with"));
-            };
-            built = library;
-            vec![(KIND, "stand-in"), (doubles::PATH, built.to_str().expect("a path in UTF-8"))]
-        }
-    };
-    passes_in_a_child(test, &environment, LIMIT);
+    let Some(real) = in_a_child(test, needs == Needs::Kernels) else { return };
+    let named = std::env::var_os(doubles::PATH).filter(|path| !path.is_empty());
+    let path = named.unwrap_or_else(|| "libcuda.so.1".into());
+    body(&Gpu { raw: Raw::new(Path::new(&path)), real });
 }
 
 /// A checked-out buffer with the pattern of a seed.
 fn filled(pool: &Pool, len: usize, seed: u64) -> PinnedBuf {
     let mut buf = pool.checkout_timeout(len, HANG).expect("the pool has room");
-    // SAFETY: the segment is mapped memory of this function alone, and all of `len` is written before it counts as
-    // such.
+    // SAFETY: the segment is mapped memory of this function alone, and all of `len` is written before it
+    // counts as such.
     unsafe {
         let room = std::slice::from_raw_parts_mut(buf.as_mut_ptr(), len);
         kernels::fill(room, seed);
@@ -151,21 +122,6 @@ fn open(ordinal: usize) -> Device {
 fn pool(device: &Device) -> Pool {
     let built = Pool::builder(device).capacity(64 << 20).initial(8 << 20).region(16 << 20).extent(4 << 20);
     built.build().expect("a pool")
-}
-
-#[test]
-fn the_pattern_is_the_kernels() {
-    // Computed by hand from the comment in pattern.ptx.
-    let mut bytes = [0; 11];
-    kernels::fill(&mut bytes, 3);
-    let v = 3_u128 * 0x9E37_79B9_7F4A_7C15 % (1 << 64);
-    let v = (v ^ (v >> 29)) as u64;
-    assert_eq!(bytes[..8], v.to_le_bytes());
-    assert_eq!(kernels::wrong(&bytes, 3), 0);
-    bytes[10] ^= 1;
-    bytes[0] ^= 1;
-    assert_eq!(kernels::wrong(&bytes, 3), 2);
-    assert!(kernels::wrong(&bytes, 4) > 5);
 }
 
 macro_rules! tests {

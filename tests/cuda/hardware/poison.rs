@@ -19,7 +19,8 @@ pub fn stall(gpu: &Gpu, ordinal: usize, stream: &Stream) {
     }
 }
 
-/// Ends a GPU's context with a sticky error. Made before anything is stalled: loading a module may wait for that.
+/// Ends a GPU's context with a sticky error. Made before anything is stalled: loading a module may wait for
+/// that.
 pub struct Fault<'a> {
     gpu: &'a Gpu,
     ordinal: usize,

@@ -1,11 +1,13 @@
-//! Users of the runtime API in the same primary context: their memory, streams and copies beside those of the crate.
+//! Users of the runtime API in the same primary context: their memory, streams and copies beside those of the
+//! crate.
 //!
-//! libcudart is loaded as a program would that was built against it. It is no part of the driver, so where there is
-//! none (or only one that is newer than the driver) the test is skipped even while `PINPOOL_REQUIRE` names a GPU.
+//! libcudart is loaded as a program would that was built against it. It is no part of the driver, so where
+//! there is none (or only one that is newer than the driver) the test is skipped even while `PINPOOL_REQUIRE`
+//! names a GPU.
 //!
-//! The runtime keeps the last error of each thread until a call asks for it, and many programs ask for it after each of
-//! their own calls. So no call of the crate, failed ones among them, may leave an error there, nor take the program's
-//! away.
+//! The runtime keeps the last error of each thread until a call asks for it, and many programs ask for it
+//! after each of their own calls. So no call of the crate, failed ones among them, may leave an error there,
+//! nor take the program's away.
 
 use std::path::Path;
 
@@ -150,31 +152,10 @@ pub fn beside(gpu: &Gpu) {
     assert_eq!(runtime.last_error(), 0);
 }
 
-type Failing<'a> = Box<dyn FnOnce() -> pinpool::Error + 'a>;
-
-/// Calls of the crate that fail, each followed by what the runtime says of it, and by calls of the runtime that must
-/// work.
+/// Calls of the crate that fail, each followed by what the runtime says of it, and by calls of the runtime
+/// that must work.
 fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &Stream) {
-    let registered = vec![0_u8; 1 << 20];
-    gpu.raw.register(registered.as_ptr().cast_mut(), registered.len());
-    let gone = runtime.made("cudaMalloc", &[64 << 20]);
-    let slice = raw_memory(device, gone as u64, 64 << 20).expect("the runtime's memory");
-    runtime.ok("cudaFree", &[gone]);
-    let twice = || {
-        let refused = device.register(registered).expect_err("it is registered");
-        let memory = refused.buffer.expect("it comes back");
-        gpu.raw.unregister(memory.as_ptr().cast_mut());
-        refused.error
-    };
-    let into_nothing = || stream.upload(filled(pool, LEN, 1), slice).expect_err("its memory is gone").error;
-    let calls: [(&str, Failing<'_>); 4] = [
-        ("registering twice", Box::new(twice)),
-        ("an upload to memory that is gone", Box::new(into_nothing)),
-        ("an allocation of 1 EiB", Box::new(|| device.alloc(1 << 60).expect_err("no GPU has as much"))),
-        ("memory at 0x10", Box::new(|| raw_memory(device, 0x10, 8).expect_err("no memory"))),
-    ];
-    for (what, call) in calls {
-        let error = call();
+    let leaves_nothing = |what: &str, error: pinpool::Error| {
         println!("{what}: {error}");
         assert!(!error.is_device_lost(), "{error}");
         assert_eq!(runtime.0.call("cudaPeekAtLastError", &[]), 0, "{what} left an error behind");
@@ -183,5 +164,17 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
         runtime.ok("cudaFree", &[memory]);
         runtime.ok("cudaDeviceSynchronize", &[]);
         assert_eq!(runtime.last_error(), 0, "{what} left an error behind");
-    }
+    };
+    let registered = vec![0_u8; 1 << 20];
+    gpu.raw.register(registered.as_ptr().cast_mut(), registered.len());
+    let refused = device.register(registered).expect_err("it is registered");
+    gpu.raw.unregister(refused.buffer.expect("it comes back").as_ptr().cast_mut());
+    leaves_nothing("registering twice", refused.error);
+    let gone = runtime.made("cudaMalloc", &[64 << 20]);
+    let slice = raw_memory(device, gone as u64, 64 << 20).expect("the runtime's memory");
+    runtime.ok("cudaFree", &[gone]);
+    let refused = stream.upload(filled(pool, LEN, 1), slice).expect_err("its memory is gone");
+    leaves_nothing("an upload to memory that is gone", refused.error);
+    leaves_nothing("an allocation of 1 EiB", device.alloc(1 << 60).expect_err("no GPU has as much"));
+    leaves_nothing("memory at 0x10", raw_memory(device, 0x10, 8).expect_err("no memory"));
 }

@@ -1,4 +1,5 @@
-//! Very short pieces by several threads at once, which a driver was seen to lose the device over (`device/cuda/batch.rs`).
+//! Very short pieces by several threads at once, which a driver was seen to lose the device over
+//! (`device/cuda/batch.rs`).
 
 use pinpool::{Copier, DeviceSlice};
 

@@ -1,8 +1,8 @@
-//! The simulated libcuda keeps its rules: each is broken on purpose, without pinpool in between, and the call must give
-//! its code and write down that rule and no other.
+//! The simulated libcuda keeps its rules: each is broken on purpose, without pinpool in between, and the call
+//! must give its code and write down that rule and no other.
 //!
-//! A double shares its author's misreadings, so the same scripts run on a real driver where there is one, and the codes
-//! are compared; and so are the effects of calls that no code shows.
+//! A double shares its author's misreadings, so the same scripts run on a real driver where there is one, and
+//! the codes are compared; and so are the effects of calls that no code shows.
 //!
 //! A *script* has a line for each call, or several with `; ` between them:
 //!
@@ -10,27 +10,19 @@
 //! | --- | --- |
 //! | `1 MemFree m+8 ! MEM-7` | the call, named without `cu` and `_v2`, gives that code and breaks that rule |
 //! | `... ? 0 WHY`, `... ? - WHY` | a driver gives that code instead; the driver is not asked (behind the name of a script: all of it) |
-//! | `0 CtxGetCurrent & -> own` | it writes that number to the place that `&` stands for (`_`: any) |
-//! | `0 StreamGetId 2 & => mine` | `mine` is what it wrote |
+//! | `0 CtxGetCurrent & -> own`, `0 StreamGetId 2 & => mine` | what it writes to the place that `&` stands for (`_`: any) is that number; is `mine` from now on |
 //! | `s = StreamCreate 1` | a call that writes to its first argument succeeds; `s` is what it wrote |
 //! | `0 up m page 64 s`, `0 down page m 64 s`, `0 register page 64` | copies to device memory `m`, and back; registers memory |
 //! | `0 batch 0:1 s m page 1024 4` | a batch of 4 copies of 1024 bytes next to each other (and more of them), with attributes from copy 0 on |
 //! | `rows = rows m,0,16`, `0 launch f 16 s m table 1` | rows of a table (place, offset, length) in host memory; a kernel in 16 blocks |
-//! | `heap = malloc 64`, `f = kernel spread` | memory of the device's heap; one of pinpool's kernels, of a new `module` |
-//! | `? - it is gone` | a handle of something destroyed: undefined on a driver |
-//! | `fill page 7`, `page is 7x100 1x5` | writes to 4096 bytes of host memory; which bytes are there |
-//! | `filled 3` | four pages are registered, and the device's memory is filled with that, and `page` with zeros |
-//! | `stall s`, `release` | nothing that is submitted to the stream runs for a while; the simulation goes on |
-//! | `page becomes 3x64` | waits until these bytes are there |
+//! | `page is 7x100 1x5`, `page becomes 3x64` | these bytes are there; waits until they are |
+//! | `stall s`, `release` | nothing that is submitted to the stream runs for a while |
 //! | `e completes`, `finish s` | asks until the event is complete; waits for the stream on a real driver |
 //! | `elsewhere`, `beside`, `each`, `race` | on a thread without a context; with it; here and beside; here and beside at once |
-//! | `here` | on the simulation alone |
-//! | `two devices` | the rest needs two |
-//! | `left streams 1, events 1`, `noted PAGEABLE 1` | the report has exactly this under "leak", and under "note" |
-//! | `sim hang true` | a command to the simulation |
+//! | `here`, `sim hang true` | on the simulation alone; a command to it |
 //!
-//! The context of device `d0` is current, and there are a stream `s`, an event `e`, 4096 bytes of device memory `m` and
-//! four pages of host memory `page`, unless the script begins with `bare`.
+//! The context of device `d0` is current, and there are a stream `s`, an event `e`, 4096 bytes of device
+//! memory `m` and four pages of host memory `page`, unless the script begins with `bare`.
 
 #![allow(unsafe_code, reason = "calling a driver")]
 
@@ -327,8 +319,8 @@ impl Script {
         }
     }
 
-    /// Makes a call and sees what it says. On the simulation another code fails at once; on a real driver the script
-    /// goes on, so that one run tells everything. Returns what it wrote.
+    /// Makes a call and sees what it says. On the simulation another code fails at once; on a real driver the
+    /// script goes on, so that one run tells everything. Returns what it wrote.
     fn says(&mut self, step: &str, code: &str, call: &[&str], known: Option<&str>) -> usize {
         let (expected, mut wrote) = (self.word(code) as u32, 0);
         if !self.real {
@@ -377,7 +369,8 @@ impl Script {
             ("down", _) => self.entry("MemcpyDtoHAsync", &given),
             ("register", [start, len]) => self.entry("MemHostRegister", &[*start, *len, 1]),
             ("launch", [function, blocks, stream, packed, table, rows]) => {
-                // The kernels' parameter: runs of packed bytes, table and number of rows, and the number of runs.
+                // The kernels' parameter: runs of packed bytes, table and number of rows, and the number of
+                // runs.
                 let mut runs = [0_usize; 97];
                 (runs[0], runs[1], runs[2], runs[96]) = (*packed, *table, *rows, 1);
                 let given = [runs.as_ptr()];
@@ -491,7 +484,8 @@ fn is_id(word: &str) -> bool {
     is_family && number.parse::<u32>().is_ok()
 }
 
-/// Every script on the machine's own driver, each in a process of its own, which tells each step before it is made.
+/// Every script on the machine's own driver, each in a process of its own, which tells each step before it is
+/// made.
 #[test]
 fn the_rules_on_the_real_driver() {
     const TEST: &str = "the_rules_on_the_real_driver";
@@ -514,8 +508,8 @@ fn the_rules_on_the_real_driver() {
     let (mut wrong, mut short) = (Vec::new(), 0);
     for (name, _) in rules.iter().filter(|(name, _)| !name.contains(" ? - ")) {
         let library = library.to_str().expect("a path in UTF-8");
-        // Kernels are loaded when their module is: the driver's other way is at their first launch, which may wait for
-        // whatever runs.
+        // Kernels are loaded when their module is: the driver's other way is at their first launch, which may
+        // wait for whatever runs.
         let environment = [(RULE, *name), (LIBRARY, library), ("CUDA_MODULE_LOADING", "EAGER")];
         let child = doubles::child(TEST, &environment, LIMIT);
         println!("{name}: {}", child.stdout);
@@ -529,8 +523,8 @@ fn the_rules_on_the_real_driver() {
     assert!(wrong.is_empty(), "{} rules are wrong:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// The comparison with the simulation in the driver's place: what is made to differ is told, and so is what is listed
-/// and does not differ.
+/// The comparison with the simulation in the driver's place: what is made to differ is told, and so is what
+/// is listed and does not differ.
 #[test]
 fn the_comparison_sees_what_differs() {
     if doubles::simulated_elsewhere() {

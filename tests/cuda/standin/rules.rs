@@ -8,13 +8,8 @@ INIT-1
     0 Init 0
     0 DeviceGetCount & => n
     here n equals d2
-    here 0 DriverGetVersion & -> 12080
     101 DeviceGet & n
-    101 DeviceGet & -1
 CTX-1
-    0 CtxSetCurrent 0
-    201 MemAlloc & 1 ! CTX-1
-    0 CtxSetCurrent context
     elsewhere 201 MemAlloc & 1 ! CTX-1
     0 EventRecord e s
     0 StreamSynchronize s
@@ -23,7 +18,6 @@ CTX-1
 CTX-2
     0 DevicePrimaryCtxRelease d0
     709 MemAlloc & 1 ! CTX-2
-    709 CtxPushCurrent context ! CTX-2 ? - it is gone
     again = DevicePrimaryCtxRetain d0
     here again differs context
     0 CtxSetCurrent again
@@ -40,22 +34,16 @@ CTX-5
     two devices
     far = DevicePrimaryCtxRetain d1; 0 CtxSetCurrent far
     other = stream
-    new = event
     400 EventRecord e other ! CTX-5
-    400 EventRecord new s ! CTX-5
     1 up m page 64 other ! CTX-5 ? 0 addresses are one space for all devices (580.159.04)
     400 StreamSynchronize s ! CTX-5 ? 0 a stream carries its context, so another one may be current (580.159.04)
     0 EventQuery e ! EVT-2
-    0 StreamIsCapturing s &
     finish other
 CTX-6
     two devices
     201 CtxDestroy context ! CTX-6
     own = CtxCreate 0 d1
     0 CtxGetCurrent & -> own
-    0 CtxGetDevice & -> d1
-    0 DevicePrimaryCtxGetState d1 _ & -> 0
-    0 DevicePrimaryCtxGetState d0 _ & -> 1
     other = stream
     0 StreamGetCtx other & -> own
     0 CtxDestroy own
@@ -64,18 +52,13 @@ CTX-6
 STR-1
     0 StreamDestroy s
     400 StreamDestroy s ! STR-1 ? - it is gone
-    400 StreamSynchronize s ! STR-1 ? - it is gone
-    400 StreamGetCtx s & ! STR-1 ? - it is gone
 STR-2
     0 up m page 64 s
     0 StreamDestroy s ! STR-2
 STR-3
     0 StreamGetId 2 & => mine
-    0 StreamGetId 1 & => legacy
     beside 0 up m page 64 2; 0 EventRecord e 2; 0 StreamGetId 2 & => theirs; 0 StreamGetId 2 & -> theirs
     mine differs theirs
-    mine differs legacy
-    theirs differs legacy
     0 StreamGetId 2 & -> mine
     0 EventSynchronize e
     0 StreamBeginCapture 2 2
@@ -85,7 +68,6 @@ STR-3
 EVT-1
     0 EventDestroy e
     400 EventQuery e ! EVT-1 ? - it is gone
-    400 EventDestroy e ! EVT-1 ? - it is gone
 EVT-2
     0 EventQuery e ! EVT-2
 EVT-3
@@ -100,16 +82,12 @@ MEM-1
     0 register page+4096 8192
     0 register page 4096
     712 register page+8192 8192 ! MEM-1
-    712 register page 16384 ! MEM-1
 MEM-2
     0 register page 8192
     1 MemHostUnregister page+4096 ! MEM-2
     0 MemHostUnregister page
-    713 MemHostUnregister page ! MEM-2
 MEM-3
     1 register 0 4096 ! MEM-3
-    1 register 4096 0 ! MEM-3
-    1 register 4096 -1 ! MEM-3
 MEM-4
     0 register page 4096
     0 up m page 4096 s
@@ -125,15 +103,11 @@ MEM-5
 MEM-6
     1 up m+1 page 4096 s ! MEM-6
     1 down page m+1 4096 s ! MEM-6
-    1 up m-1 page 4096 s ! MEM-6
     1 up 0 page 4096 s ! MEM-6
-    1 up m 0 8 s ! MEM-6
     1 MemcpyDtoDAsync m m+8 4096 s ! MEM-6
     finish s
 MEM-7
     1 MemFree m+8 ! MEM-7
-    0 MemFree m
-    1 MemFree m ! MEM-7
 MEM-8
     0 up m page 4096 s
     0 MemFree m ! MEM-8
@@ -152,8 +126,6 @@ CAP-1
     0 StreamEndCapture s &
     0 register page 4096
     0 StreamBeginCapture s 0; 900 MemAlloc & 4096; 901 StreamEndCapture s & ! CAP-1
-    0 StreamBeginCapture s 0; 900 MemFree m; 901 StreamEndCapture s & ! CAP-1
-    0 StreamBeginCapture s 0; 900 register page+4096 4096; 901 StreamEndCapture s & ! CAP-1
     0 StreamBeginCapture s 0; 900 MemHostUnregister page; 901 StreamEndCapture s & ! CAP-1
     0 StreamBeginCapture s 0; 900 StreamSynchronize other; 901 StreamEndCapture s & ! CAP-1
     third = stream
@@ -182,12 +154,8 @@ CAP-5
     other = stream
     0 StreamBeginCapture other 2
     0 up m page 64 0
-    0 StreamSynchronize 1
     0 StreamBeginCapture blocking 2
-    906 StreamIsCapturing 0 &
     906 up m page 64 1 ! CAP-5
-    0 StreamIsCapturing blocking & -> 2
-    0 StreamIsCapturing other & -> 1
     906 StreamBeginCapture 0 2 ! CAP-5
 CAP-6
     other = stream
@@ -196,34 +164,19 @@ CAP-6
     905 StreamWaitEvent s e 0 ! CAP-6
 ARG-1
     1 MemAlloc 0 64 ! ARG-1
-    1 DeviceGetCount 0 ! ARG-1
-    here 201 CtxPushCurrent 0 ! ARG-1
-    here 1 DeviceGetPCIBusId & 4 d0 ! ARG-1
-    here 1 ThreadExchangeStreamCaptureMode 0 ! ARG-1
-    here 1 MemcpyBatchAsync 0 0 0 1 0 0 0 0 s ! ARG-1
-    here 1 ModuleLoadData & 0 ! ARG-1
-    here f = kernel spread
-    here 1 ModuleGetFunction & module 0 ! ARG-1
-    here 1 LaunchKernel f 16 1 1 512 1 1 0 s 0 0 ! ARG-1
-    here 0 ModuleUnload module
 GRA-1 ? - a call from the driver's own callback: undefined there, and it may never come back
     object = UserObjectCreate 0 asks 1 1
     0 UserObjectRelease object 1; answered 800 ! GRA-1
 GRA-2
     1 UserObjectCreate & 0 0 1 1 ! GRA-2
-    1 UserObjectCreate & 0 idle 0 1 ! GRA-2
-    1 UserObjectCreate & 0 idle 1 0 ! GRA-2
 GRA-3
     0 StreamBeginCapture s 2; 0 StreamEndCapture s & => graph
     object = UserObjectCreate 0 idle 1 1
     run = GraphInstantiateWithFlags graph 0
     0 GraphDestroy graph
     1 GraphDestroy graph ! GRA-3 ? - it is gone
-    1 GraphRetainUserObject graph object 1 0 ! GRA-3 ? - it is gone
-    1 GraphInstantiateWithFlags & graph 0 ! GRA-3 ? - it is gone
     0 GraphExecDestroy run
     1 GraphExecDestroy run ! GRA-3 ? - it is gone
-    1 GraphLaunch run s ! GRA-3 ? - it is gone
     0 UserObjectRelease object 1
     1 UserObjectRelease object 1 ! GRA-3 ? - it is gone
 GRA-4
@@ -236,12 +189,8 @@ GRA-4
 HST-1
     locked = MemHostAlloc 4096 0; managed = MemAllocManaged 4096 1
     1 MemFreeHost locked+64 ! HST-1
-    1 MemFreeHost managed ! HST-1
-    1 MemFreeHost locked+4096 ! HST-1
     0 MemFreeHost locked
-    1 MemFreeHost locked ! HST-1
     0 MemFree managed
-    1 MemFree managed ! MEM-7
     0 MemHostAlloc & 0 0 -> 0
     1 MemAllocManaged & 0 1
 HST-2
@@ -257,60 +206,41 @@ HST-3
     locked = MemHostAlloc 4096 7; managed = MemAllocManaged 4096 1
     1 register locked 4096 ! HST-3
     1 register managed+100 10 ! HST-3
-    1 MemHostUnregister locked ! MEM-2
 HST-4
     locked = MemHostAlloc 4096 0; managed = MemAllocManaged 4096 1
     0 register page+100 100
     0 MemHostGetDevicePointer & page+100 0 -> page+100
-    0 MemHostGetDevicePointer & page+199 0 -> page+199
     0 MemHostGetDevicePointer & locked 0 -> locked
-    0 MemHostGetDevicePointer & locked+4095 0 -> locked+4095
-    1 MemHostGetDevicePointer & page+99 0 ! HST-4
     1 MemHostGetDevicePointer & page+200 0 ! HST-4
     1 MemHostGetDevicePointer & managed 0 ! HST-4
-    1 MemHostGetDevicePointer & m 0 ! HST-4
     here sim attribute 19 0
     here 1 MemHostGetDevicePointer & locked 0
 HST-5
     1 MemHostRegister readonly 4096 1 ! HST-5
     0 MemHostRegister readonly 4096 9
     0 MemHostUnregister readonly
-    1 MemHostRegister 4096 4096 9 ! HST-5
     here sim by-hand 1
     1 MemHostRegister 4096 4096 0 ! HST-5
 HST-6
     0 MemHostRegister page 4096 9
     0 up m page 4096 s
     1 down page m 4096 s ! HST-6
-    0 StreamSynchronize s
-    0 MemHostUnregister page
-    0 register page 4096
-    0 down page m 4096 s; 0 StreamSynchronize s
+    finish s
 HST-7
     1 MemHostRegister page 64 64 ! HST-7
-    1 MemHostAlloc & 4096 8 ! HST-7
-    1 MemAllocManaged & 4096 0 ! HST-7
     here 1 MemHostGetDevicePointer & page 1 ! HST-7
 HST-8
     0 DeviceGetAttribute & 113 d0
-    here 0 DeviceGetAttribute & 113 d0 -> 1
-    1 DeviceGetAttribute & 99999 d0
-    101 DeviceGetAttribute & 113 99
     here sim attribute 113 0
     here 801 MemHostRegister page 64 9 ! HST-8
-    here 0 register page 4096
 HST-9
-    managed = MemAllocManaged 4096 1
-    0 MemFree managed
     here sim attribute 89 0
     here 0 MemAllocManaged & 4096 1 ! HST-9
 PTR-1
     heap = malloc 64
     1 up heap page 64 s ! PTR-1
-    1 down page heap+63 1 s ! PTR-1
 PTR-2
     1 PointerGetAttributes 1 names places 64 ! PTR-2
-    1 PointerGetAttributes 1 0 places 64 ! PTR-2
 HEAP-1
     0 CtxGetLimit & 2 -> 8388608
     0 CtxSetLimit 2 67108864
@@ -331,16 +261,6 @@ POOL-1
     p = MemAllocAsync 64 s
     0 up p page 64 other
     0 StreamSynchronize other ! POOL-1
-    old = MemAllocAsync 64 s
-    fill page 7
-    0 up old page 64 s
-    0 MemFreeAsync old s
-    fill page 1
-    p = MemAllocAsync 64 s
-    0 up p page 64 other
-    0 StreamSynchronize other ! POOL-1
-    0 down page p 64 s; 0 StreamSynchronize s
-    here page is 7
 POOL-2
     p = MemAllocAsync 64 s
     0 MemFreeAsync p s
@@ -351,9 +271,7 @@ POOL-3
     0 MemFreeAsync m s
     0 MemFreeAsync p s
     1 MemFreeAsync p s ! POOL-3
-    here left contexts 1, streams 1, events 1, allocations 2
     0 StreamSynchronize s
-    here left contexts 1, streams 1, events 1
 POOL-4
     other = stream
     p = MemAllocAsync 64 s
@@ -393,8 +311,6 @@ BAT-5
     0 register page 16384
     0 batch 0:1,3:1 s m page 1024 4
     1 batch 1:1 s m page 1024 4 ! BAT-5
-    1 batch 0:1,0:1 s m page 1024 4 ! BAT-5
-    1 batch 0:0 s m page 1024 4 ! BAT-5
     0 StreamSynchronize s
 BAT-6 ? - drivers lose the device now and then
     0 register page 16384
@@ -411,16 +327,11 @@ BAT-7
     here 700 StreamSynchronize s
 KER-1
     218 ModuleLoadData & nokernels ! KER-1
-    module = ModuleLoadData kernels
-    0 ModuleUnload module
-    here left contexts 1, streams 1, events 1, allocations 1
 KER-2
     f = kernel collect
     0 FuncLoad f
     0 ModuleUnload module
     400 ModuleUnload module ! KER-2 ? - it is gone
-    400 ModuleGetFunction & module spread ! KER-2 ? - it is gone
-    400 launch f 16 s 0 0 0 ! KER-2 ? - it is gone
 KER-3
     module = ModuleLoadData kernels
     500 ModuleGetFunction & module nofunction ! KER-3
@@ -465,14 +376,10 @@ KER-8 ? - a module is unloaded while its kernel may run: undefined there
     0 StreamSynchronize s
     0 launch f 16 s m table 1
     0 ModuleUnload module ! KER-8
-    f = kernel spread
-    0 launch f 16 s m table 1
-    0 MemFree m ! MEM-8
-    0 ModuleUnload module
 ";
 
-/// What calls do that no code shows: the same on the simulation, where nothing runs before a call asks for it, and on a
-/// driver, whose streams a kernel keeps busy meanwhile.
+/// What calls do that no code shows: the same on the simulation, where nothing runs before a call asks for
+/// it, and on a driver, whose streams a kernel keeps busy meanwhile.
 pub const EFFECTS: &str = "
 a copy from registered memory reads it when it runs
     0 register page 16384
