@@ -1,89 +1,52 @@
-//! Host memory: alignment and the segment rule in both run modes, zeros, what is registered.
+//! Host memory that is not the pool's own, or that the library does not give.
 
-use pinpool::{Backing, RegionInfo, Request};
+use pinpool::{Backing, PoolBuilder, Unpinned};
 
 use super::*;
 
-/// How many bytes of a block a segment of that length must have, by the vendor's rule.
-fn span(len: usize) -> usize {
-    len.next_multiple_of(32) + 32
+/// A pool of one region of an extent.
+fn of_one(device: &Device) -> PoolBuilder {
+    Pool::builder(device).capacity(1 << 20).region(1 << 20).extent(1 << 20)
 }
 
-/// The simulation, too, looks whether each copy keeps to the rule.
 #[test]
-fn segments_keep_to_the_rule_in_both_modes() {
-    on_each(&[TODAY, ON_DEVICE, OF_2024], |_| {
+fn plain_memory_is_never_copied_from_asynchronously() {
+    on_each(&npu::WAYS, |stand_in| {
         let device = open(0);
-        let (stream, memory) = (device.stream().unwrap(), device.alloc(200_000).unwrap());
-        for extent in [64 << 10, 256 << 10, 1 << 20] {
-            let built = Pool::builder(&device).capacity(4 << 20).region(1 << 20).extent(extent);
-            let pool = built.build().unwrap();
-            let (mut held, mut given): (Vec<PinnedBuf>, usize) = (Vec::new(), 0);
-            for round in 0..96 {
-                let len = [1 + round, 200 + round * 41 % 4800, 5000 + round * 7919 % 195_000][round % 3];
-                let align = 64 << (round % 7);
-                let mut buf = match pool.try_checkout(Request::new(len).align(align)) {
-                    Ok(buf) => buf,
-                    Err(Error::Exhausted(_) | Error::TooLong { .. }) => continue,
-                    Err(error) => panic!("{error}"),
-                };
-                given += 1;
-                let start = buf.as_ptr().addr();
-                assert_eq!(start % align, 0);
-                // Each extent is a block of the library's, and a region.
-                let within = |region: &RegionInfo| {
-                    let base = region.base.as_ptr().addr();
-                    base % 4096 == 0
-                        && region.len <= extent
-                        && base <= start
-                        && start + span(len) <= base + region.len
-                };
-                assert!(pool.regions().iter().any(within), "{len} bytes at {start:#x}");
-                for other in &held {
-                    let at = other.as_ptr().addr();
-                    assert!(
-                        start + span(len) <= at || at + span(other.len()) <= start,
-                        "two segments overlap"
-                    );
-                }
-                let sent = bytes(round, len);
-                buf.extend_from_slice(&sent);
-                let buf = stream.upload(buf, memory.slice(..len)).unwrap().wait().unwrap();
-                let back = stream.download(memory.slice(..len), buf).unwrap().wait().unwrap();
-                assert!(*back == sent);
-                held.extend((round % 2 == 0).then_some(back));
-            }
-            assert!(given > 60, "{given} of 96 with extents of {extent} bytes");
-            pool.check().unwrap();
+        let stream = device.stream().unwrap();
+        let memory = device.alloc(100_000).unwrap();
+        // The library has no page-locked memory left, however often the pool asks for it.
+        for call in ["aclrtMallocHost", "aclrtHostRegister"] {
+            (1..1000).for_each(|nth| stand_in.fail(call, nth, 207_001, false));
         }
-    });
-}
-
-#[test]
-fn a_buffer_whose_zeros_cannot_be_written_is_back() {
-    on_each(&[ON_DEVICE], |stand_in| {
-        let pool = pool(&open(0), 256 << 10);
-        assert_eq!(pool.checkout_zeroed(0).unwrap_err(), Error::ZeroLength);
-        stand_in.fail("aclrtMemset", 1, 507_000, false);
-        let error = pool.checkout_zeroed(100).unwrap_err().to_string();
-        assert!(error.contains("aclrtMemset") && error.contains("507000"), "{error}");
-        assert_eq!(pool.stats().checked_out_bytes, 0);
-        // Pools of other devices have it, too.
-        assert_eq!(*pool_on_host().checkout_zeroed(777).unwrap(), [0; 777]);
-    });
-}
-
-#[test]
-fn one_block_may_be_too_large_for_the_library() {
-    on_each(&[TODAY, ON_DEVICE], |stand_in| {
-        stand_in.command(&format!("host {} {}", 300 << 10, usize::MAX));
-        let device = open(0);
-        let built = |extent| Pool::builder(&device).capacity(1 << 20).extent(extent).build();
-        let error = built(512 << 10).unwrap_err().to_string();
-        assert!(error.contains("207001") && error.contains("PoolBuilder::extent"), "{error}");
-        let pool = built(256 << 10).unwrap();
-        pool.wait_pinned(Some(HANG)).unwrap();
-        assert_eq!(pool.stats().pinned_bytes, 1 << 20);
+        let refused = of_one(&device).build().unwrap_err().to_string();
+        for part in [
+            &*format!("{}: aclrtMallocHost", npu_name(0)),
+            "207001",
+            "ACL_ERROR_RT_MEMORY_ALLOCATION",
+            "ulimit -l",
+            "memory.max",
+            "PoolBuilder::extent",
+        ] {
+            assert!(refused.contains(part), "{part} is not in: {refused}");
+        }
+        let pool = of_one(&device).unpinned(Unpinned::Allow).build().unwrap();
+        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (0, 1 << 20));
+        for round in 0..8 {
+            let sent = bytes(round, 100_000);
+            let buf = filled(&pool, &sent);
+            assert!(!buf.is_pinned());
+            drop(stream.upload(buf, &memory).unwrap());
+            let landing = pool.checkout_on(&stream, 100_000).unwrap();
+            assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == sent);
+            // Memory of no pool.
+            stream.upload_blocking(&sent[..777], memory.slice(100..877)).unwrap();
+            let mut back = vec![0; 777];
+            stream.download_blocking(memory.slice(100..877), &mut back).unwrap();
+            assert!(back == sent[..777]);
+        }
+        assert_eq!(calls(stand_in, "aclrtMemcpyAsync"), 0);
+        assert_eq!(calls(stand_in, "aclrtMemcpy"), 4 * 8);
     });
 }
 
@@ -95,17 +58,14 @@ fn registering_works_in_whole_pages() {
         let mut page = memmap2::MmapMut::map_anon(4 * 4096).unwrap();
         page.fill(3);
         // Values in the middle of pages; the slices live as long as the mapping, which is never unmapped.
-        let all: &'static mut [u8] = &mut Box::leak(Box::new(page))[..];
-        let (first, rest) = all.split_at_mut(4096 + 100);
-        let (second, third) = rest.split_at_mut(2000);
-        let (first, second, third): (&'static [u8], &'static [u8], &'static [u8]) = (first, second, third);
+        let all: &'static [u8] = &Box::leak(Box::new(page))[..];
+        let ((first, rest), second) = (all.split_at(4096 + 100), &all[4196..6196]);
         let registered = device.register(first).unwrap();
         let refused = device.register(second).unwrap_err();
         assert!(refused.error.to_string().contains("page of 4096"), "{}", refused.error);
         assert_eq!(refused.buffer.unwrap(), second);
-        // On a registered page in part, borrowed: copied all the same, both ways and with the edges inside.
-        stream.upload_blocking(&third[..3 * 2048], memory.slice(..3 * 2048)).unwrap();
-        stream.upload_blocking(second, memory.slice(..2000)).unwrap();
+        // On a registered page in part, borrowed: copied all the same, with the edges inside.
+        stream.upload_blocking(&rest[..3 * 2048], memory.slice(..3 * 2048)).unwrap();
         drop(stream.upload(registered, memory.slice(..4196)).unwrap());
         stream.synchronize().unwrap();
         until("it is unregistered", || calls(stand_in, "aclrtHostUnregister") == 1);
@@ -116,10 +76,7 @@ fn registering_works_in_whole_pages() {
         // What begins and ends within the registered value.
         stream.upload_blocking(&registered[10..1000], memory.slice(..990)).unwrap();
         // Read-only memory is refused before the library is called.
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(8192).unwrap();
-        // SAFETY: no other code has the file.
-        let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+        let map = memmap2::MmapMut::map_anon(8192).unwrap().make_read_only().unwrap();
         let refused = device.register_read_only(map).unwrap_err();
         assert!(
             matches!(&refused.error, Error::Unsupported(text) if text.contains("written to")),
@@ -133,7 +90,8 @@ fn registering_works_in_whole_pages() {
 #[test]
 fn what_cannot_be_registered_says_so() {
     on_each(&[TODAY, ON_DEVICE, OF_2024], |stand_in| {
-        stand_in.command("registers false");
+        // The driver cannot, where the library could.
+        (1..100).for_each(|nth| stand_in.fail("aclrtHostRegister", nth, 207_000, false));
         let device = open(0);
         let says = |error: Error| {
             let text = error.to_string();

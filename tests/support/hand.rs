@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pinpool::{Device, DeviceSlice};
-use pinpool_sim::Fault;
-use pinpool_sim::cuda::{Driver, Gpus};
+use pinpool_sim::cuda::Driver;
+use pinpool_sim::{Fault, Machine as Gpus};
 
 /// The driver's calls that a pool and copies make.
 pub const CALLS: [&str; 15] = [
@@ -97,9 +97,9 @@ pub struct Machine {
 impl Machine {
     /// So many GPUs with so many bytes of memory each, whose order of steps follows from the seed.
     pub fn new(devices: usize, memory: usize, seed: u64) -> Self {
-        let gpus = Gpus::new();
+        let gpus = Gpus::gpus(Driver::Cuda12_8);
         // SAFETY: the simulation's functions have the driver's signatures, and stay.
-        unsafe { pinpool::cuda::install(gpus.ordinal(0), &|name| Driver::Cuda12_8.symbol(name)) }
+        unsafe { pinpool::cuda::install(gpus.ordinal(0), &|name| gpus.symbol(name)) }
             .expect("the simulation has every call");
         let setup = [format!("devices {devices} {memory}"), format!("by-hand {seed}")];
         let guard = Arc::new(Guard { gpus, forgiven: AtomicBool::new(false) });

@@ -6,8 +6,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use crate::common::{locked, setup};
-use crate::{acl, cuda, older};
+use crate::acl::Library;
+use crate::common::{Vendor, locked, setup};
 
 /// The file that gets the report when the process ends.
 const REPORT: &str = "PINPOOL_SIM_REPORT";
@@ -73,10 +73,8 @@ extern "C" fn take_down() {
 
 /// What is done when the library is loaded.
 extern "C" fn at_load() {
-    for command in setup() {
-        if let Some(name) = command.strip_prefix("library ") {
-            older::hide(acl::Library::named(name).lacks());
-        }
+    if setup().iter().any(|command| command == "library Of2024") {
+        crate::older::hide(Library::Of2024.lacks());
     }
     end_with_process();
 }
@@ -104,7 +102,7 @@ extern "C" fn at_the_end() {
         return;
     };
     for _ in 0..1000 {
-        if let (Some(cuda), Some(acl)) = (cuda::last_report(), acl::last_report()) {
+        if let (Some(cuda), Some(acl)) = (Vendor::Cuda.last_report(), Vendor::Acl.last_report()) {
             let _ = std::fs::write(path, cuda + &acl);
             return;
         }
@@ -117,14 +115,9 @@ extern "C" fn at_the_end() {
 ///
 /// # Safety
 /// `text` is a string that ends with a zero byte, and `to` has room for `len` bytes.
-unsafe fn answer(
-    text: *const c_char,
-    to: *mut u8,
-    len: usize,
-    command: impl FnOnce(&str) -> String,
-) -> usize {
+unsafe fn answer(vendor: Vendor, text: *const c_char, to: *mut u8, len: usize) -> usize {
     // SAFETY: the caller's promise.
-    let answer = command(&unsafe { CStr::from_ptr(text) }.to_string_lossy());
+    let answer = vendor.world(0).command(&unsafe { CStr::from_ptr(text) }.to_string_lossy());
     // SAFETY: the caller's promise.
     unsafe { to.copy_from_nonoverlapping(answer.as_ptr(), answer.len().min(len)) };
     answer.len()
@@ -133,11 +126,11 @@ unsafe fn answer(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn sim_cuda(text: *const c_char, to: *mut u8, len: usize) -> usize {
     // SAFETY: the caller's promise.
-    unsafe { answer(text, to, len, |text| cuda::world(0).command(text)) }
+    unsafe { answer(Vendor::Cuda, text, to, len) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn sim_acl(text: *const c_char, to: *mut u8, len: usize) -> usize {
     // SAFETY: the caller's promise.
-    unsafe { answer(text, to, len, |text| acl::world(0).command(text)) }
+    unsafe { answer(Vendor::Acl, text, to, len) }
 }

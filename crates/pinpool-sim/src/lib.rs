@@ -1,8 +1,8 @@
 //! Simulated drivers: a `libcuda` and a `libascendcl` without a device, for tests on machines without an accelerator.
 //!
-//! [`cuda`] and [`acl`] have a driver's entry points each, and keep the driver's rules as strictly as they can be read;
-//! their pages list the rules. Where a driver would let something pass that pinpool's own contract forbids, the
-//! simulation does what the driver does and writes the violation down.
+//! [`cuda`] and [`acl`] have a driver's entry points each, over one machine. It keeps the drivers' rules as strictly as
+//! they can be read ([`rules`] lists them). Where a driver would let something pass that pinpool's own contract
+//! forbids, the simulation does what the driver does and writes the violation down.
 //!
 //! # How it works
 //!
@@ -12,13 +12,17 @@
 //! and a program that reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot
 //! show is a copy that runs *while* the CPU works: for that there are real drivers and the host device's threads.)
 //!
+//! Device memory is ordinary memory under made-up addresses that no CPU can read, filled with 0xA5 when it is
+//! allocated, as is host memory. Contexts, streams and events are numbers that are never used twice, unless a test
+//! wants the handle of a destroyed stream to be given to the next one.
+//!
 //! # Worlds
 //!
-//! A *world* is a machine with a few devices: what it has, what is queued there, what was broken, and which calls are
-//! to fail. Each is behind a lock of its own. A test makes a world for itself ([`cuda::Gpus`], [`acl::Npus`]), hands
-//! the entry points to pinpool in its own process, and opens devices by the numbers that the world has given them.
-//! Handles and device addresses carry the number of their world, so a call finds its world by them, and a call without
-//! any by the calling thread's current context. Tests that run at the same time do not see each other.
+//! A *world* is a machine with a few devices of one vendor: what it has, what is queued there, what was broken, and
+//! which calls are to fail. Each is behind a lock of its own. A test makes a world for itself ([`Machine`]), hands the
+//! entry points to pinpool in its own process, and opens devices by the numbers that the world has given them. Handles
+//! and device addresses carry the number of their world, so a call finds its world by them, and a call without any by
+//! the calling thread's current context. Tests that run at the same time do not see each other.
 //!
 //! World 0 is that of a library which is loaded by its path. The variable `PINPOOL_SIM` has the commands that set it
 //! up, with semicolons between them (`devices 6 268435456;fail aclInit 1 500000 false`), and the program that loaded it
@@ -43,8 +47,12 @@
 
 pub mod acl;
 mod common;
+mod control;
 pub mod cuda;
 mod end;
 mod older;
+pub mod rules;
+mod world;
 
-pub use common::Fault;
+pub use common::Machine;
+pub use world::Fault;

@@ -5,7 +5,7 @@
 //!
 //! | line | what it does |
 //! | --- | --- |
-//! | `107000 Free m ! MEM-5` | the call, named without `aclrt`, gives that code and breaks that rule |
+//! | `107000 Free m ! MEM-7` | the call, named without `aclrt`, gives that code and breaks that rule |
 //! | `0 QueryEventStatus e & -> 1` | it writes that number to the place that `&` stands for; `it` is what was written last |
 //! | `s = CreateStream` | a call that writes to its first argument succeeds; `s` is what it wrote |
 //! | `0 up m h 64 s`, `0 down h m 64 s` | copies 64 bytes from host memory `h` to device memory `m`, and back |
@@ -18,21 +18,15 @@
 //! Library and device 0 are ready, and there are a stream `s`, an event `e`, 64 bytes of device memory `m` and 256
 //! bytes of host memory `h`, unless the script begins with `bare`.
 
-#![cfg(target_os = "linux")]
-#![allow(unsafe_code, reason = "calling a library")]
-
-mod behaviour;
 mod rules;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
-use std::time::Instant;
 
 use pinpool_sim::acl::Library;
 
-use crate::support::doubles::{HANG, StandIn, ascendcl, npu_name};
+use crate::support::doubles::gpu::until;
+use crate::support::doubles::{self, StandIn, npu_name};
 use crate::support::skip;
-use rules::RULES;
 
 /// What the words of a script stand for, on a machine of its own.
 struct Script {
@@ -45,30 +39,17 @@ struct Script {
 struct Pages([u8; 8192]);
 
 impl Script {
-    /// Nothing is initialised.
-    fn bare() -> Self {
-        let loaded = StandIn::loaded_by(ascendcl::PATH, "sim_acl");
-        let stand_in = loaded.unwrap_or_else(|| StandIn::npus(Library::Today));
-        let device = |at: usize| npu_name(at).trim_start_matches("acl:").parse().unwrap();
+    fn run(script: &str) {
         let page = Box::leak(Box::new(Pages([1; 8192]))).0.as_mut_ptr().expose_provenance();
-        let words = [
-            ("d0", device(0)),
-            ("d1", device(1)),
-            ("d2", device(2)),
-            ("page", page),
-            ("nofile", c"/no/such/file.json".as_ptr().expose_provenance()),
-        ];
-        Self { stand_in, words: words.map(|(name, value)| (name.to_owned(), value)).into() }
-    }
-
-    fn ready() -> Self {
-        let mut script = Self::bare();
-        script.run("0 aclInit 0\n0 SetDevice d0\ns = stream\ne = event\nm = memory 64\nh = host 256");
-        script
-    }
-
-    fn run(&mut self, text: &str) {
-        text.lines().for_each(|line| self.line(line));
+        let nofile = c"/no/such/file.json".as_ptr().expose_provenance();
+        let stand_in = StandIn::npus(Library::Today);
+        let device = |at: usize| npu_name(at)["acl:".len()..].parse().unwrap();
+        let words =
+            [("d0", device(0)), ("d1", device(1)), ("d2", device(2)), ("page", page), ("nofile", nofile)];
+        let mut on = Self { stand_in, words: words.map(|(name, value)| (name.to_owned(), value)).into() };
+        let ready = "0 aclInit 0\n0 SetDevice d0\ns = stream\ne = event\nm = memory 64\nh = host 256";
+        let first = if script.starts_with("bare\n") { "" } else { ready };
+        first.lines().chain(script.lines()).for_each(|line| on.line(line));
     }
 
     fn line(&mut self, line: &str) {
@@ -101,14 +82,20 @@ impl Script {
                 assert_eq!(self.read(self.word(name)), [self.word(byte) as u8; 64], "{line}");
             }
             [name, "completes"] => {
-                let (event, since) = (self.word(name), Instant::now());
-                while !self.is_complete(event) {
-                    assert!(since.elapsed() < HANG, "{line}");
-                }
+                let status = ["QueryEventStatus", name, "&"];
+                until(line, || self.call(&status) == 0 && self.word("it") == 1);
             }
             [name, "=", call, ref rest @ ..] => {
-                let made = self.made(call, rest);
-                self.words.insert(name.to_owned(), made);
+                let (call, more) = match call {
+                    "stream" => ("CreateStream", &[][..]),
+                    // ACL_EVENT_SYNC and ACL_EVENT_CAPTURE_STREAM_PROGRESS.
+                    "event" => ("CreateEventExWithFlag", &["3"][..]),
+                    "memory" => ("Malloc", &[rest[0], "0"][..]),
+                    "host" => ("MallocHost", rest),
+                    call => (call, rest),
+                };
+                assert_eq!(self.call(&[&[call, "&"], more].concat()), 0, "{line}");
+                self.words.insert(name.to_owned(), self.word("it"));
             }
             [code, ref call @ .., "->", result] => {
                 assert_eq!(self.call(call), self.word(code) as u32, "{line}");
@@ -138,39 +125,22 @@ impl Script {
             word => self.word(word),
         };
         let given: Vec<usize> = rest.iter().map(of).collect();
-        let (name, all) = match (*call, &given[..]) {
-            ("up", [to, from, len, stream]) => ("MemcpyAsync", vec![*to, *len, *from, *len, 1, *stream]),
-            ("down", [to, from, len, stream]) => ("MemcpyAsync", vec![*to, *len, *from, *len, 2, *stream]),
-            (name, _) => (name, given),
+        let code = match (*call, &given[..]) {
+            ("up", [to, from, len, stream]) => {
+                self.entry("MemcpyAsync", &[*to, *len, *from, *len, 1, *stream])
+            }
+            ("down", [to, from, len, stream]) => {
+                self.entry("MemcpyAsync", &[*to, *len, *from, *len, 2, *stream])
+            }
+            (name, given) => self.entry(name, given),
         };
-        let code = self.entry(name, &all);
         self.words.insert("it".into(), place);
         code
     }
 
-    /// A call that writes a handle, an address or a number to its first argument.
-    fn made(&mut self, call: &str, rest: &[&str]) -> usize {
-        let (call, more) = match call {
-            "stream" => ("CreateStream", &[][..]),
-            // ACL_EVENT_SYNC and ACL_EVENT_CAPTURE_STREAM_PROGRESS.
-            "event" => ("CreateEventExWithFlag", &["3"][..]),
-            "memory" => ("Malloc", &[rest[0], "0"][..]),
-            "host" => ("MallocHost", rest),
-            call => (call, rest),
-        };
-        assert_eq!(self.call(&[&[call, "&"], more].concat()), 0, "{call}");
-        self.word("it")
-    }
-
     fn entry(&self, name: &str, given: &[usize]) -> u32 {
-        type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
         let name = if name.starts_with("acl") { name.to_owned() } else { format!("aclrt{name}") };
-        let mut all = [0; 6];
-        all[..given.len()].copy_from_slice(given);
-        let [a, b, c, d, e, f] = all;
-        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
-        // register of its own, further ones are ignored, and what scripts point at is valid.
-        unsafe { self.stand_in.get::<Call>(&name)(a, b, c, d, e, f) }
+        self.stand_in.call(&name, given)
     }
 
     /// 64 bytes of host memory, or of device memory by a copy that is made at once.
@@ -185,62 +155,26 @@ impl Script {
         }
         bytes
     }
-
-    fn is_complete(&self, event: usize) -> bool {
-        let mut status = 7_u32;
-        assert_eq!(self.entry("QueryEventStatus", &[event, (&raw mut status).expose_provenance()]), 0);
-        assert!(status < 2, "a status of {status}");
-        status == 1
-    }
 }
 
-/// The scripts of a text by their names, whose lines are not indented.
-fn scripts(text: &str) -> Vec<(&str, String)> {
-    let mut all: Vec<(&str, String)> = Vec::new();
-    for line in text.lines().filter(|line| !line.is_empty()) {
-        match (line.strip_prefix("    "), all.last_mut()) {
-            (Some(line), Some((_, script))) => script.push_str(&format!("{line}\n")),
-            _ => all.push((line, String::new())),
-        }
-    }
-    all
-}
-
-fn run_all(scripts: &[(&str, String)]) {
-    for (name, script) in scripts {
-        println!("{name}");
-        let mut on = if script.starts_with("bare\n") { Script::bare() } else { Script::ready() };
-        on.run(script);
-    }
-}
-
-/// The page of the simulation lists the rules that its sources write down, and each is broken here.
+/// The page of the simulation lists these rules, and each is broken here.
 #[test]
 fn each_rule_is_broken_by_a_script() {
-    let rules = scripts(RULES);
-    run_all(&rules);
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/pinpool-sim/src/acl");
-    let Ok(files) = std::fs::read_dir(&folder) else {
-        return skip!("{} is not here", folder.display());
-    };
-    let broken: BTreeSet<&str> = rules.iter().map(|(id, _)| *id).collect();
-    let (mut listed, mut written) = (BTreeSet::new(), BTreeSet::new());
-    for file in files {
-        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
-        let rows = text.lines().filter_map(|line| line.strip_prefix("//! | ")?.split(' ').next());
-        listed.extend(rows.filter(|id| is_id(id)).map(str::to_owned));
-        written.extend(text.split('"').filter(|word| is_id(word)).map(str::to_owned));
+    let mut script = String::new();
+    for line in rules::SCRIPTS.lines().chain(["the end"]) {
+        if let Some(line) = line.strip_prefix("    ") {
+            script.push_str(&format!("{line}\n"));
+            continue;
+        }
+        if !script.is_empty() {
+            Script::run(&std::mem::take(&mut script));
+        }
+        println!("{line}");
     }
-    assert!(listed.iter().eq(&broken), "{listed:?}, {broken:?}");
-    assert!(written.iter().eq(&broken), "{written:?}, {broken:?}");
-    for (id, script) in rules {
-        assert!(script.contains(&format!(" ! {id}\n")), "{id} is not broken");
+    let broken = rules::SCRIPTS.lines().filter_map(|line| line.split_once(" ! "));
+    let broken: BTreeSet<_> = broken.flat_map(|(_, ids)| ids.split(' ')).map(str::to_owned).collect();
+    match doubles::rules(3) {
+        Some(listed) => assert_eq!(listed, broken),
+        None => skip!("the page of the simulation's rules is not here"),
     }
-}
-
-/// `CPY-1`, in words.
-fn is_id(word: &str) -> bool {
-    let Some((family, number)) = word.split_once('-') else { return false };
-    let is_family = (3..=4).contains(&family.len()) && family.bytes().all(|b| b.is_ascii_uppercase());
-    is_family && number.parse::<u32>().is_ok()
 }

@@ -261,16 +261,10 @@ POOL-1
     p = MemAllocAsync 64 s
     0 up p page 64 other
     0 StreamSynchronize other ! POOL-1
-POOL-2
-    p = MemAllocAsync 64 s
     0 MemFreeAsync p s
-    1 up p page 64 s ! POOL-2
-POOL-3
-    p = MemAllocAsync 64 s
-    1 MemFreeAsync p+1 s ! POOL-3
+    1 up p page 64 s ! MEM-6
+    1 MemFreeAsync p s ! MEM-7
     0 MemFreeAsync m s
-    0 MemFreeAsync p s
-    1 MemFreeAsync p s ! POOL-3
     0 StreamSynchronize s
 POOL-4
     other = stream
@@ -279,13 +273,6 @@ POOL-4
     0 up p page 64 other
     0 MemFreeAsync p s
     0 StreamSynchronize s ! POOL-4
-POOL-5
-    p = MemAllocAsync 64 s
-    0 StreamSynchronize s
-    0 MemFree p
-    p = MemAllocAsync 64 s
-    0 MemFree p ! POOL-5
-    0 StreamSynchronize s
 BAT-1
     0 register page 16384
     fill page 5

@@ -3,7 +3,6 @@
 //! What is tested with it was written to run on both: where `PINPOOL_REQUIRE` names a GPU, on the machine's own driver,
 //! one test at a time; otherwise on simulated GPUs of its own, whose rules must then not have been broken.
 
-use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 
 use pinpool::{Device, PinnedBuf, Pool, Unpinned};
@@ -67,33 +66,7 @@ impl Raw {
 
     /// A driver call whose arguments are numbers and pointers.
     pub fn call(&self, name: &str, a: &[Word]) -> u32 {
-        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, and what the tests
-        // point at is valid.
-        unsafe {
-            macro_rules! with {
-                ($($index:literal)*) => {
-                    self.0.get::<unsafe extern "C" fn($(word!($index)),*) -> u32>(name)($(a[$index]),*)
-                };
-            }
-            macro_rules! word {
-                ($index:literal) => {
-                    Word
-                };
-            }
-            match a.len() {
-                0 => with!(),
-                1 => with!(0),
-                2 => with!(0 1),
-                3 => with!(0 1 2),
-                4 => with!(0 1 2 3),
-                5 => with!(0 1 2 3 4),
-                6 => with!(0 1 2 3 4 5),
-                7 => with!(0 1 2 3 4 5 6),
-                9 => with!(0 1 2 3 4 5 6 7 8),
-                11 => with!(0 1 2 3 4 5 6 7 8 9 10),
-                other => panic!("{name} with {other} arguments"),
-            }
-        }
+        self.0.call(name, a)
     }
 }
 
@@ -109,8 +82,8 @@ impl Gpu {
     /// The first of a machine, or that of the driver which this process loads, one test at a time.
     fn open(stand_in: Option<StandIn>) -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
-        let path = std::env::var_os(super::PATH).map_or_else(|| PathBuf::from("libcuda.so.1"), PathBuf::from);
-        let raw = stand_in.clone().map_or_else(|| Raw::load(&path).expect("the driver can be loaded"), Raw);
+        let real = || Raw::load(&super::named(super::PATH).unwrap_or_else(|| "libcuda.so.1".into()));
+        let raw = stand_in.clone().map_or_else(|| real().expect("the driver can be loaded"), Raw);
         let alone = (stand_in.is_none() || is_set())
             .then(|| ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
         let mut gpu = Self { raw, stand_in, context: 0, _alone: alone };

@@ -12,6 +12,7 @@ pub mod gpu;
 pub mod npu;
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 use super::{panicking, process};
 use crate::support::skip;
 use libloading::Library;
-use pinpool_sim::{acl, cuda};
+use pinpool_sim::{Machine, acl, cuda};
 
 /// The variable that pinpool reads.
 pub const PATH: &str = "PINPOOL_LIBCUDA";
@@ -33,12 +34,13 @@ pub const HANG: Duration = Duration::from_secs(20);
 
 /// Whether `PINPOOL_REQUIRE` names a GPU: then the machine's own driver is to be used.
 pub fn required() -> bool {
-    std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.split(',').any(|n| n.trim().starts_with("cuda")))
+    required_device("cuda")
 }
 
-/// Whether `PINPOOL_REQUIRE` names this very device.
+/// Whether `PINPOOL_REQUIRE` names this device, or one of this family.
 pub fn required_device(device: &str) -> bool {
-    std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.split(',').any(|n| n.trim() == device))
+    std::env::var("PINPOOL_REQUIRE")
+        .is_ok_and(|all| all.split(',').any(|name| name.trim().starts_with(device)))
 }
 
 /// In a process that is to use the machine's own driver there are no simulated GPUs beside it, since a context that is
@@ -51,11 +53,7 @@ pub fn simulated_elsewhere() -> bool {
     match thread.name().filter(|test| *test != "main") {
         Some(test) => {
             let output = process::command(test).env_remove("PINPOOL_REQUIRE").output();
-            process::passed(
-                test,
-                "on simulated GPUs",
-                &output.expect("this executable can be started again"),
-            );
+            process::passed(test, "on simulated GPUs", &output.expect("the executable is still there"));
         }
         None => skip!("it uses simulated GPUs, and the thread does not say which test it is"),
     }
@@ -65,12 +63,8 @@ pub fn simulated_elsewhere() -> bool {
 /// The simulation as a library: the one that `PINPOOL_TEST_SIM` names, else the one beside this executable. `None`: there
 /// is none.
 pub fn library() -> Option<PathBuf> {
-    if let Some(named) = std::env::var_os("PINPOOL_TEST_SIM") {
-        return Some(PathBuf::from(named)).filter(|path| path.exists());
-    }
-    let executable = std::env::current_exe().ok()?;
-    let library = executable.parent()?.join("libpinpool_sim.so");
-    library.exists().then_some(library)
+    let beside = || Some(std::env::current_exe().ok()?.parent()?.join("libpinpool_sim.so"));
+    named("PINPOOL_TEST_SIM").or_else(beside).filter(|path| path.exists())
 }
 
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
@@ -79,7 +73,10 @@ pub fn again(test: &str, environment: &[(&str, &str)]) {
         skip!("the simulated libcuda is not beside the executable; {PATH} can name one");
         return;
     };
-    again_with(test, PATH, &library, environment);
+    let mut command = process::command(test);
+    command.env(PATH, library).envs(environment.iter().copied());
+    let output = command.output().expect("this executable can be started again");
+    process::passed(test, "with the stand-in", &output);
 }
 
 /// Runs the body of a test on two simulated GPUs of its own; in a child that loads the simulation, on those.
@@ -93,14 +90,6 @@ pub fn on_stand_in(body: impl FnOnce(&StandIn)) {
         None => body(&StandIn::gpus(cuda::Driver::Cuda12_8)),
         Some(stand_in) => body(&stand_in),
     }
-}
-
-/// The same with that library under that name.
-fn again_with(test: &str, name: &str, library: &Path, environment: &[(&str, &str)]) {
-    let mut command = process::command(test);
-    command.env(name, library).envs(environment.iter().copied());
-    let output = command.output().expect("this executable can be started again");
-    process::passed(test, "with the stand-in", &output);
 }
 
 /// How a child ended.
@@ -170,37 +159,35 @@ pub fn ended(command: &mut Command, limit: Duration) -> Ended {
     Ended { status, stdout: text(stdout), stderr: text(stderr) }
 }
 
+/// The library that the environment names by a variable.
+pub fn named(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
+}
+
 /// The stand-in that the environment names, or the one beside this executable.
 pub fn named_or_built() -> Option<PathBuf> {
-    let named = std::env::var_os(PATH).filter(|path| !path.is_empty()).map(PathBuf::from);
-    named.or_else(library)
+    named(PATH).or_else(library)
 }
 
 /// Whether this process is the child that [`again`] started, or its environment names a library to load.
 pub fn is_set() -> bool {
-    std::env::var_os(PATH).is_some_and(|path| !path.is_empty())
+    named(PATH).is_some()
 }
 
 /// The machine's own driver, ready for use, with a line that says which it is. `Err`: there is none, and why.
 pub fn real_driver() -> Result<(PathBuf, String), String> {
-    let named = std::env::var_os(PATH).filter(|path| !path.is_empty());
-    let path = PathBuf::from(named.unwrap_or_else(|| "libcuda.so.1".into()));
+    let path = named(PATH).unwrap_or_else(|| "libcuda.so.1".into());
     let library = StandIn::any(&path, "sim_cuda")?;
     if library.has("sim_cuda") {
         return Err(format!("{} is the stand-in", path.display()));
     }
-    type Ask = unsafe extern "C" fn(*mut i32) -> u32;
-    let (mut devices, mut version) = (0, 0);
-    // SAFETY: cuda.h has the signatures.
-    let codes = unsafe {
-        [
-            ("cuInit", library.get::<unsafe extern "C" fn(u32) -> u32>("cuInit")(0)),
-            ("cuDeviceGetCount", library.get::<Ask>("cuDeviceGetCount")(&raw mut devices)),
-            ("cuDriverGetVersion", library.get::<Ask>("cuDriverGetVersion")(&raw mut version)),
-        ]
-    };
-    if let Some((name, code)) = codes.into_iter().find(|(_, code)| *code != 0) {
-        return Err(format!("{name} of {} gave {code}", path.display()));
+    let (mut devices, mut version) = (0_i32, 0_i32);
+    let places = [0, (&raw mut devices).expose_provenance(), (&raw mut version).expose_provenance()];
+    for (name, place) in ["cuInit", "cuDeviceGetCount", "cuDriverGetVersion"].into_iter().zip(places) {
+        match library.call(name, &[place]) {
+            0 => {}
+            code => return Err(format!("{name} of {} gave {code}", path.display())),
+        }
     }
     if devices == 0 {
         return Err("no GPU is visible".into());
@@ -225,7 +212,7 @@ pub struct Report {
     pub flags: Vec<(String, u64)>,
     /// Every context that was retained was released, or was to be.
     pub over: bool,
-    /// The last call that was made, where the double reports it.
+    /// The last call that was made.
     pub last: Option<String>,
 }
 
@@ -256,7 +243,7 @@ impl Report {
 /// What threads that are in no machine have broken, whichever test they are of: the crate's own threads among them, where
 /// no context is current. A process that loads the simulation has no such threads.
 pub fn strays() -> Vec<String> {
-    [cuda::Gpus::strays(), acl::Npus::strays()].concat()
+    Machine::strays()
 }
 
 /// Fails where there is any.
@@ -265,14 +252,20 @@ pub fn no_strays() {
     assert!(strays.is_empty(), "broken in no machine, maybe by another test of this process: {strays:?}");
 }
 
+/// The ids of the rules that the simulation's page lists for a vendor, by its column: 2 is CUDA, 3 is Ascend. `None`: its
+/// sources are not here.
+pub fn rules(column: usize) -> Option<BTreeSet<String>> {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/pinpool-sim/src/rules.rs");
+    let page = std::fs::read_to_string(page).ok()?;
+    let rows = page.lines().filter_map(|line| line.strip_prefix("//! | ")).skip(2);
+    let cells = rows.map(|row| row.trim_end_matches(" |").split(" | ").collect::<Vec<_>>());
+    Some(cells.filter(|row| row[column] != "-").map(|row| row[0].to_owned()).collect())
+}
+
 /// A simulated machine: of this thread's test, or that of the library which this process has loaded.
 #[derive(Clone)]
-pub struct StandIn(Machine);
-
-#[derive(Clone)]
-enum Machine {
-    Gpus(cuda::Gpus, cuda::Driver),
-    Npus(acl::Npus, acl::Library),
+pub enum StandIn {
+    Own(Machine),
     /// A library, and the name of its entry point for commands.
     Loaded(Arc<Library>, &'static str),
 }
@@ -282,41 +275,40 @@ thread_local! {
     static LATEST: RefCell<Option<StandIn>> = const { RefCell::new(None) };
 }
 
-/// The names of the GPUs of this thread's test: those of its own machine, or as the driver of this process counts.
-pub fn gpu_name(device: usize) -> String {
+/// The name of a device of this thread's test: of its own machine, or as the driver of this process counts.
+fn name(family: &str, device: usize) -> String {
     let own = LATEST.with_borrow(|latest| match latest {
-        Some(StandIn(Machine::Gpus(gpus, _))) => Some(gpus.ordinal(device)),
+        Some(StandIn::Own(machine)) if machine.family() == family => Some(machine.ordinal(device)),
         _ => None,
     });
-    format!("cuda:{}", own.unwrap_or(device as u32))
+    format!("{family}:{}", own.unwrap_or(device as u32))
 }
 
-/// The same of Ascend devices.
+pub fn gpu_name(device: usize) -> String {
+    name("cuda", device)
+}
+
 pub fn npu_name(device: usize) -> String {
-    let own = LATEST.with_borrow(|latest| match latest {
-        Some(StandIn(Machine::Npus(npus, _))) => Some(npus.ordinal(device)),
-        _ => None,
-    });
-    format!("acl:{}", own.unwrap_or(device as u32))
+    name("acl", device)
 }
 
 impl StandIn {
     /// A machine with two GPUs, whose driver has the calls of that version.
     pub fn gpus(driver: cuda::Driver) -> Self {
-        let gpus = cuda::Gpus::new();
+        let machine = Machine::gpus(driver);
         #[cfg(feature = "cuda")]
         // SAFETY: the simulation's functions have the driver's signatures.
-        unsafe { pinpool::cuda::install(gpus.ordinal(0), &|name| driver.symbol(name)) }.unwrap();
-        Self(Machine::Gpus(gpus, driver)).latest()
+        unsafe { pinpool::cuda::install(machine.ordinal(0), &|name| machine.symbol(name)) }.unwrap();
+        Self::Own(machine).latest()
     }
 
     /// A machine with two Ascend devices, and that library.
     pub fn npus(library: acl::Library) -> Self {
-        let npus = acl::Npus::new(library);
+        let machine = Machine::npus(library);
         #[cfg(feature = "acl")]
         // SAFETY: the simulation's functions have the library's signatures.
-        unsafe { pinpool::acl::install(npus.ordinal(0), &|name| library.symbol(name)) }.unwrap();
-        Self(Machine::Npus(npus, library)).latest()
+        unsafe { pinpool::acl::install(machine.ordinal(0), &|name| machine.symbol(name)) }.unwrap();
+        Self::Own(machine).latest()
     }
 
     fn latest(self) -> Self {
@@ -331,17 +323,14 @@ impl StandIn {
 
     /// The same of a library that another variable names, and that has another entry point for commands.
     pub fn loaded_by(variable: &str, command: &'static str) -> Option<Self> {
-        let path = std::env::var_os(variable).filter(|path| !path.is_empty())?;
-        let library = Self::any(Path::new(&path), command).expect("the library can be loaded");
+        let library = Self::any(&named(variable)?, command).expect("the library can be loaded");
         library.has(command).then_some(library)
     }
 
     /// Calls of this thread that name nothing and have no current context are made to this machine from now on.
     pub fn enter(&self) {
-        match &self.0 {
-            Machine::Gpus(gpus, _) => gpus.enter(),
-            Machine::Npus(npus, _) => npus.enter(),
-            Machine::Loaded(..) => {}
+        if let Self::Own(machine) = self {
+            machine.enter();
         }
         self.clone().latest();
     }
@@ -351,14 +340,13 @@ impl StandIn {
         // SAFETY: the simulation has no initialisers that ask for anything; a real driver's have no preconditions.
         let library = unsafe { Library::new(path) };
         let library = library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?;
-        Ok(Self(Machine::Loaded(Arc::new(library), command)))
+        Ok(Self::Loaded(Arc::new(library), command))
     }
 
     fn find(&self, name: &str) -> Option<*const std::ffi::c_void> {
-        match &self.0 {
-            Machine::Gpus(_, driver) => driver.symbol(name),
-            Machine::Npus(_, library) => library.symbol(name),
-            Machine::Loaded(library, _) => {
+        match self {
+            Self::Own(machine) => machine.symbol(name),
+            Self::Loaded(library, _) => {
                 // SAFETY: only looked up.
                 unsafe { library.get::<*const _>(name.as_bytes()) }.ok().map(|at| *at)
             }
@@ -381,12 +369,24 @@ impl StandIn {
         unsafe { std::mem::transmute_copy(&at) }
     }
 
+    /// A call whose arguments are numbers and pointers.
+    pub fn call(&self, name: &str, a: &[usize]) -> u32 {
+        assert!(a.len() <= 11, "{name}");
+        let mut all = [0; 11];
+        all[..a.len()].copy_from_slice(a);
+        let [a, b, c, d, e, f, g, h, i, j, k] = all;
+        type U = usize;
+        type Call = unsafe extern "C" fn(U, U, U, U, U, U, U, U, U, U, U) -> u32;
+        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, a call ignores
+        // further ones, and what the tests point at is valid.
+        unsafe { self.get::<Call>(name)(a, b, c, d, e, f, g, h, i, j, k) }
+    }
+
     /// Sends a command, which the simulation's `control.rs` describes, and returns the answer.
     pub fn command(&self, text: &str) -> String {
-        match &self.0 {
-            Machine::Gpus(gpus, _) => gpus.command(text),
-            Machine::Npus(npus, _) => npus.command(text),
-            Machine::Loaded(_, command) => {
+        match self {
+            Self::Own(machine) => machine.command(text),
+            Self::Loaded(_, command) => {
                 type Ask = unsafe extern "C" fn(*const std::ffi::c_char, *mut u8, usize) -> usize;
                 // SAFETY: the simulation has this signature.
                 let ask = unsafe { self.get::<Ask>(command) };

@@ -30,12 +30,12 @@ pub const WAYS: [Way; 4] = [TODAY, ON_DEVICE, OF_2024, ON_DEVICE_2024];
 
 /// Whether `PINPOOL_REQUIRE` names an Ascend device: then the machine's own library is to be used.
 pub fn required() -> bool {
-    std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.split(',').any(|n| n.trim().starts_with("acl")))
+    super::required_device("acl")
 }
 
 /// Whether this process is a child that was started with a library.
 pub fn is_set() -> bool {
-    std::env::var_os(PATH).is_some_and(|path| !path.is_empty())
+    super::named(PATH).is_some()
 }
 
 /// The simulation that this process has loaded. `None`: it uses something else.

@@ -1,14 +1,23 @@
-//! What every call begins and ends with; and the library itself: initialising, finalising, error texts.
+//! The library's entry points but for copies, with the signatures of acl.h and acl_rt.h. Handles are numbers here and
+//! pointers there.
+//!
+//! Host memory starts on a multiple of 64 and of no more, since that is what is promised; on the device (RC mode) on a
+//! multiple of 16 that is none of 64.
 
 use std::cell::RefCell;
-use std::ffi::c_char;
+use std::ffi::{c_char, c_int, c_uint};
 
-use super::codes::*;
-use super::world::*;
-use crate::common::entries;
+use super::*;
+use crate::common::{At, Outcome, Vendor, call, entries, thread, waiting_call};
+use crate::world::{Event, Op, Place, Registered, World, is_mapped};
 
+/// `aclrtHostRegister` takes pages of this size.
+const PAGE: usize = 4096;
 /// The longest error text, its end included.
 const TEXT: usize = 512;
+/// What an event may be made for: to make streams wait, as a time stamp, and to tell how far its stream has come.
+const SYNC: c_uint = 1;
+const ALLOWED: c_uint = 0x4B;
 
 thread_local! {
     /// The latest error of this thread, until a call asks for it.
@@ -17,79 +26,116 @@ thread_local! {
     static SHOWN: RefCell<[u8; TEXT]> = const { RefCell::new([0; TEXT]) };
 }
 
-/// The calling thread has had no error.
-pub fn forget() {
-    RECENT.set(None);
-}
-
-/// What may be asked before `aclInit`.
-fn needs_no_init(name: &str) -> bool {
-    matches!(name, "aclInit" | "aclFinalize")
-}
-
-/// Counts a call in the world with that number, fails it if a test asked for that, and else makes it.
-pub fn call(name: &'static str, number: usize, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
-    let Some(_inside) = crate::end::Inside::begin(name) else { return UNINITIALIZE };
-    fails(name, made(name, &mut world(number), body))
-}
-
 /// Stores an error's text, if it is an error.
-pub fn fails(name: &'static str, code: u32) -> u32 {
+pub(crate) fn note_error(name: &str, code: u32) {
     if code != 0 {
         let text = format!("E{code}: {name} failed on thread {}", thread());
         // A thread that ends has no place for it any more.
         let _ = RECENT.try_with(|recent| recent.replace(Some(text)));
     }
-    code
 }
 
-fn made(name: &'static str, world: &mut World, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
-    world.count(name);
-    world.last = name;
-    if !needs_no_init(name) {
-        if world.ended {
-            world.let_pass("INIT-3", "after the end");
-            return UNINITIALIZE;
+impl World {
+    /// What is refused whatever the call is. (The runtime does not check that it was initialised.)
+    pub(crate) fn may_call_acl(&mut self) -> Outcome {
+        if matches!(self.call, "aclInit" | "aclFinalize" | "aclGetRecentErrMsg") {
+            return Ok(());
         }
-        if !world.ready {
-            world.let_pass("INIT-1", "before aclInit");
+        if self.ended {
+            return self.broken("INIT-3", UNINITIALIZE);
         }
+        if !self.ready {
+            self.let_pass("INIT-1");
+        }
+        Ok(())
     }
-    let Some((code, after)) = world.strike(name) else { return body(world).err().unwrap_or_default() };
-    if after {
-        let _ = body(world);
+
+    /// The current context, or an error that is no violation: there is no other way to ask.
+    fn asked(&self) -> Outcome<usize> {
+        let context = Vendor::Acl.current();
+        if self.contexts.contains_key(&context) { Ok(context) } else { Err(CONTEXT_NULL) }
     }
-    if is_device_lost(code) {
-        let device = world.device_of(CURRENT.get()).unwrap_or(0);
-        world.kill(device, code);
+
+    /// Runs all of a device, for a call that waits for that.
+    fn drain_device(&mut self) -> Outcome {
+        let device = self.current_device()?;
+        if !self.hung {
+            let of = self.streams_of(|context| self.contexts[&context].device == device);
+            of.into_iter().for_each(|stream| self.drain(stream));
+        }
+        Ok(())
     }
-    code
+
+    fn malloc(&mut self, len: usize, policy: c_uint) -> Outcome<usize> {
+        let device = self.current_device()?;
+        // How large the pages are, in the lower bits.
+        let (largest, flags) = if self.acl.old { (5, 0) } else { (7, 0x10_1100) };
+        if len == 0 || policy & !flags > largest {
+            return self.broken("ARG-2", INVALID_PARAM);
+        }
+        // On a multiple of 64 and, every other one, of no more.
+        let offset = if self.random().is_multiple_of(2) { 64 } else { 0 };
+        self.allocate(device, 0, len, offset)
+    }
+
+    fn malloc_host(&mut self, len: usize) -> Outcome<usize> {
+        let device = self.current_device()?;
+        if len == 0 {
+            return self.broken("ARG-2", INVALID_PARAM);
+        }
+        if self.acl.on_device && !self.fits(device, len) {
+            return Err(MEMORY_ALLOCATION);
+        }
+        let promised = if self.acl.on_device { 16 } else { 64 };
+        self.allocate_host((device, 0, false), len, [promised, 3 * promised])
+    }
+
+    fn host_register(&mut self, at: usize, len: usize, kind: c_uint) -> Outcome<usize> {
+        self.current()?;
+        // The other types are reserved.
+        if kind != 0 {
+            return self.broken("ARG-2", INVALID_PARAM);
+        }
+        // The product cannot, which is no mistake of the caller's: there is no other way to ask.
+        if self.acl.on_device {
+            return Err(NOT_SUPPORTED);
+        }
+        if at == 0 || len == 0 || at.checked_add(len).is_none() {
+            return self.broken("MEM-3", PARAM_INVALID);
+        }
+        if !at.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
+            return self.broken("REG-1", DRIVER_INTERNAL);
+        }
+        if self.is_registered_in_part(at, len) {
+            return self.broken("MEM-1", ALREADY_REGISTERED);
+        }
+        if !is_mapped(at, len, true) {
+            return self.broken("HST-5", PARAM_INVALID);
+        }
+        let mapped = self.made_up(len, 0);
+        self.registered.insert(at, Registered { len, read_only: false, mapped });
+        Ok(mapped)
+    }
 }
 
-/// Writes a result: a handle, an address, a number.
-///
-/// # Safety
-/// `to` is null or valid for a write.
-pub unsafe fn gives<T>(w: &mut World, to: *mut T, body: impl FnOnce(&mut World) -> Outcome<T>) -> Outcome {
-    there(w, to as usize)?;
-    let result = body(w)?;
-    // SAFETY: the caller's promise, and it is not null.
-    unsafe { to.write(result) };
-    Ok(())
-}
-
-/// What is pointed at is there.
-pub fn there(world: &mut World, at: usize) -> Outcome {
-    if at == 0 { world.violate("ARG-1", "null", INVALID_PARAM) } else { Ok(()) }
+/// As the header has it; 28 bytes.
+#[repr(C)]
+pub struct PointerAttributes {
+    id: u32,
+    location: c_int,
+    page_size: u32,
+    reserved: [u32; 4],
 }
 
 entries! {
-    acl;
+    Acl, files, also [
+        aclrtGetSocName aclGetRecentErrMsg aclrtSynchronizeDevice aclrtSynchronizeStream
+        aclrtSynchronizeStreamWithTimeout
+    ];
 
-    fn aclInit(path: *const c_char) in here(), |w, name| {
+    fn aclInit(path: *const c_char) in Here, |w| {
         if !path.is_null() {
-            // SAFETY: the caller's promise: null, or a string that ends with a zero byte.
-            let path = unsafe { std::ffi::CStr::from_ptr(path) }.to_string_lossy();
+            let path = std::ffi::CStr::from_ptr(path).to_string_lossy();
             if !path.is_empty() && !std::path::Path::new(path.as_ref()).exists() {
                 return Err(INVALID_FILE);
             }
@@ -103,19 +149,189 @@ entries! {
     }
 
     /// Destroys everything, whatever other code uses it.
-    fn aclFinalize() in here(), |w, name| {
+    fn aclFinalize() in Here, |w| {
         if !w.ready {
-            return w.violate("INIT-4", "not initialised", REPEAT_FINALIZE);
+            return w.broken("INIT-4", REPEAT_FINALIZE);
         }
-        w.let_pass("INIT-2", "for all users");
+        w.let_pass("INIT-2");
         (w.ready, w.ended) = (false, true);
         let contexts: Vec<usize> = w.contexts.keys().copied().collect();
         contexts.into_iter().for_each(|context| w.end_context(context));
-        for device in &mut w.devices {
-            (device.sets, device.default) = (0, None);
+        w.devices.iter_mut().for_each(|device| (device.uses, device.primary) = (0, None));
+        Ok(())
+    }
+
+    fn aclrtGetDeviceCount(count: *mut u32) in Here, |w| {
+        if w.devices.is_empty() {
+            return Err(NO_DEVICE);
+        }
+        w.give(count, w.device_count() as u32)
+    }
+
+    fn aclrtGetRunMode(mode: *mut c_uint) in Here, |w| { w.give(mode, c_uint::from(!w.acl.on_device)) }
+
+    fn aclrtSetDevice(device: c_int) in On(device), |w| {
+        let device = w.device(device)?;
+        let context = w.retain(device);
+        Vendor::Acl.stack(|stack| stack.set(context));
+        Ok(())
+    }
+
+    fn aclrtResetDevice(device: c_int) in On(device), |w| {
+        let device = w.device(device)?;
+        let Some(default) = w.release(device)? else { return Ok(()) };
+        let of: Vec<usize> = w.contexts.iter().filter(|(_, c)| c.device == device).map(|(h, _)| *h).collect();
+        let left: usize = of.iter().flat_map(|context| w.owned(Some(*context))).map(|(_, count)| count).sum();
+        if of != [default] || left > 0 {
+            w.let_pass("DEV-1");
+        }
+        of.into_iter().for_each(|context| w.end_context(context));
+        // What a reset is for.
+        w.devices[device].dead = None;
+        Ok(())
+    }
+
+    fn aclrtGetDevice(device: *mut c_int) in Here, |w| {
+        let context = w.asked()?;
+        w.give(device, w.ordinal(w.contexts[&context].device))
+    }
+
+    fn aclrtCreateContext(context: *mut usize, device: c_int) in On(device), |w| {
+        let device = w.device(device)?;
+        w.devices[device].dead.map_or(Ok(()), Err)?;
+        let made = w.add_context(device);
+        w.opened += 1;
+        Vendor::Acl.stack(|stack| stack.set(made));
+        w.give(context, made)
+    }
+
+    fn aclrtDestroyContext(context: usize) in Of(context), |w| {
+        let default = w.devices.iter().any(|device| device.primary == Some(context));
+        if default || !w.contexts.contains_key(&context) {
+            return w.broken("CTX-6", CONTEXT_NULL);
+        }
+        w.end_context(context);
+        Ok(())
+    }
+
+    /// Only a context can be made current: a thread that had one never has none again.
+    fn aclrtSetCurrentContext(context: usize) in Of(context), |w| {
+        if !w.contexts.contains_key(&context) {
+            return w.broken("CTX-2", CONTEXT_NULL);
+        }
+        Vendor::Acl.stack(|stack| stack.set(context));
+        Ok(())
+    }
+
+    fn aclrtGetCurrentContext(context: *mut usize) in Here, |w| {
+        let current = w.asked()?;
+        w.give(context, current)
+    }
+
+    fn aclrtMalloc(start: *mut usize, len: usize, policy: c_uint) in Here, |w| {
+        let at = w.malloc(len, policy)?;
+        w.give(start, at)
+    }
+
+    /// Needs no context, and waits for nothing.
+    fn aclrtFree(start: usize) in Of(start), |w| {
+        let Some((device, len)) = w.blocks.get(&start).map(|block| (block.device, block.bytes.len())) else {
+            return w.broken("MEM-7", PARAM_INVALID);
+        };
+        w.devices[device].dead.map_or(Ok(()), Err)?;
+        w.take_back("MEM-8", Place::Device(start), len);
+        w.blocks.remove(&start);
+        Ok(())
+    }
+
+    fn aclrtMallocHost(start: *mut usize, len: usize) in Here, |w| {
+        let at = w.malloc_host(len)?;
+        w.give(start, at)
+    }
+
+    /// Waits for nothing.
+    fn aclrtFreeHost(start: usize) in Here, |w| {
+        let Some(len) = w.hosts.get(&start).map(|host| host.len) else {
+            return w.broken("HST-1", PARAM_INVALID);
+        };
+        let was_used = w.streams.values().any(|s| !s.destroyed && s.used.contains(&start));
+        if !w.take_back("HST-2", Place::Host(start), len) && was_used {
+            w.let_pass("HST-10");
+        }
+        if w.is_registered_in_part(start, len) {
+            w.let_pass("MEM-4");
+        }
+        w.free_host(start);
+        Ok(())
+    }
+
+    fn aclrtHostRegister(start: usize, len: u64, kind: c_uint, mapped: *mut usize) in Here, |w| {
+        let at = w.host_register(start, len as usize, kind)?;
+        w.give(mapped, at)
+    }
+
+    fn aclrtHostUnregister(start: usize) in Here, |w| {
+        w.current()?;
+        w.unregister(start, NOT_REGISTERED)
+    }
+
+    /// 0: page-locked host memory; 1: device memory; 2: known as neither.
+    fn aclrtPointerGetAttributes(start: usize, to: *mut PointerAttributes) in Here, |w| {
+        let device = w.block(start, 1).map(|(_, block, _)| block.device);
+        let location = if w.is_locked(start, 1) { 0 } else { 2 };
+        let (id, location) = device.map_or((0, location), |device| (device as u32, 1));
+        w.give(to, PointerAttributes { id, location, page_size: 4096, reserved: [0; 4] })
+    }
+
+    fn aclrtCreateStream(stream: *mut usize) in Here, |w| {
+        let context = w.current()?;
+        let made = w.create_stream(context, false);
+        w.give(stream, made)
+    }
+
+    fn aclrtDestroyStream(stream: usize) in Of(stream), |w| { w.destroy_stream(stream) }
+
+    /// No resource of the device limits the number of such events.
+    fn aclrtCreateEventExWithFlag(event: *mut usize, flags: c_uint) in Here, |w| {
+        let context = w.current()?;
+        if flags == 0 || flags & !ALLOWED != 0 {
+            return w.broken("ARG-2", INVALID_PARAM);
+        }
+        let made = w.create_event(context, flags);
+        w.give(event, made)
+    }
+
+    fn aclrtDestroyEvent(event: usize) in Of(event), |w| {
+        w.any_event(event)?;
+        w.destroy_event(event)
+    }
+
+    fn aclrtRecordEvent(event: usize, stream: usize) in Of(stream), |w| { w.record(event, stream) }
+
+    /// 1: complete; 0: not ready.
+    fn aclrtQueryEventStatus(event: usize, status: *mut c_uint) in Of(event), |w| {
+        let is_complete = w.query(event)?;
+        w.give(status, is_complete.into())
+    }
+
+    /// The stream is the current context's; the event may be another device's. Never recorded: nothing to wait for.
+    fn aclrtStreamWaitEvent(stream: usize, event: usize) in Of(stream), |w| {
+        w.stream(stream)?;
+        let Event { flags, recorded, .. } = *w.any_event(event)?;
+        if flags & SYNC == 0 {
+            return w.broken("EVT-5", NOT_SUPPORTED);
+        }
+        match recorded {
+            None => w.let_pass("EVT-2"),
+            Some((on, upto)) => drop(w.submit(stream, Op::Wait { stream: on, upto })?),
         }
         Ok(())
     }
+}
+
+/// The entry point with this name. `None`: there is none.
+pub(crate) fn symbol(name: &str) -> Option<*const std::ffi::c_void> {
+    files(name).or_else(|| super::copies::files(name))
 }
 
 #[unsafe(no_mangle)]
@@ -128,8 +344,7 @@ pub extern "C" fn aclrtGetSocName() -> *const c_char {
 /// text.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclGetRecentErrMsg() -> *const c_char {
-    let Some(_inside) = crate::end::Inside::begin("aclGetRecentErrMsg") else { return std::ptr::null() };
-    world(here()).count("aclGetRecentErrMsg");
+    call(Vendor::Acl, "aclGetRecentErrMsg", At::Here, |_| Ok(()));
     let Some(text) = RECENT.take() else { return std::ptr::null() };
     SHOWN.with_borrow_mut(|shown| {
         let n = text.len().min(TEXT - 1);
@@ -137,4 +352,38 @@ pub extern "C" fn aclGetRecentErrMsg() -> *const c_char {
         shown[n..].fill(0);
         shown.as_ptr().cast()
     })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtSynchronizeDevice() -> u32 {
+    let go_on = World::drain_device;
+    waiting_call(Vendor::Acl, "aclrtSynchronizeDevice", At::Here, (-1, 0), |_| Ok(()), go_on)
+}
+
+/// The stream may be another context's.
+fn synchronize(name: &'static str, stream: usize, timeout: c_int) -> u32 {
+    // -1, or a number of milliseconds.
+    let check = |w: &mut World| match timeout {
+        0 | ..=-2 => w.broken("ARG-2", PARAM_INVALID),
+        _ => Ok(()),
+    };
+    waiting_call(Vendor::Acl, name, At::Of(stream), (timeout, STREAM_SYNC_TIMEOUT), check, |w| {
+        w.current()?;
+        let handle = w.resolved(stream);
+        w.any_stream(handle)?;
+        if !w.hung {
+            w.drain(handle);
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtSynchronizeStream(stream: usize) -> u32 {
+    synchronize("aclrtSynchronizeStream", stream, -1)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn aclrtSynchronizeStreamWithTimeout(stream: usize, timeout: c_int) -> u32 {
+    synchronize("aclrtSynchronizeStreamWithTimeout", stream, timeout)
 }

@@ -5,41 +5,12 @@
 
 use std::sync::Mutex;
 
-use super::calls::call;
-use super::world::*;
-use crate::common::locked;
+use super::*;
+use crate::common::{Vendor, entries, locked};
+use crate::world::{Op, Place};
 
 /// The context of each call for a batch that is under way.
 static UNDER_WAY: Mutex<Vec<usize>> = Mutex::new(Vec::new());
-
-/// A call for a batch, from its beginning on.
-struct UnderWay {
-    context: usize,
-    /// Whether another one on this context had not ended.
-    is_beside: bool,
-}
-
-impl UnderWay {
-    fn begin() -> Self {
-        let context = STACK.with_borrow(|stack| stack.last().copied()).unwrap_or(0);
-        let mut all = locked(&UNDER_WAY);
-        let is_beside = all.contains(&context);
-        all.push(context);
-        drop(all);
-        // For others that come meanwhile.
-        std::thread::yield_now();
-        Self { context, is_beside }
-    }
-}
-
-impl Drop for UnderWay {
-    fn drop(&mut self) {
-        let mut all = locked(&UNDER_WAY);
-        if let Some(at) = all.iter().position(|context| *context == self.context) {
-            all.swap_remove(at);
-        }
-    }
-}
 
 /// cuda.h's `CUmemcpyAttributes`: order of access to the source, two locations of two numbers, flags.
 #[repr(C)]
@@ -50,95 +21,94 @@ pub struct Attributes {
     flags: u32,
 }
 
+/// The first of these ranges that meets what another one writes, where no order is promised.
+pub fn is_meeting(mut written: Vec<(usize, usize)>, mut read: impl Iterator<Item = (usize, usize)>) -> bool {
+    written.sort_unstable();
+    // Apart from each other, those that are written end in the order in which they begin.
+    let meets = |(at, len): (usize, usize)| {
+        let before = written.partition_point(|(start, _)| *start < at + len);
+        before > 0 && written[before - 1].0 + written[before - 1].1 > at
+    };
+    written.windows(2).any(|two| two[0].0 + two[0].1 > two[1].0) || read.any(meets)
+}
+
 impl World {
     /// Whether the device has this memory at another address than the host.
-    fn is_elsewhere(&self, place: Place) -> bool {
-        let Place::Host(at) = place else { return false };
-        self.hosts.shift() > 0
-            && self.registered.iter().any(|(start, len)| (*start..start + len).contains(&at))
+    fn is_elsewhere(&self, at: usize) -> bool {
+        self.shift() > 0 && self.registration(at, 1).is_some()
     }
 
     /// A place by its address: all are one space.
-    fn place(&self, address: u64) -> Place {
-        let shifted = (address as usize).wrapping_sub(self.hosts.shift());
-        if self.is_elsewhere(Place::Host(shifted)) {
+    fn place(&self, address: usize) -> Place {
+        let shifted = address.wrapping_sub(self.shift());
+        if self.is_elsewhere(shifted) {
             return Place::Host(shifted);
         }
-        let device = self.blocks.range(..=address).next_back();
         // Made-up addresses of this device or another begin there.
-        let made_up = address >= 0x7f00_0000_0000_0000;
-        match device {
-            _ if self.hosts.has(address as usize, 1) => Place::Host(address as usize),
-            Some((start, block)) if address - start < block.len as u64 => Place::Device(address),
-            _ if made_up => Place::Device(address),
-            _ => Place::Host(address as usize),
+        let is_device = address >= Vendor::Cuda.base() || self.block(address, 1).is_some();
+        if is_device && self.host(address, 1).is_none() {
+            Place::Device(address)
+        } else {
+            Place::Host(address)
         }
     }
 
     /// Queues these copies, given by targets, sources and lengths. `fault` is the copy at which it failed.
-    fn batch(
-        &mut self,
-        name: &str,
-        [targets, sources]: [&[u64]; 2],
-        lengths: &[usize],
-        stream: usize,
-        fault: &mut usize,
-    ) -> Outcome {
-        let hosts = |list: &[u64]| list.iter().any(|at| self.is_elsewhere(Place::Host(*at as usize)));
-        if hosts(targets) || hosts(sources) {
-            let context = self.current(name)?;
-            let text = format!("{name} with the host's address of registered memory");
-            self.let_pass("BAT-7", text);
+    fn batch(&mut self, of: [&[usize]; 3], stream: usize, fault: &mut usize) -> Outcome {
+        let [targets, sources, lengths] = of;
+        if targets.iter().chain(sources).any(|at| self.is_elsewhere(*at)) {
+            let context = self.current()?;
+            self.let_pass("BAT-7");
             self.kill(context, ILLEGAL_ADDRESS);
             return Ok(());
         }
-        let mut copies = Vec::new();
-        let refused = (0..lengths.len()).find_map(|at| {
-            let (src, dst, len) = (self.place(sources[at]), self.place(targets[at]), lengths[at]);
-            let checked = if len == 0 {
-                self.violate("BAT-2", format!("{name}: copy {at} has no bytes"), INVALID_VALUE)
-            } else {
-                self.check(name, src, len)
-                    .and_then(|()| self.check(name, dst, len))
-                    .and_then(|()| self.may_write(name, dst, len))
+        let (mut copies, mut outcome) = (Vec::new(), Ok(()));
+        for (at, len) in lengths.iter().enumerate() {
+            let (src, dst) = (self.place(sources[at]), self.place(targets[at]));
+            outcome = match len {
+                0 => self.broken("BAT-2", INVALID_VALUE),
+                len => self.check(src, *len, false).and_then(|()| self.check(dst, *len, true)),
             };
-            match checked {
-                Ok(()) => copies.push((src, dst, len)),
-                Err(code) => return Some((at, code)),
+            if outcome.is_err() {
+                *fault = at;
+                break;
             }
-            None
-        });
+            copies.push((src, dst, *len));
+        }
         let written = copies.iter().map(|(_, dst, len)| (dst.address(), *len)).collect();
-        let read = copies.iter().map(|(src, _, len)| (src.address(), *len));
-        if let Some((at, len)) = meeting(written, read) {
-            self.let_pass("BAT-4", format!("{name}: {len} bytes at {at:#x} meet what another copy writes"));
+        if is_meeting(written, copies.iter().map(|(src, _, len)| (src.address(), *len))) {
+            self.let_pass("BAT-4");
         }
         for (src, dst, len) in copies.into_iter().rev() {
-            self.submit(name, stream, Op::Copy { src, dst, len })?;
+            self.submit(stream, Op::Copy { src, dst, len })?;
         }
-        match refused {
-            Some((at, code)) => {
-                *fault = at;
-                Err(code)
-            }
-            None => Ok(()),
-        }
+        outcome
     }
 }
 
-impl Place {
-    fn address(&self) -> u64 {
-        match *self {
-            Place::Host(at) => at as u64,
-            Place::Device(at) => at,
-        }
+/// Makes a call for a batch, which is told whether another one on this context had not ended when it began.
+fn under_way(call: impl FnOnce(bool) -> u32) -> u32 {
+    let context = Vendor::Cuda.current();
+    let mut all = locked(&UNDER_WAY);
+    let is_beside = all.contains(&context);
+    all.push(context);
+    drop(all);
+    // For others that come meanwhile.
+    std::thread::yield_now();
+    let code = call(is_beside);
+    let mut all = locked(&UNDER_WAY);
+    if let Some(at) = all.iter().position(|of| *of == context) {
+        all.swap_remove(at);
     }
+    code
 }
+
+entries! { Cuda, symbol, also [cuMemcpyBatchAsync]; }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyBatchAsync(
-    targets: *const u64,
-    sources: *const u64,
+    targets: *const usize,
+    sources: *const usize,
     lengths: *const usize,
     count: usize,
     attributes: *const Attributes,
@@ -147,44 +117,43 @@ pub unsafe extern "C" fn cuMemcpyBatchAsync(
     fault: *mut usize,
     stream: usize,
 ) -> u32 {
-    let name = "cuMemcpyBatchAsync";
     // By convention: the call as a whole failed, none of its copies.
-    let (mut at, under_way) = (usize::MAX, UnderWay::begin());
-    let code = call(name, of(stream), |w| {
-        if under_way.is_beside {
-            w.let_pass("BAT-6", format!("{name} beside another one"));
+    let mut at = usize::MAX;
+    let mut batch = |w: &mut World, is_beside: bool| {
+        if is_beside {
+            w.let_pass("BAT-6");
         }
-        let is_null = targets.is_null() || sources.is_null() || lengths.is_null();
-        if is_null || attributes.is_null() || firsts.is_null() {
-            return w.violate("ARG-1", name, INVALID_VALUE);
+        let lists = [targets, sources, lengths];
+        if lists.iter().any(|list| list.is_null()) || attributes.is_null() || firsts.is_null() {
+            return w.broken("ARG-1", INVALID_VALUE);
         }
-        w.current(name)?;
+        w.current()?;
         if stream <= 1 {
-            return w.violate("BAT-1", format!("{name} on the legacy stream"), INVALID_VALUE);
+            return w.broken("BAT-1", INVALID_VALUE);
         }
-        if w.stream(name, stream)?.capture.is_some() {
+        if w.stream(stream)?.capture.is_some() {
             // It is refused, and the capture goes on (seen on driver 580.159).
-            return w.violate("BAT-3", format!("{name} on {stream:#x}"), CAPTURE_UNSUPPORTED);
+            return w.broken("BAT-3", CAPTURE_UNSUPPORTED);
         }
         // SAFETY: the caller's promise: lists of so many entries.
-        let (firsts, orders, addresses, lengths) = unsafe {
+        let (lists, firsts, orders) = unsafe {
             (
+                lists.map(|list| std::slice::from_raw_parts(list, count)),
                 std::slice::from_raw_parts(firsts, sets),
                 std::slice::from_raw_parts(attributes, sets),
-                [targets, sources].map(|list| std::slice::from_raw_parts(list, count)),
-                std::slice::from_raw_parts(lengths, count),
             )
         };
         let ordered = firsts.first() == Some(&0) && firsts.windows(2).all(|w| w[0] < w[1]);
-        if count == 0
-            || !ordered
-            || firsts.last().is_some_and(|last| *last >= count)
-            || orders.iter().any(|set| !(1..=3).contains(&set.order) || set.flags > 1)
-        {
-            let text = format!("{name}: {count} copies, {sets} attributes");
-            return w.violate("BAT-5", text, INVALID_VALUE);
+        let within = firsts.last().is_some_and(|last| *last < count);
+        if !ordered || !within || orders.iter().any(|set| !(1..=3).contains(&set.order) || set.flags > 1) {
+            return w.broken("BAT-5", INVALID_VALUE);
         }
-        w.batch(name, addresses, lengths, stream, &mut at)
+        w.batch(lists, stream, &mut at)
+    };
+    let code = under_way(|is_beside| {
+        crate::common::call(Vendor::Cuda, "cuMemcpyBatchAsync", crate::common::At::Of(stream), |w| {
+            batch(w, is_beside)
+        })
     });
     // SAFETY: null, or valid for a write.
     if let Some(fault) = unsafe { fault.as_mut() }.filter(|_| code != 0) {

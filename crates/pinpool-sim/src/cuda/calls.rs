@@ -1,85 +1,194 @@
-//! The driver's entry points, with the signatures of cuda.h. Each counts itself, fails if a test asked for that, and
-//! then does what `world.rs` has for it. Handles are numbers here and pointers there.
+//! The driver's entry points for contexts, memory, copies, streams and events, with the signatures of cuda.h. Handles
+//! are numbers here and pointers there.
 
+use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_uint};
 
-use super::world::*;
-use crate::common::entries;
+use super::*;
+use crate::common::{At, Vendor, entries, thread, waiting_call};
+use crate::world::{Capture, Event, Kind, Op, Place, Stream};
 
-/// What every call begins and ends with: a call in the world with that number.
-pub fn call(name: &'static str, number: usize, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
-    call_for(name, number, None, body)
+thread_local! {
+    /// The calling thread's capture mode: 0 global, 1 thread-local, 2 relaxed.
+    static MODE: Cell<u32> = const { Cell::new(0) };
 }
 
-/// A call with the event's context, which need not be current.
-fn call_for(
-    name: &'static str,
-    number: usize,
-    event: Option<usize>,
-    body: impl FnOnce(&mut World) -> Outcome,
-) -> u32 {
-    let Some(_inside) = crate::end::Inside::begin(name) else { return DEINITIALIZED };
-    let code = made(name, &mut world(number), event, body);
-    super::graphs::run_due(number);
-    code
-}
+/// What `cuCtxGetStreamPriorityRange` says: the greatest priority is the lowest number.
+const PRIORITIES: [c_int; 2] = [0, -5];
 
-fn made(
-    name: &'static str,
-    world: &mut World,
-    event: Option<usize>,
-    body: impl FnOnce(&mut World) -> Outcome,
-) -> u32 {
-    world.count(name);
-    if world.ended {
-        return DEINITIALIZED;
-    }
-    if !world.ready && !matches!(name, "cuInit" | "cuDriverGetVersion") {
-        world.let_pass("INIT-1", name);
-        return NOT_INITIALIZED;
-    }
-    if super::graphs::is_destructor() {
-        world.let_pass("GRA-1", name);
-        return NOT_PERMITTED;
-    }
-    let Some((code, after)) = world.strike(name) else { return body(world).err().unwrap_or_default() };
-    if code == 0 && after {
-        world.stalls = true;
-        let code = body(world).err().unwrap_or_default();
-        world.stalls = false;
-        return code;
-    }
-    if after {
-        let _ = body(world);
-    }
-    if is_device_lost(code) {
-        let named = event.and_then(|event| world.events.get(&event)).map(|event| event.context);
-        let current = named.or_else(|| STACK.with_borrow(|stack| stack.last().copied()));
-        if let Some(context) = current.or_else(|| world.contexts.keys().next().copied()) {
-            world.kill(context, code);
+impl World {
+    /// A context that a thread may have current: none, or one that exists.
+    fn usable(&mut self, context: usize) -> Outcome {
+        match self.contexts.get(&context) {
+            None if context != 0 => self.broken("CTX-2", CONTEXT_IS_DESTROYED),
+            _ => Ok(()),
         }
     }
-    world.ended |= code == DEINITIALIZED;
-    code
+
+    /// A call that a capture may forbid to this thread.
+    pub(super) fn unsafe_call(&mut self) -> Outcome {
+        let (mode, thread) = (MODE.get(), thread());
+        let forbids = |capture: &&mut Capture| match (mode, capture.mode) {
+            (2, _) | (_, 2) => false,
+            (0, 0) => true,
+            _ => capture.thread == thread,
+        };
+        let captures = self.streams.values_mut().filter_map(|stream| stream.capture.as_mut()).filter(forbids);
+        if captures.map(|capture| capture.spoiled = true).count() > 0 {
+            return self.broken("CAP-1", CAPTURE_UNSUPPORTED);
+        }
+        Ok(())
+    }
+
+    /// The context that is current, for a call that a capture may forbid.
+    pub(super) fn free_context(&mut self) -> Outcome<usize> {
+        let context = self.current()?;
+        self.unsafe_call()?;
+        Ok(context)
+    }
+
+    /// An event of the current context.
+    fn event(&mut self, handle: usize) -> Outcome<&mut Event> {
+        let current = self.current()?;
+        if self.any_event(handle)?.context != current {
+            return self.broken("CTX-5", INVALID_HANDLE);
+        }
+        self.any_event(handle)
+    }
+
+    /// A call that no capturing stream may be named in.
+    fn not_captured(&mut self, stream: usize) -> Outcome {
+        self.not_implicit(stream)?;
+        if let Some(capture) = &mut self.stream(stream)?.capture {
+            capture.spoiled = true;
+            return self.broken("CAP-2", CAPTURE_UNSUPPORTED);
+        }
+        Ok(())
+    }
+
+    /// What is submitted to the legacy stream comes after everything on per-thread default streams, and what is
+    /// submitted to these after everything on the legacy stream. (So it is with all blocking streams, but no program
+    /// should rely on that.)
+    pub(crate) fn order_implicitly(&mut self, handle: usize) -> Outcome {
+        let handle = self.resolved(handle);
+        let Stream { context, capture, .. } = self.stream(handle)?;
+        let (context, captured) = (*context, capture.is_some());
+        let Some(legacy) = self.contexts[&context].default_stream.filter(|_| !captured) else {
+            return Ok(());
+        };
+        let of_threads: Vec<usize> = self.cuda.per_thread.values().copied().collect();
+        let before = match handle {
+            _ if handle == legacy => of_threads,
+            _ if of_threads.contains(&handle) => vec![legacy],
+            _ => return Ok(()),
+        };
+        for on in before {
+            let unfinished = |s: &&Stream| s.context == context && s.done < s.submitted;
+            if let Some(upto) = self.streams.get(&on).filter(unfinished).map(|s| s.submitted) {
+                let stream = self.stream(handle)?;
+                stream.queue.push_back(Op::Wait { stream: on, upto });
+                stream.submitted += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// The capture of a blocking stream of a context, after which its legacy stream comes.
+    fn implied(&mut self, handle: usize) -> Option<&mut Capture> {
+        let handle = self.resolved(handle);
+        let (context, _) = self.contexts.iter().find(|(_, c)| c.default_stream == Some(handle))?;
+        let mut implied = self.streams.values_mut().filter(|s| s.context == *context && s.blocking);
+        implied.find_map(|s| s.capture.as_mut())
+    }
+
+    /// The legacy stream comes after everything on blocking streams, and so cannot be used while one is captured.
+    pub(crate) fn not_implicit(&mut self, handle: usize) -> Outcome {
+        let Some(capture) = self.implied(handle) else { return Ok(()) };
+        capture.spoiled = true;
+        self.broken("CAP-5", CAPTURE_IMPLICIT)
+    }
+
+    /// Whether it is host memory that is not page-locked.
+    fn is_pageable(&self, place: Place, len: usize) -> bool {
+        matches!(place, Place::Host(at) if !self.is_locked(at, len))
+    }
+
+    /// Checks one side of a copy that is about to be submitted.
+    pub(super) fn check(&mut self, place: Place, len: usize, written: bool) -> Outcome {
+        let at = place.address();
+        if let Place::Device(_) = place {
+            let context = self.current()?;
+            self.check_heap(at)?;
+            return match self.block(at, len).map(|(_, block, _)| (block.context, block.kind)) {
+                None | Some((_, Kind::Dying)) => self.broken("MEM-6", INVALID_VALUE),
+                Some((of, _)) if of != context => self.broken("CTX-5", INVALID_VALUE),
+                Some(_) => Ok(()),
+            };
+        }
+        if at == 0 {
+            return self.broken("MEM-6", INVALID_VALUE);
+        }
+        if !self.is_pageable(place, len) {
+            let read_only = self.registration(at, len).is_some_and(|(_, of)| of.read_only);
+            return if written && read_only { self.broken("HST-6", INVALID_VALUE) } else { Ok(()) };
+        }
+        if self.is_registered_in_part(at, len) {
+            return self.broken("MEM-5", INVALID_VALUE);
+        }
+        *self.notes.entry("PAGEABLE").or_default() += 1;
+        Ok(())
+    }
+
+    fn copy_async(&mut self, src: Place, dst: Place, len: usize, stream: usize) -> Outcome {
+        let captured = self.stream(stream)?.capture.is_some();
+        self.check(src, len, false)?;
+        self.check(dst, len, true)?;
+        // Memory that is not page-locked: its bytes are taken at once, and there when the call returns.
+        let at_once = !captured && !self.by_hand;
+        if at_once && self.is_pageable(src, len) {
+            let bytes = self.bytes(src, len);
+            return self.submit(stream, Op::Staged { bytes, dst }).map(drop);
+        }
+        let upto = self.submit(stream, Op::Copy { src, dst, len })?;
+        if at_once && !self.hung && self.is_pageable(dst, len) {
+            let stream = self.resolved(stream);
+            self.run(stream, upto);
+        }
+        Ok(())
+    }
+
+    // Memory in stream order has its address at once, and attributes with it; it may be used once its stream has reached
+    // it. After the call that frees it the address is unknown (so it was seen on driver 580: the attributes are cleared
+    // when `cuMemFreeAsync` has returned), and the memory is freed when the stream reaches that.
+
+    /// A stream has reached the place where memory is freed. What is ordered before that has run by now.
+    pub(crate) fn run_free(&mut self, at: usize) {
+        let Some(len) = self.blocks.get(&at).map(|b| b.bytes.len()) else { return };
+        self.take_back("POOL-4", Place::Device(at), len);
+        self.blocks.remove(&at);
+    }
+
+    /// A copy runs that uses such memory.
+    pub(crate) fn check_born(&mut self, place: Place, len: usize) {
+        let Place::Device(at) = place else { return };
+        if self.block(at, len).is_some_and(|(_, block, _)| block.kind == Kind::Pool { born: false }) {
+            self.let_pass("POOL-1");
+        }
+    }
 }
 
-/// Writes a result, if there is a place for it.
-///
-/// # Safety
-/// `to` is null or valid for a write.
-pub unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> Outcome {
-    if to.is_null() {
-        return world.violate("ARG-1", name, INVALID_VALUE);
-    }
-    // SAFETY: the caller's promise.
-    unsafe { to.write(value) };
-    Ok(())
+/// Takes the time that a first registration takes beside its pages, without the world's lock.
+fn registering() -> At {
+    let number = Vendor::Cuda.here();
+    let first = std::mem::take(&mut Vendor::Cuda.world(number).cuda.first_pin);
+    std::thread::sleep(first);
+    At::Here
 }
 
 entries! {
-    cuda;
+    Cuda, symbol, also [cuGetErrorName cuGetErrorString cuStreamSynchronize];
 
-    fn cuInit(flags: c_uint) in here(), |w, name| {
+    fn cuInit(flags: c_uint) in Here, |w| {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
@@ -92,36 +201,282 @@ entries! {
         Ok(())
     }
 
-    fn cuDriverGetVersion(version: *mut c_int) in here(), |w, name| {
-        write(w, name, version, w.version)
-    }
+    fn cuDriverGetVersion(version: *mut c_int) in Here, |w| { w.give(version, w.cuda.version) }
 
-    fn cuDeviceGetCount(count: *mut c_int) in here(), |w, name| {
-        write(w, name, count, devices(w) as c_int)
-    }
+    fn cuDeviceGetCount(count: *mut c_int) in Here, |w| { w.give(count, w.device_count() as c_int) }
 
     /// A program may ask for all numbers in turn: that is no call of other worlds.
-    fn cuDeviceGet(device: *mut c_int, ordinal: c_int) in if here() > 0 { here() } else { on(ordinal) }, |w, name| {
+    fn cuDeviceGet(device: *mut c_int, ordinal: c_int) in if Vendor::Cuda.here() > 0 { Here } else { On(ordinal) }, |w| {
         // A number that no device of another world has is refused when it is used.
-        if usize::try_from(ordinal).map_or(true, |ordinal| here() == w.number && ordinal >= devices(w)) {
+        let is_own = Vendor::Cuda.here() == w.number;
+        if usize::try_from(ordinal).map_or(true, |ordinal| is_own && ordinal >= w.device_count()) {
             return Err(INVALID_DEVICE);
         }
-        write(w, name, device, ordinal)
+        w.give(device, ordinal)
     }
 
-    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) in on(device), |w, name| {
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) in On(device), |w| {
         let device = w.device(device)?;
-        write(w, name, value, w.attribute(device, attribute)?)
+        let of = w.attribute(device, attribute).ok_or(INVALID_VALUE)?;
+        w.give(value, of)
     }
 
-    fn cuDeviceGetPCIBusId(text: *mut c_char, len: c_int, device: c_int) in on(device), |w, name| {
+    fn cuDeviceGetPCIBusId(text: *mut c_char, len: c_int, device: c_int) in On(device), |w| {
         // A function number that no device has: the system knows nothing of it.
         w.device(device)?;
         let id = format!("ffff:{:02x}:{:02x}.7\0", 0xff - (device >> 8), device & 0xff);
         if text.is_null() || id.len() > usize::try_from(len).unwrap_or(0) {
-            return w.violate("ARG-1", name, INVALID_VALUE);
+            return w.broken("ARG-1", INVALID_VALUE);
         }
         text.copy_from_nonoverlapping(id.as_ptr().cast(), id.len());
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) in On(device), |w| {
+        let device = w.device(device)?;
+        let made = w.retain(device);
+        w.give(context, made)
+    }
+
+    fn cuDevicePrimaryCtxRelease_v2(device: c_int) in On(device), |w| {
+        let device = w.device(device)?;
+        let last = w.release(device)?;
+        last.into_iter().for_each(|context| w.end_context(context));
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxGetState(device: c_int, flags: *mut c_uint, active: *mut c_int) in On(device), |w| {
+        let device = w.device(device)?;
+        w.give(flags, 0)?;
+        w.give(active, c_int::from(w.devices[device].primary.is_some()))
+    }
+
+    fn cuCtxCreate_v2(context: *mut usize, _flags: c_uint, device: c_int) in On(device), |w| {
+        let device = w.device(device)?;
+        let made = w.add_context(device);
+        Vendor::Cuda.stack(|stack| stack.push(made));
+        w.give(context, made)
+    }
+
+    fn cuCtxDestroy_v2(context: usize) in Of(context), |w| {
+        let primary = w.devices.iter().any(|d| d.primary == Some(context));
+        if primary || !w.contexts.contains_key(&context) {
+            return w.broken("CTX-6", INVALID_CONTEXT);
+        }
+        w.end_context(context);
+        if Vendor::Cuda.current() == context {
+            Vendor::Cuda.stack(|stack| stack.pop());
+        }
+        Ok(())
+    }
+
+    fn cuCtxGetDevice(device: *mut c_int) in Here, |w| {
+        let of = w.current_device()?;
+        w.give(device, w.ordinal(of))
+    }
+
+    fn cuCtxGetCurrent(context: *mut usize) in Here, |w| { w.give(context, Vendor::Cuda.current()) }
+
+    fn cuCtxSetCurrent(context: usize) in Of(context), |w| {
+        w.usable(context)?;
+        Vendor::Cuda.stack(|stack| stack.set(context));
+        Ok(())
+    }
+
+    fn cuCtxPushCurrent_v2(context: usize) in Of(context), |w| {
+        if context == 0 {
+            return w.broken("ARG-1", INVALID_CONTEXT);
+        }
+        w.usable(context)?;
+        Vendor::Cuda.stack(|stack| stack.push(context));
+        Ok(())
+    }
+
+    fn cuCtxPopCurrent_v2(context: *mut usize) in Here, |w| {
+        match Vendor::Cuda.stack(|stack| stack.pop()) {
+            None => w.broken("CTX-3", INVALID_CONTEXT),
+            // Null is allowed here: then no result is written.
+            Some(_) if context.is_null() => Ok(()),
+            Some(popped) => w.give(context, popped),
+        }
+    }
+
+    fn cuCtxSynchronize() in Here, |w| {
+        let context = w.free_context()?;
+        w.streams_of(|of| of == context).into_iter().for_each(|stream| w.drain(stream));
+        Ok(())
+    }
+
+    fn cuMemHostRegister_v2(start: usize, len: usize, flags: c_uint) in registering(), |w| {
+        w.free_context()?;
+        w.register(start, len, flags)
+    }
+
+    fn cuMemHostUnregister(start: usize) in Here, |w| {
+        w.free_context()?;
+        // Page-locked, and not the start of a registration: the driver knows it.
+        w.unregister(start, if w.is_locked(start, 1) { INVALID_VALUE } else { NOT_REGISTERED })
+    }
+
+    fn cuMemAlloc_v2(address: *mut usize, len: usize) in Here, |w| {
+        let context = w.free_context()?;
+        let at = w.allocate_in(context, len)?;
+        w.give(address, at)
+    }
+
+    fn cuMemFree_v2(address: usize) in Here, |w| {
+        w.free_context()?;
+        if w.hosts.get(&address).is_some_and(|host| host.managed) {
+            return w.free_host_of(address, true);
+        }
+        let Some(len) = w.blocks.get(&address).map(|block| block.bytes.len()) else {
+            return w.broken("MEM-7", INVALID_VALUE);
+        };
+        w.take_back("MEM-8", Place::Device(address), len);
+        w.blocks.remove(&address);
+        Ok(())
+    }
+
+    fn cuMemAllocAsync(address: *mut usize, len: usize, stream: usize) in Of(stream), |w| {
+        let context = w.current()?;
+        w.stream(stream)?;
+        let at = w.allocate_in(context, len)?;
+        w.be(at, Kind::Pool { born: false });
+        w.submit(stream, Op::Allocate(at))?;
+        w.give(address, at)
+    }
+
+    /// Plain memory may be freed in a stream's order, too.
+    fn cuMemFreeAsync(address: usize, stream: usize) in Of(stream), |w| {
+        w.stream(stream)?;
+        if !matches!(w.blocks.get(&address).map(|block| block.kind), Some(Kind::Plain | Kind::Pool { .. })) {
+            return w.broken("MEM-7", INVALID_VALUE);
+        }
+        w.be(address, Kind::Dying);
+        w.submit(stream, Op::Free(address)).map(drop)
+    }
+
+    fn cuMemcpyHtoDAsync_v2(dst: usize, src: usize, len: usize, stream: usize) in Of(stream), |w| {
+        w.copy_async(Place::Host(src), Place::Device(dst), len, stream)
+    }
+
+    fn cuMemcpyDtoHAsync_v2(dst: usize, src: usize, len: usize, stream: usize) in Of(stream), |w| {
+        w.copy_async(Place::Device(src), Place::Host(dst), len, stream)
+    }
+
+    fn cuMemcpyDtoDAsync_v2(dst: usize, src: usize, len: usize, stream: usize) in Of(stream), |w| {
+        w.copy_async(Place::Device(src), Place::Device(dst), len, stream)
+    }
+
+    fn cuStreamCreate(stream: *mut usize, flags: c_uint) in Here, |w| {
+        let context = w.current()?;
+        let made = w.create_stream(context, flags & 1 == 0);
+        w.give(stream, made)
+    }
+
+    fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) in Here, |w| {
+        w.current()?;
+        w.give(least, PRIORITIES[0])?;
+        w.give(greatest, PRIORITIES[1])
+    }
+
+    fn cuStreamCreateWithPriority(stream: *mut usize, flags: c_uint, priority: c_int) in Here, |w| {
+        let context = w.current()?;
+        let made = w.create_stream(context, flags & 1 == 0);
+        let [least, greatest] = PRIORITIES;
+        w.stream(made)?.priority = priority.clamp(greatest, least);
+        w.give(stream, made)
+    }
+
+    fn cuStreamGetPriority(stream: usize, priority: *mut c_int) in Of(stream), |w| {
+        let of = w.stream(stream)?.priority;
+        w.give(priority, of)
+    }
+
+    fn cuStreamDestroy_v2(stream: usize) in Of(stream), |w| { w.destroy_stream(stream) }
+
+    /// A stream of any context: the call asks for just that.
+    fn cuStreamGetCtx(stream: usize, context: *mut usize) in Of(stream), |w| {
+        w.current()?;
+        let handle = w.resolved(stream);
+        let of = w.any_stream(handle)?.context;
+        w.give(context, of)
+    }
+
+    fn cuStreamGetId(stream: usize, id: *mut u64) in Of(stream), |w| {
+        w.not_captured(stream)?;
+        let of = w.stream(stream)?.id;
+        w.give(id, of)
+    }
+
+    /// A default stream is the current context's. Asking spoils nothing.
+    fn cuStreamIsCapturing(stream: usize, status: *mut c_uint) in Of(stream), |w| {
+        let of = if stream <= PER_THREAD { w.stream(stream)? } else { w.any_stream(stream)? };
+        let is = of.capture.as_ref().map_or(0, |capture| if capture.spoiled { 2 } else { 1 });
+        if w.implied(stream).is_some() {
+            return Err(CAPTURE_IMPLICIT);
+        }
+        w.give(status, is)
+    }
+
+    fn cuStreamWaitEvent(stream: usize, event: usize, _flags: c_uint) in Of(stream), |w| {
+        let Event { captured, recorded, .. } = *w.event(event)?;
+        if captured {
+            return w.broken("CAP-3", CAPTURED_EVENT);
+        }
+        if let Some(capture) = &mut w.stream(stream)?.capture {
+            capture.spoiled = true;
+            return w.broken("CAP-6", CAPTURE_ISOLATION);
+        }
+        // Never recorded: nothing to wait for.
+        let Some((on, upto)) = recorded else { return Ok(()) };
+        w.submit(stream, Op::Wait { stream: on, upto }).map(drop)
+    }
+
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) in Here, |w| {
+        if mode.is_null() {
+            return w.broken("ARG-1", INVALID_VALUE);
+        }
+        if mode.read() > 2 {
+            return Err(INVALID_VALUE);
+        }
+        mode.write(MODE.replace(mode.read()));
+        Ok(())
+    }
+
+    fn cuEventCreate(event: *mut usize, flags: c_uint) in Here, |w| {
+        let context = w.current()?;
+        let made = w.create_event(context, flags);
+        w.give(event, made)
+    }
+
+    fn cuEventDestroy_v2(event: usize) in Of(event), |w| {
+        w.event(event)?;
+        w.destroy_event(event)
+    }
+
+    fn cuEventRecord(event: usize, stream: usize) in Of(stream), |w| {
+        w.event(event)?;
+        w.record(event, stream)
+    }
+
+    /// It needs no current context.
+    fn cuEventQuery(event: usize) in Of(event), |w| {
+        w.unsafe_call()?;
+        if w.query(event)? { Ok(()) } else { Err(NOT_READY) }
+    }
+
+    /// An event that was never recorded counts as complete, as for `cuEventQuery`.
+    fn cuEventSynchronize(event: usize) in Of(event), |w| {
+        w.unsafe_call()?;
+        let Event { captured, recorded, .. } = *w.event(event)?;
+        if captured {
+            return w.broken("CAP-3", CAPTURED_EVENT);
+        }
+        if let Some((stream, upto)) = recorded {
+            w.event(event)?.seen = true;
+            w.run(stream, upto);
+        }
         Ok(())
     }
 }
@@ -141,263 +496,21 @@ pub unsafe extern "C" fn cuGetErrorString(code: u32, text: *mut *const c_char) -
     unsafe { cuGetErrorName(code, text) }
 }
 
-entries! {
-    cuda;
-
-    fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) in on(device), |w, name| {
-        let device = w.device(device)?;
-        let made = w.retain(device);
-        write(w, name, context, made)
-    }
-
-    fn cuDevicePrimaryCtxRelease_v2(device: c_int) in on(device), |w, name| {
-        let device = w.device(device)?;
-        w.release(device)
-    }
-
-    fn cuCtxGetCurrent(context: *mut usize) in here(), |w, name| {
-        let current = STACK.with_borrow(|stack| stack.last().copied()).unwrap_or(0);
-        write(w, name, context, current)
-    }
-}
-
-/// A context that a thread may have current: none, or one that exists.
-pub fn usable(w: &mut World, name: &str, context: usize) -> Outcome {
-    match w.contexts.get(&context) {
-        None if context != 0 => w.violate("CTX-2", format!("{name}: {context:#x}"), CONTEXT_IS_DESTROYED),
-        _ => Ok(()),
-    }
-}
-
-entries! {
-    cuda;
-
-    fn cuCtxSetCurrent(context: usize) in of(context), |w, name| {
-        usable(w, name, context)?;
-        STACK.with_borrow_mut(|stack| {
-            stack.pop();
-            if context != 0 {
-                stack.push(context);
-            }
-        });
-        Ok(())
-    }
-
-    fn cuCtxPushCurrent_v2(context: usize) in of(context), |w, name| {
-        if context == 0 {
-            return w.violate("ARG-1", name, INVALID_CONTEXT);
-        }
-        usable(w, name, context)?;
-        STACK.with_borrow_mut(|stack| stack.push(context));
-        Ok(())
-    }
-
-    fn cuCtxPopCurrent_v2(context: *mut usize) in here(), |w, name| {
-        match STACK.with_borrow_mut(Stack::pop) {
-            None => w.violate("CTX-3", "nothing to pop", INVALID_CONTEXT),
-            // Null is allowed here: then no result is written.
-            Some(_) if context.is_null() => Ok(()),
-            Some(popped) => write(w, name, context, popped),
-        }
-    }
-}
-
-/// Takes the time that a first registration takes beside its pages, without the world's lock.
-fn registering() -> usize {
-    let number = here();
-    let first = std::mem::take(&mut world(number).first_pin);
-    std::thread::sleep(first);
-    number
-}
-
-entries! {
-    cuda;
-
-    fn cuMemHostRegister_v2(start: usize, len: usize, flags: c_uint) in registering(), |w, name| {
-        w.current(name)?;
-        w.unsafe_call(name)?;
-        w.hosts.called_with(name, flags);
-        w.may_register(start, len, flags)?;
-        w.register(start, len)?;
-        w.registered_as(start, flags);
-        Ok(())
-    }
-
-    fn cuMemHostUnregister(start: usize) in here(), |w, name| {
-        w.current(name)?;
-        w.unsafe_call(name)?;
-        w.unregister(start)
-    }
-
-    fn cuMemAlloc_v2(address: *mut u64, len: usize) in here(), |w, name| {
-        let context = w.current(name)?;
-        w.unsafe_call(name)?;
-        let at = w.allocate(context, len)?;
-        write(w, name, address, at)
-    }
-
-    fn cuMemFree_v2(address: u64) in here(), |w, name| {
-        w.current(name)?;
-        w.unsafe_call(name)?;
-        if w.hosts.is_managed(address as usize) {
-            return w.free_host(address as usize, true);
-        }
-        w.free(address)
-    }
-}
-
-impl World {
-    fn copy_async(&mut self, name: &str, src: Place, dst: Place, len: usize, stream: usize) -> Outcome {
-        self.stream(name, stream)?;
-        self.check(name, src, len)?;
-        self.check(name, dst, len)?;
-        self.may_write(name, dst, len)?;
-        let captured = self.stream(name, stream)?.capture.is_some();
-        // Memory that is not page-locked: its bytes are taken at once, and there when the call returns.
-        if !captured && !self.by_hand && self.is_pageable(src, len) {
-            let bytes = self.bytes(src, len);
-            return self.submit(name, stream, Op::Staged { bytes, dst }).map(drop);
-        }
-        let upto = self.submit(name, stream, Op::Copy { src, dst, len })?;
-        if !captured && !self.by_hand && !self.hung && self.is_pageable(dst, len) {
-            let stream = self.resolved(stream);
-            self.run(stream, upto);
-        }
-        Ok(())
-    }
-}
-
-entries! {
-    cuda;
-
-    fn cuMemcpyHtoDAsync_v2(dst: u64, src: usize, len: usize, stream: usize) in of(stream), |w, name| {
-        w.copy_async(name, Place::Host(src), Place::Device(dst), len, stream)
-    }
-
-    fn cuMemcpyDtoHAsync_v2(dst: usize, src: u64, len: usize, stream: usize) in of(stream), |w, name| {
-        w.copy_async(name, Place::Device(src), Place::Host(dst), len, stream)
-    }
-
-    fn cuMemcpyDtoDAsync_v2(dst: u64, src: u64, len: usize, stream: usize) in of(stream), |w, name| {
-        w.copy_async(name, Place::Device(src), Place::Device(dst), len, stream)
-    }
-
-    fn cuStreamCreate(stream: *mut usize, flags: c_uint) in here(), |w, name| {
-        let context = w.current(name)?;
-        let made = w.create_stream(context, flags & 1 == 0);
-        write(w, name, stream, made)
-    }
-
-    fn cuStreamDestroy_v2(stream: usize) in of(stream), |w, name| {
-        w.destroy_stream(stream)
-    }
-}
-
-/// A call that no capturing stream may be named in.
-pub fn not_captured(w: &mut World, name: &str, stream: usize) -> Outcome {
-    w.not_implicit(name, stream)?;
-    if let Some(capture) = &mut w.stream(name, stream)?.capture {
-        capture.spoiled = true;
-        return w.violate("CAP-2", format!("{name} on {stream:#x}"), CAPTURE_UNSUPPORTED);
-    }
-    Ok(())
-}
-
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(stream: usize) -> u32 {
-    const NAME: &str = "cuStreamSynchronize";
-    let (number, mut upto) = (of(stream), None);
-    let code = call(NAME, number, |w| {
-        w.unsafe_call(NAME)?;
-        not_captured(w, NAME, stream)?;
-        let submitted = w.stream(NAME, stream)?.submitted;
-        if w.hung {
-            upto = Some(submitted);
-            return Ok(());
+    let mut upto = None;
+    let check = |w: &mut World| {
+        w.unsafe_call()?;
+        w.not_captured(stream)
+    };
+    waiting_call(Vendor::Cuda, "cuStreamSynchronize", At::Of(stream), (-1, 0), check, |w| {
+        let submitted = w.stream(stream)?.submitted;
+        let upto = *upto.get_or_insert(submitted);
+        if !w.hung {
+            let stream = w.resolved(stream);
+            w.run(stream, upto);
         }
-        let stream = w.resolved(stream);
-        w.run(stream, submitted);
         // What ran may have ended the context.
-        w.current(NAME).map(drop)
-    });
-    // Not under the lock, and not as another call.
-    while let Some(submitted) = upto {
-        std::thread::sleep(std::time::Duration::from_millis(1));
-        let mut world = world(number);
-        if !world.hung {
-            let resolved = world.resolved(stream);
-            world.run(resolved, submitted);
-            upto = None;
-            if let Err(code) = world.current(NAME) {
-                return code;
-            }
-        }
-        drop(world);
-        super::graphs::run_due(number);
-    }
-    code
-}
-
-entries! {
-    cuda;
-
-    fn cuStreamWaitEvent(stream: usize, event: usize, _flags: c_uint) in of(stream), |w, name| {
-        let (captured, recorded) = {
-            let event = w.event(name, event)?;
-            (event.captured, event.recorded)
-        };
-        if captured {
-            return w.violate(
-                "CAP-3",
-                format!("{name}: {event:#x} was recorded in a capture"),
-                CAPTURED_EVENT,
-            );
-        }
-        if let Some(capture) = &mut w.stream(name, stream)?.capture {
-            capture.spoiled = true;
-            let text = format!("{name}: {event:#x} is not of the capture of {stream:#x}");
-            return w.violate("CAP-6", text, CAPTURE_ISOLATION);
-        }
-        match recorded {
-            // Never recorded: nothing to wait for.
-            None => Ok(()),
-            Some((on, upto)) => w.submit(name, stream, Op::Wait { stream: on, upto }).map(drop),
-        }
-    }
-
-    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) in here(), |w, name| {
-        if mode.is_null() {
-            return w.violate("ARG-1", name, INVALID_VALUE);
-        }
-        let new = mode.read();
-        if new > 2 {
-            return Err(INVALID_VALUE);
-        }
-        mode.write(MODE.replace(new));
-        Ok(())
-    }
-
-    fn cuEventCreate(event: *mut usize, _flags: c_uint) in here(), |w, name| {
-        let context = w.current(name)?;
-        let made = w.create_event(context);
-        write(w, name, event, made)
-    }
-
-    fn cuEventDestroy_v2(event: usize) in of(event), |w, name| {
-        w.destroy_event(event)
-    }
-
-    fn cuEventRecord(event: usize, stream: usize) in of(stream), |w, name| {
-        w.record(event, stream)
-    }
-
-}
-
-/// It needs no current context.
-#[unsafe(no_mangle)]
-pub extern "C" fn cuEventQuery(event: usize) -> u32 {
-    call_for("cuEventQuery", of(event), Some(event), |w| {
-        w.unsafe_call("cuEventQuery")?;
-        w.query(event)
+        w.current().map(drop)
     })
 }

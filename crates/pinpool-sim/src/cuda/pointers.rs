@@ -4,14 +4,15 @@
 //! What is written for an address that the driver knows nothing of was seen on driver 580: success, no context, type 0,
 //! ordinal -2, and the range left as it was. For memory of a pool and for mapped ranges there is no context.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::calls::write;
-use super::pools::POOL;
-use super::world::*;
-use crate::common::entries;
+use super::*;
+use crate::common::{Vendor, entries};
+use crate::world::Kind;
 
+/// The handle of the pool of memory in stream order, as attributes show it.
+const POOL: usize = 0x9001;
 /// The device-side heap's limit unless a program sets it.
 const HEAP: usize = 8 << 20;
 const MALLOC_HEAP_SIZE: c_int = 2;
@@ -19,7 +20,7 @@ const MALLOC_HEAP_SIZE: c_int = 2;
 #[derive(Default)]
 pub struct Pointers {
     /// What kernels allocated: start and length.
-    heap: BTreeMap<u64, usize>,
+    heap: BTreeMap<usize, usize>,
     /// The heap's limit, by context.
     limits: BTreeMap<usize, usize>,
     /// Contexts in which a module that uses the heap was loaded.
@@ -27,134 +28,121 @@ pub struct Pointers {
 }
 
 /// What is known of an address.
+#[derive(Default)]
 struct Known {
     context: usize,
     kind: c_uint,
     managed: bool,
-    ordinal: c_int,
-    range: Option<(u64, usize)>,
+    /// The device, and the allocation; unless nothing is known.
+    ordinal: Option<c_int>,
+    range: Option<(usize, usize)>,
     pool: usize,
 }
 
 impl World {
-    fn known(&mut self, at: u64) -> Known {
-        let nothing = Known { context: 0, kind: 0, managed: false, ordinal: -2, range: None, pool: 0 };
-        let host = self
-            .registered
-            .iter()
-            .find(|(start, len)| (**start as u64..(**start + **len) as u64).contains(&at));
-        if let Some((start, len)) = host {
-            let range = Some((*start as u64, *len));
-            let context = self.current("cuPointerGetAttributes").unwrap_or(0);
-            return Known { context, kind: 1, ordinal: self.ordinal(0), range, ..nothing };
+    fn known(&self, at: usize) -> Known {
+        if let Some((start, of)) = self.registration(at, 1) {
+            let (context, range) = (Vendor::Cuda.current(), Some((start, of.len)));
+            return Known { context, kind: 1, ordinal: Some(self.ordinal(0)), range, ..Known::default() };
         }
-        if let Some((start, len, context, managed)) = self.hosts.around(at as usize) {
-            let ordinal = self.contexts.get(&context).map_or(-2, |c| self.ordinal(c.device));
-            let (kind, range) = (if managed { 2 } else { 1 }, Some((start as u64, len)));
-            return Known { context, kind, managed, ordinal, range, ..nothing };
+        if let Some((start, host)) = self.host(at, 1) {
+            let (kind, range) = (if host.managed { 2 } else { 1 }, Some((start, host.len)));
+            let (context, ordinal) = (host.context, Some(self.ordinal(host.device)));
+            return Known { context, kind, managed: host.managed, ordinal, range, pool: 0 };
         }
-        let Some((start, block)) = self.blocks.range(..=at).next_back() else { return nothing };
-        if at - start >= block.len as u64 {
-            return nothing;
-        }
-        let ordinal = self.contexts.get(&block.context).map_or(-2, |c| self.ordinal(c.device));
-        let known = Known { kind: 2, ordinal, range: Some((*start, block.len)), ..nothing };
-        match block.kind {
-            Kind::Plain => Known { context: block.context, ..known },
-            Kind::Managed => Known { context: block.context, managed: true, ..known },
-            Kind::Mapped => known,
-            Kind::Pool { dying: false, .. } => Known { pool: POOL, ..known },
-            Kind::Pool { .. } => Known { kind: 0, ordinal: -2, range: None, ..known },
+        let Some((start, block, _)) = self.block(at, 1).filter(|(_, block, _)| block.kind != Kind::Dying)
+        else {
+            return Known::default();
+        };
+        Known {
+            context: if matches!(block.kind, Kind::Plain | Kind::Managed) { block.context } else { 0 },
+            kind: 2,
+            managed: block.kind == Kind::Managed,
+            ordinal: Some(self.ordinal(block.device)),
+            range: Some((start, block.bytes.len())),
+            pool: if matches!(block.kind, Kind::Pool { .. }) { POOL } else { 0 },
         }
     }
 
     /// Whether it is memory of the device-side heap, which copies do not accept.
-    pub fn check_heap(&mut self, call: &str, at: u64) -> Outcome {
-        let heap = self.pointers.heap.range(..=at).next_back();
-        if heap.is_some_and(|(start, len)| at - start < *len as u64) {
-            let text = format!("{call}: {at:#x} is memory of the device-side heap");
-            return self.violate("PTR-1", text, INVALID_VALUE);
+    pub(super) fn check_heap(&mut self, at: usize) -> Outcome {
+        let heap = self.cuda.pointers.heap.range(..=at).next_back();
+        if heap.is_some_and(|(start, len)| at - start < *len) {
+            return self.broken("PTR-1", INVALID_VALUE);
         }
         Ok(())
+    }
+
+    /// What a kernel's `malloc` returns, with the module that has it loaded in the device's primary context. 0: there
+    /// is none.
+    pub(crate) fn device_malloc(&mut self, device: usize, len: usize) -> usize {
+        let Some(context) = self.devices[device].primary else { return 0 };
+        let at = self.made_up(len, 0);
+        self.cuda.pointers.heap.insert(at, len);
+        self.cuda.pointers.loaded.insert(context);
+        at
+    }
+
+    /// Memory of a device that did not come from `cuMemAlloc` in its primary context: of another context (0), managed
+    /// (1), or mapped by `cuMemMap` (2). Freed by `cuMemFree`. 0: there is none.
+    pub(crate) fn other_memory(&mut self, device: usize, kind: usize, len: usize) -> usize {
+        let Some(primary) = self.devices[device].primary else { return 0 };
+        let context = if kind == 0 { self.add_context(device) } else { primary };
+        let at = self.allocate_in(context, len).unwrap_or(0);
+        self.be(at, [Kind::Plain, Kind::Managed, Kind::Mapped][kind]);
+        at
     }
 }
 
 entries! {
-    cuda;
+    Cuda, symbol, also [];
 
     fn cuPointerGetAttributes(
         count: c_uint,
         names: *const c_int,
         places: *const *mut c_void,
-        address: u64,
-    ) in here(), |w, name| {
-        w.current(name)?;
+        address: usize,
+    ) in Here, |w| {
+        w.current()?;
         if names.is_null() || places.is_null() || count == 0 {
-            return w.violate("PTR-2", name, INVALID_VALUE);
+            return w.broken("PTR-2", INVALID_VALUE);
         }
         let known = w.known(address);
         for i in 0..count as usize {
             // That many names and places, each place of its name's type.
             let place = *places.add(i);
             match *names.add(i) {
-                1 => write(w, name, place.cast(), known.context)?,
-                2 => write(w, name, place.cast(), known.kind)?,
-                8 => write(w, name, place.cast(), c_uint::from(known.managed))?,
-                9 => write(w, name, place.cast(), known.ordinal)?,
-                11 => known.range.map_or(Ok(()), |r| write(w, name, place.cast(), r.0))?,
-                12 => known.range.map_or(Ok(()), |r| write(w, name, place.cast(), r.1))?,
-                17 => write(w, name, place.cast(), known.pool)?,
-                other => return w.violate("PTR-2", format!("{name}: attribute {other}"), INVALID_VALUE),
+                1 => w.give(place.cast(), known.context)?,
+                2 => w.give(place.cast(), known.kind)?,
+                8 => w.give(place.cast(), c_uint::from(known.managed))?,
+                9 => w.give(place.cast(), known.ordinal.unwrap_or(-2))?,
+                11 => known.range.map_or(Ok(()), |range| w.give(place.cast(), range.0))?,
+                12 => known.range.map_or(Ok(()), |range| w.give(place.cast(), range.1))?,
+                17 => w.give(place.cast(), known.pool)?,
+                _ => return w.broken("PTR-2", INVALID_VALUE),
             }
         }
         Ok(())
     }
 
-    fn cuCtxGetLimit(bytes: *mut usize, limit: c_int) in here(), |w, name| {
-        let context = w.current(name)?;
+    fn cuCtxGetLimit(bytes: *mut usize, limit: c_int) in Here, |w| {
+        let context = w.current()?;
         if limit != MALLOC_HEAP_SIZE {
             return Err(UNSUPPORTED_LIMIT);
         }
-        let set = w.pointers.limits.get(&context).copied().unwrap_or(HEAP);
-        write(w, name, bytes, set)
+        let set = w.cuda.pointers.limits.get(&context).copied().unwrap_or(HEAP);
+        w.give(bytes, set)
     }
 
-    fn cuCtxSetLimit(limit: c_int, bytes: usize) in here(), |w, name| {
-        let context = w.current(name)?;
-        w.unsafe_call(name)?;
+    fn cuCtxSetLimit(limit: c_int, bytes: usize) in Here, |w| {
+        let context = w.free_context()?;
         if limit != MALLOC_HEAP_SIZE {
             return Err(UNSUPPORTED_LIMIT);
         }
-        if w.pointers.loaded.contains(&context) {
-            return w.violate("HEAP-1", "a module that uses the heap is loaded", INVALID_VALUE);
+        if w.cuda.pointers.loaded.contains(&context) {
+            return w.broken("HEAP-1", INVALID_VALUE);
         }
-        w.pointers.limits.insert(context, bytes);
+        w.cuda.pointers.limits.insert(context, bytes);
         Ok(())
-    }
-}
-
-impl World {
-    /// What a kernel's `malloc` returns, with the module that has it loaded in the device's primary context. 0: there
-    /// is none.
-    pub fn device_malloc(&mut self, device: usize, len: usize) -> u64 {
-        let Some((context, _)) = self.devices.get(device).and_then(|d| d.primary) else { return 0 };
-        let at = self.address(len, 0);
-        self.pointers.heap.insert(at, len);
-        self.pointers.loaded.insert(context);
-        at
-    }
-
-    /// Memory of a device that did not come from `cuMemAlloc` in its primary context: of another context (0), managed
-    /// (1), or mapped by `cuMemMap` (2). Freed by `cuMemFree`. 0: there is none.
-    pub fn other_memory(&mut self, device: usize, kind: u32, len: usize) -> u64 {
-        let Some((primary, _)) = self.devices.get(device).and_then(|d| d.primary) else { return 0 };
-        let (context, kind) = match kind {
-            0 => (self.add_context(device), Kind::Plain),
-            1 => (primary, Kind::Managed),
-            _ => (primary, Kind::Mapped),
-        };
-        let Ok(at) = self.allocate(context, len) else { return 0 };
-        self.be(at, kind);
-        at
     }
 }
