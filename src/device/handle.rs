@@ -260,7 +260,7 @@ impl Device {
     /// buffers of what is. Says whether anything was seen complete.
     pub fn reap(&self) -> bool {
         // In the child of a fork the locks may be held by threads that do not exist there.
-        !crate::os::forked() && self.listing().look(usize::MAX)
+        !crate::os::forked() && self.listing().look(true)
     }
 
     /// The error that the device was lost with, if it was.

@@ -49,7 +49,6 @@ use crate::freelist::{Descriptor, list_of};
 use crate::region::Regions;
 use crate::segment::Placement;
 use crate::stream::Stream;
-use crate::stream::timeline::reaper::BATCH;
 use crate::telemetry::counters::{ErrorTally, RefusedTally};
 use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
 use crate::telemetry::stuck;
@@ -470,11 +469,11 @@ impl Pool {
     }
 
     /// Closes the open sequence numbers of the devices' streams and asks what is complete: of the
-    /// streams where news is likely, and of some others. Whether anything came back.
+    /// streams that the reaper would look at soon. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
         // Nothing else looks at the streams of a device by hand.
-        let most = if self.is_by_hand() { usize::MAX } else { BATCH };
-        self.0.devices.iter().fold(false, |any, device| device.listing().look(most) | any)
+        let all = self.is_by_hand();
+        self.0.devices.iter().fold(false, |any, device| device.listing().look(all) | any)
     }
 
     /// Moves devices by hand one step, and takes back what is complete. Whether anything changed.

@@ -63,7 +63,7 @@ impl Timeline {
     /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that is alive the event
     /// may still be recorded later, so it is neither used again nor destroyed.
     fn keep_back(&self, event: EventHandle) {
-        if self.is_dead() {
+        if self.context.poisoned().is_some() {
             self.context.recycle(event);
         } else {
             self.context.holds().leaked(1);
@@ -175,7 +175,7 @@ impl Timeline {
                 );
             }
             let marks = std::mem::take(&mut state.marks);
-            if state.quarantine(self.is_dead(), &mut after) {
+            if state.quarantine(self.context.poisoned().is_some(), &mut after) {
                 // They keep the device open. (Quarantined segments do that by way of their pool.)
                 self.context.holds().note_quarantined();
             }
@@ -260,9 +260,16 @@ impl Timeline {
         let mut state = self.state.lock();
         let idle = state.is_idle();
         if idle {
-            state.listed = false;
+            (state.listed, state.idle_looks) = (false, 0);
         }
         idle
+    }
+
+    /// How many looks of the reaper in a row, this one among them, found nothing in flight.
+    pub(super) fn count_idle(&self) -> u32 {
+        let mut state = self.state.lock();
+        state.idle_looks = if state.is_idle() { state.idle_looks + 1 } else { 0 };
+        state.idle_looks
     }
 
     /// Whether nothing is in flight.

@@ -159,8 +159,9 @@ struct TimelineState {
     completed: u64,
     /// Whether the timeline is on the reaper's list.
     listed: bool,
-    /// The open sequence number at the reaper's last look.
+    /// The open sequence number at the reaper's last look, and how many looks in a row found nothing in flight.
     seen: u64,
+    idle_looks: u32,
 }
 
 /// A recorded event, which covers all sequence numbers up to its own.
@@ -241,11 +242,6 @@ impl Timeline {
 
     pub(crate) fn stream(&self) -> StreamHandle {
         self.stream
-    }
-
-    /// Whether the whole device is lost, and not only this stream.
-    fn is_dead(&self) -> bool {
-        self.context.poisoned().is_some()
     }
 
     /// An error if nothing can be submitted.

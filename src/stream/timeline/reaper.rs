@@ -7,16 +7,19 @@
 //!
 //! # When a timeline is looked at
 //!
-//! Each listed timeline has a time of its next look. There is *news* of a timeline when it is listed, makes progress,
-//! is idle, or gets a waiter; further work alone is none. The pause before the next look is an eighth of the time since
-//! the last news, so the reaper sees a completion at most an eighth later than it could.
+//! Each listed timeline has a time of its next look, and the list is in the order of these times. There is *news* of a
+//! timeline when it is listed, makes progress, is idle, or gets a waiter; further work alone is none. The pause before
+//! the next look is an eighth of the time since the last news, so the reaper sees a completion at most an eighth later
+//! than it could.
 //!
-//! The pause is 50 us at least. It is 1 ms at most where up to [`BATCH`] timelines are listed, and longer in proportion
-//! where more are: so a thousand streams that hang cost a hundredth of a core.
+//! The pause is 50 us at least. It is 1 ms at most where up to [`BATCH`] timelines are listed, and longer in
+//! proportion where more are: so a thousand streams that hang cost a hundredth of a core. For the same reason the
+//! list is searched only for timelines of which there is news.
 //!
-//! A pool that runs short looks at the [`BATCH`] timelines whose looks come next, on the thread of the request; a
-//! program that reaps, and who moves a device by hand, at all of them ([`Listing::look`]). A look at all of them takes
-//! idle timelines off the list at once.
+//! A pool that runs short looks on the thread of the request at timelines that the reaper would look at within the
+//! next millisecond, so that requests that fail look at streams that hang hardly ever. A program that reaps, and who
+//! moves a device by hand, looks at all of them ([`Listing::look`]). A look at all of them takes idle timelines off
+//! the list at once.
 //!
 //! # Invariants
 //!
@@ -29,6 +32,7 @@
 //! (foreign code is guarded); it quarantines what is in flight on that timeline, and the reaper goes on with the
 //! others.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -43,14 +47,12 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 /// Looks without anything in flight before the reaper takes a timeline off the list.
 const IDLE_LOOKS: u32 = 16;
 /// Listed timelines from which on the longest pause is longer; and the timelines that a pool looks at, at most.
-pub(crate) const BATCH: usize = 64;
+const BATCH: usize = 64;
 
 /// A listed timeline.
 #[derive(Debug)]
 struct Listed {
     timeline: Arc<Timeline>,
-    /// The number of looks in a row that found it idle.
-    idle: u32,
     /// When there was news of it.
     since: Instant,
     next_look: Instant,
@@ -59,7 +61,8 @@ struct Listed {
 /// The listed timelines.
 #[derive(Debug, Default)]
 struct Queue {
-    listed: Vec<Listed>,
+    /// In the order of their next looks.
+    listed: VecDeque<Listed>,
     /// The reaper sleeps, since nothing is listed.
     asleep: bool,
     /// The reaper was woken from its pause.
@@ -81,8 +84,7 @@ impl Listing {
     pub(super) fn list(&self, timeline: &Arc<Timeline>) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
-        let (timeline, next_look) = (timeline.clone(), now + SHORTEST_PAUSE);
-        queue.listed.push(Listed { timeline, idle: 0, since: now, next_look });
+        queue.plan(Listed { timeline: timeline.clone(), since: now, next_look: now + SHORTEST_PAUSE });
         if queue.asleep {
             self.doorbell.notify_one();
         }
@@ -92,8 +94,8 @@ impl Listing {
     pub(super) fn expedite(&self, timeline: &Timeline) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
-        let Some(at) = queue.find(timeline) else { return };
-        (queue.listed[at].since, queue.listed[at].next_look) = (now, now);
+        let Some(listed) = queue.remove(timeline) else { return };
+        queue.plan(Listed { since: now, next_look: now, ..listed });
         if !std::mem::replace(&mut queue.rung, true) {
             self.doorbell.notify_one();
         }
@@ -127,7 +129,7 @@ impl Listing {
         }
         if context.is_by_hand() {
             // The last look: what is still in flight after it stays so, with its memory.
-            self.look(usize::MAX);
+            self.look(true);
         }
         self.queue.lock().closing = true;
         self.doorbell.notify_one();
@@ -144,11 +146,18 @@ impl Listing {
         self.known.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Looks once at each listed timeline, or at the `most` whose looks come next, on the calling thread: for a program
-    /// that asks for it, a device by hand, and a pool that runs short. Returns whether anything completed.
-    pub(crate) fn look(&self, most: usize) -> bool {
-        let timelines = self.queue.lock().take(Instant::now(), most);
-        self.look_at(&timelines, true, if most == usize::MAX { 1 } else { IDLE_LOOKS })
+    /// Looks once at all listed timelines, on the calling thread: for a program that asks for it, and a device by hand.
+    /// Or at those alone whose looks come soon: for a pool that runs short. Returns whether anything completed.
+    pub(crate) fn look(&self, all: bool) -> bool {
+        let now = Instant::now();
+        if !all {
+            let soon = self.queue.lock().soon(now);
+            return self.look_at(&soon, true, IDLE_LOOKS);
+        }
+        let mut timelines = self.queue.lock().take(now, usize::MAX);
+        // In an order that no clock decides, so that a run on a device by hand can be repeated.
+        timelines.sort_by_key(|timeline| timeline.number());
+        self.look_at(&timelines, true, 1)
     }
 
     /// Looks at timelines. With `now` it closes what is open. Takes those off the list that so many looks found idle.
@@ -186,7 +195,7 @@ impl Listing {
     fn next_due(&self, looked: Instant) -> Option<Vec<Arc<Timeline>>> {
         let mut queue = self.queue.lock();
         loop {
-            let Some(next) = queue.listed.iter().map(|listed| listed.next_look).min() else {
+            let Some(next) = queue.listed.front().map(|listed| listed.next_look) else {
                 if queue.closing {
                     return None;
                 }
@@ -205,48 +214,53 @@ impl Listing {
 }
 
 impl Queue {
-    fn find(&self, timeline: &Timeline) -> Option<usize> {
-        self.listed.iter().position(|listed| std::ptr::eq(Arc::as_ptr(&listed.timeline), timeline))
+    /// Puts a timeline on the list, where its next look belongs.
+    fn plan(&mut self, listed: Listed) {
+        let at = self.listed.partition_point(|other| other.next_look <= listed.next_look);
+        self.listed.insert(at, listed);
     }
 
-    /// Puts off the next look at a timeline.
-    fn put_off(&mut self, at: usize, now: Instant) {
-        let longest = LONGEST_PAUSE * self.listed.len().div_ceil(BATCH).max(1) as u32;
-        let listed = &mut self.listed[at];
-        let pause = now.saturating_duration_since(listed.since) / 8;
-        listed.next_look = now + pause.clamp(SHORTEST_PAUSE, longest);
+    fn remove(&mut self, timeline: &Timeline) -> Option<Listed> {
+        let at = self.listed.iter().position(|listed| std::ptr::eq(&*listed.timeline, timeline))?;
+        self.listed.remove(at)
     }
 
     /// The timelines that are due.
-    fn due(&self, now: Instant) -> Vec<Arc<Timeline>> {
-        let due = self.listed.iter().filter(|listed| listed.next_look <= now);
-        due.map(|listed| listed.timeline.clone()).collect()
+    fn due(&mut self, now: Instant) -> Vec<Arc<Timeline>> {
+        let due = self.listed.partition_point(|listed| listed.next_look <= now);
+        self.take(now, due)
     }
 
-    /// The timelines whose looks come next; they go to the back.
+    /// Those that are due within the longest pause, a batch of them at most.
+    fn soon(&mut self, now: Instant) -> Vec<Arc<Timeline>> {
+        let soon = self.listed.partition_point(|listed| listed.next_look <= now + LONGEST_PAUSE);
+        self.take(now, soon.min(BATCH))
+    }
+
+    /// The timelines whose looks come next, so many at most. Their looks after that are put off.
     fn take(&mut self, now: Instant, most: usize) -> Vec<Arc<Timeline>> {
-        self.listed.sort_by_key(|listed| listed.next_look);
-        let taken = 0..self.listed.len().min(most);
-        taken.clone().for_each(|at| self.put_off(at, now));
-        let mut taken: Vec<_> = self.listed[taken].iter().map(|listed| listed.timeline.clone()).collect();
-        // In an order that no clock decides, so that a run on a device by hand can be repeated.
-        taken.sort_by_key(|timeline| timeline.number());
-        taken
+        let longest = LONGEST_PAUSE * self.listed.len().div_ceil(BATCH).max(1) as u32;
+        let taken: Vec<Listed> = self.listed.drain(..most.min(self.listed.len())).collect();
+        let put_off = |mut listed: Listed| {
+            let pause = now.saturating_duration_since(listed.since) / 8;
+            listed.next_look = now + pause.clamp(SHORTEST_PAUSE, longest);
+            let timeline = listed.timeline.clone();
+            self.plan(listed);
+            timeline
+        };
+        taken.into_iter().map(put_off).collect()
     }
 
-    /// Notes what a look has found. Takes the timeline off the list if it was idle for so many looks. (The caller has
-    /// another reference to it, so it is not dropped under the lock.)
+    /// Notes what a look has found, if it is news. Takes the timeline off the list if it was idle for so many looks.
+    /// (The caller has another reference to it, so it is not dropped under the lock.)
     fn note(&mut self, timeline: &Timeline, progress: bool, now: Instant, idle_looks: u32) {
-        let Some(at) = self.find(timeline) else { return };
-        let (listed, is_idle) = (&mut self.listed[at], timeline.is_idle());
-        if progress || is_idle {
-            listed.since = now;
+        let idle = timeline.count_idle();
+        if !progress && idle == 0 {
+            return;
         }
-        listed.idle = if is_idle { listed.idle + 1 } else { 0 };
-        if listed.idle >= idle_looks && timeline.unlist() {
-            self.listed.swap_remove(at);
-        } else {
-            self.put_off(at, now);
+        let Some(listed) = self.remove(timeline) else { return };
+        if idle < idle_looks || !timeline.unlist() {
+            self.plan(Listed { since: now, next_look: now + SHORTEST_PAUSE, ..listed });
         }
     }
 }
@@ -321,9 +335,12 @@ mod tests {
         assert!(looks.len() <= 100 * BATCH && looks.len() >= 90 * BATCH, "{}", looks.len());
         let numbers: BTreeSet<u64> = looks.iter().map(|(_, number)| *number).collect();
         assert_eq!(numbers.len(), streams.len());
-        // Pools that look on their own go around.
-        let turns = (0..10).flat_map(|_| queue.take(then + 301 * MS, BATCH));
+        // Pools that look on their own come shortly before the reaper, and look at each once.
+        let now = queue.listed[0].next_look;
+        assert!(queue.soon(now - 2 * MS).is_empty());
+        let turns = (0..10).flat_map(|_| queue.soon(now));
         assert_eq!(turns.map(|timeline| timeline.number()).collect::<BTreeSet<u64>>(), numbers);
+        assert!(queue.soon(now).is_empty());
     }
 
     #[test]
@@ -337,16 +354,11 @@ mod tests {
         *listing.queue.lock() = queue;
         let own = listing.clone();
         let pausing = std::thread::spawn(move || own.next_due(far).map(|due| due.len()));
-        // Whether this comes before the pause or in it.
+        // Whether this comes before the pause or in it. It is news as well.
         listing.expedite(timeline);
         assert_eq!(pausing.join().unwrap(), Some(1));
-        let mut queue = listing.queue.lock();
-        assert!(!queue.rung);
-        // It is news as well.
-        let since = queue.listed[0].since;
-        assert!(since < far);
-        queue.note(timeline, false, since, IDLE_LOOKS);
-        assert_eq!(queue.listed[0].next_look, since + SHORTEST_PAUSE);
+        let queue = listing.queue.lock();
+        assert!(!queue.rung && queue.listed[0].since < far && queue.listed[0].next_look < far);
     }
 
     #[test]
@@ -354,21 +366,12 @@ mod tests {
         let (_, device) = by_hand();
         let streams: Vec<Stream> = (0..2 * BATCH).map(|_| device.stream().unwrap()).collect();
         let (listing, listed) = (device.listing(), || device.listing().queue.lock().listed.len());
-        let hold = || streams.iter().for_each(|stream| drop(stream.hold(()).unwrap()));
-        hold();
-        listing.look(usize::MAX);
+        streams.iter().for_each(|stream| drop(stream.hold(()).unwrap()));
+        listing.look(true);
         device.context().advance();
-        (0..2 * IDLE_LOOKS - 2).for_each(|_| _ = listing.look(BATCH));
+        (0..2 * IDLE_LOOKS - 2).for_each(|_| _ = listing.look(false));
         assert_eq!(listed(), 2 * BATCH, "none has been idle for so many looks");
-        (0..4).for_each(|_| _ = listing.look(BATCH));
-        assert_eq!(listed(), 0);
-        // Where nothing moves by itself, a pool looks at all of them, and none stays.
-        let pool = crate::Pool::builder(&device).capacity(64 << 10);
-        let pool = pool.unpinned(crate::Unpinned::Allow).build().unwrap();
-        hold();
-        pool.reap();
-        device.context().advance();
-        assert!(pool.reap());
+        (0..4).for_each(|_| _ = listing.look(false));
         assert_eq!(listed(), 0);
     }
 }
