@@ -10,14 +10,15 @@ use crate::device::handle::Device;
 use crate::device::{Driver, StreamHandle, ending::KeepAlive};
 use crate::error::{Error, Result};
 
-/// An ordered queue of a device. Work on one stream happens in the order of its submission; streams are independent of
-/// each other. A clone is another handle to the same stream.
+/// An ordered queue of a device. Work on one stream happens in the order of its submission; streams
+/// are independent of each other. A clone is another handle to the same stream.
 ///
-/// Copies are submitted by [`upload`](Self::upload), [`download`](Self::download), [`copy`](Self::copy) and their other
-/// forms. The driver is called before such a call returns, so what the program submits to the stream afterwards comes
-/// after the copy.
+/// Copies are submitted by [`upload`](Self::upload), [`download`](Self::download),
+/// [`copy`](Self::copy) and their other forms. The driver is called before such a call returns, so
+/// what the program submits to the stream afterwards comes after the copy.
 ///
-/// Dropping the last handle does not wait: what is in flight stays in flight, and its segments return as always.
+/// Dropping the last handle does not wait: what is in flight stays in flight, and its segments
+/// return as always.
 ///
 /// # Examples
 ///
@@ -43,7 +44,8 @@ pub struct Stream {
 }
 
 impl Device {
-    /// A new stream, which the crate owns. The call is slow on some devices: make streams at start-up.
+    /// A new stream, which the crate owns. The call is slow on some devices: make streams at
+    /// start-up.
     ///
     /// # Errors
     /// What the driver says; the device's loss.
@@ -67,9 +69,10 @@ impl Device {
 }
 
 impl Stream {
-    /// A stream that the program made. By the contract of the caller it is alive for as long as anything is in flight
-    /// on it. `id` is the driver's number of the stream: the same number gives the same timeline; without one each call
-    /// gives another. `keep_alive` keeps the stream alive. With `confined` only the calling thread submits to it.
+    /// A stream that the program made. By the contract of the caller it is alive for as long as
+    /// anything is in flight on it. `id` is the driver's number of the stream: the same number
+    /// gives the same timeline; without one each call gives another. `keep_alive` keeps the stream
+    /// alive. With `confined` only the calling thread submits to it.
     pub(crate) fn adopted(
         device: &Device,
         handle: StreamHandle,
@@ -95,7 +98,8 @@ impl Stream {
         &self.timeline
     }
 
-    /// The number of the stream in statistics, events and reports. No other stream of this process has or had it.
+    /// The number of the stream in statistics, events and reports. No other stream of this process
+    /// has or had it.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.timeline.number()
@@ -107,12 +111,14 @@ impl Stream {
         &self.device
     }
 
-    /// Makes all work that is submitted to this stream from now on start only after everything that was submitted to
-    /// `other` so far. The caller does not wait. Both must be streams of one device.
+    /// Makes all work that is submitted to this stream from now on start only after everything that
+    /// was submitted to `other` so far. The caller does not wait. Both must be streams of one
+    /// device.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for streams of different devices; [`Error::Capturing`] if either is being captured into a
-    /// graph; [`Error::Forked`]; the driver's error; the error with which either stream was lost.
+    /// [`Error::Mismatch`] for streams of different devices; [`Error::Capturing`] if either is
+    /// being captured into a graph; [`Error::Forked`]; the driver's error; the error with which
+    /// either stream was lost.
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         self.follow(&other.timeline)
     }
@@ -133,11 +139,13 @@ impl Stream {
         other.wait_here(self.timeline.stream())
     }
 
-    /// Waits until everything that was submitted to the stream so far is complete. (A task awaits `stream.hold(())?`.)
+    /// Waits until everything that was submitted to the stream so far is complete. (A task awaits
+    /// `stream.hold(())?`.)
     ///
     /// # Errors
-    /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; the error with which the stream was
-    /// lost; [`Error::Unsupported`] from a waker that runs on a thread of the crate, where the wait could never end.
+    /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; the error with
+    /// which the stream was lost; [`Error::Unsupported`] from a waker that runs on a thread of the
+    /// crate, where the wait could never end.
     pub fn synchronize(&self) -> Result<()> {
         self.timeline.not_capturing("waiting for the stream", "end the capture first")?;
         let nothing = self.timeline.begin(Resource::Nothing, None).map_err(|(error, _)| error)?;

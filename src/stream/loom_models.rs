@@ -1,9 +1,11 @@
-//! Loom models of timelines: sequence numbers and events, and the parties that meet in a segment's state word.
+//! Loom models of timelines: sequence numbers and events, and the parties that meet in a segment's
+//! state word.
 //!
-//! The driver is a double that is as late as the contract allows: a copy reads its source when an event recorded after
-//! it is first seen complete, and no sooner. An event that was never recorded asks as complete, as the contract warns.
-//! Each segment has a cell: the owner of the segment writes to it, the late copy reads it. Loom fails the model where
-//! these two accesses are not ordered, which is what early reuse of a segment looks like.
+//! The driver is a double that is as late as the contract allows: a copy reads its source when an
+//! event recorded after it is first seen complete, and no sooner. An event that was never recorded
+//! asks as complete, as the contract warns. Each segment has a cell: the owner of the segment
+//! writes to it, the late copy reads it. Loom fails the model where these two accesses are not
+//! ordered, which is what early reuse of a segment looks like.
 
 #![allow(unsafe_code)]
 
@@ -32,12 +34,13 @@ use crate::segment::PAGE;
 use crate::segment::RegionId;
 use crate::sync::{Mutex, UnsafeCell, model, step, thread};
 
-/// A length whose class has no list in thread caches under loom: every take and return goes through the central pool.
+/// A length whose class has no list in thread caches under loom: every take and return goes through
+/// the central pool.
 const LEN: usize = 2000;
 /// The most segments of that class in two pages.
 const ALL: usize = 3;
 
-// --- the double ------------------------------------------------------------------------------------------------------
+// --- the double ----------------------------------------------------------------------------------
 
 /// The driver, and the memory it copies from.
 #[derive(Debug)]
@@ -164,7 +167,7 @@ impl Driver for Late {
     }
 }
 
-// --- what models share -----------------------------------------------------------------------------------------------
+// --- what models share ---------------------------------------------------------------------------
 
 /// A stream with its central pool.
 #[derive(Clone)]
@@ -220,7 +223,8 @@ impl Setup {
         let ticket = Ticket { timeline: self.timeline.clone(), seq: u64::MAX };
         let src = segment.base().as_ptr().cast_const();
         let submission = self.timeline.begin(resource, None).unwrap();
-        // SAFETY: the segment is on the timeline now, and the buffer is used only after it is complete.
+        // SAFETY: the segment is on the timeline now, and the buffer is used only after it is
+        // complete.
         let mut flight = InFlight::new(ticket, unsafe { PinnedBuf::new(segment, 0) }, None);
         step();
         let transfer = Transfer::Upload { src, dst: DevicePtr(0), len: LEN };
@@ -265,7 +269,8 @@ impl Setup {
 
 type Threads = Vec<JoinHandle<()>>;
 
-/// A model of one stream. `run` returns the threads that are to be joined before everything completes.
+/// A model of one stream. `run` returns the threads that are to be joined before everything
+/// completes.
 fn stream_model(name: &'static str, run: impl Fn(&Setup) -> Threads + Sync + Send + 'static) {
     model(name, 3, move || {
         let setup = Setup::new();
@@ -331,7 +336,7 @@ impl Setup {
     }
 }
 
-// --- sequence numbers and events -------------------------------------------------------------------------------------
+// --- sequence numbers and events -----------------------------------------------------------------
 
 #[test]
 fn loom_event_after_loss() {
@@ -341,7 +346,8 @@ fn loom_event_after_loss() {
         setup.driver.refuses.store(true, Ordering::Relaxed);
         let closers = [0, 1].map(|_| {
             setup.spawn(|setup| {
-                // Closes even if nothing new was submitted, as one stream that waits for another does.
+                // Closes even if nothing new was submitted, as one stream that waits for another
+                // does.
                 let _ = setup.timeline.wait_here(StreamHandle(1));
             })
         });
@@ -382,7 +388,8 @@ fn loom_share_closes() {
         step();
         setup.timeline.share();
         submitter.join().unwrap();
-        // From here on the program may submit: no event may be recorded later for what was submitted before.
+        // From here on the program may submit: no event may be recorded later for what was
+        // submitted before.
         setup.timeline.ask();
         assert!(setup.timeline.is_idle(), "a sequence number stayed open");
         Vec::new()
@@ -424,7 +431,7 @@ fn loom_completion_wakes() {
     });
 }
 
-// --- the parties that meet in the word -------------------------------------------------------------------------------
+// --- the parties that meet in the word -----------------------------------------------------------
 
 #[test]
 fn loom_completion_against_drop() {
@@ -491,7 +498,7 @@ fn loom_claim_leaves_handles_alone() {
     });
 }
 
-// --- holds -----------------------------------------------------------------------------------------------------------
+// --- holds ---------------------------------------------------------------------------------------
 
 #[test]
 fn loom_lost_hold_keeps() {

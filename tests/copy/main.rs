@@ -3,7 +3,6 @@
 mod bulk;
 mod pieces;
 mod setup;
-mod slices;
 #[path = "../support/mod.rs"]
 mod support;
 mod threads;

@@ -1,26 +1,25 @@
-//! Which thread moves a small transfer: the copier's own, one that waits for it, or one that moves the device by hand;
-//! and what a waker on such a thread may do.
+//! Which threads move a transfer, and what code of the program's that runs on one of them may do.
 
+use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::support::downloaded;
-use pinpool::copier::{CopyRange, Fill, Priority, Source, Transfer};
+use pinpool::copier::{Fill, Priority, Transfer};
 use pinpool::host::{Call, Failure, HostConfig};
-use pinpool::{Copier, CopierBuilder, DeviceSlice, Error, Stream};
+use pinpool::{CopierBuilder, DeviceSlice, Error, ErrorClass};
 
-use crate::bulk::{sink, source};
-use crate::setup::{HANG, Node, Setup, ends, until};
+use crate::bulk::{Blocks, sink, source};
+use crate::setup::{HANG, Setup, ends, late, until};
 use crate::support::{bytes, in_use};
 
 const LEN: usize = 300;
 const PIECE: usize = 512;
 
-fn setup(node: impl Into<Node>, options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
-    Setup::new(node, 8 << 20, options)
+fn setup(config: HostConfig, options: impl FnOnce(CopierBuilder) -> CopierBuilder) -> Setup {
+    Setup::new(config, 8 << 20, options)
 }
 
 impl Setup {
@@ -32,180 +31,94 @@ impl Setup {
         self.copier.upload(bytes(i, LEN), self.range(i)).unwrap()
     }
 
-    fn all(&self, count: usize) -> Vec<Transfer<Vec<u8>>> {
-        (0..count).map(|i| self.start(i)).collect()
-    }
-
     fn is_there(&self, i: usize) {
-        let mut back = vec![0; LEN];
-        self.copier.download_slice(self.range(i), &mut back).unwrap();
-        assert!(back == bytes(i, LEN), "piece {i}");
+        assert!(*self.read(&self.range(i)) == *bytes(i, LEN), "piece {i}");
     }
 }
 
-/// A failed event is made up for by a later one.
-#[test]
-fn events_fail() {
-    for share in [4 << 20, 100 << 10] {
-        for node in Node::each() {
-            let s = setup(node, |copier| copier.threads(2).chunk(16 << 10).share(share));
-            for call in [Call::Record, Call::Query, Call::CreateEvent] {
-                (0..3).for_each(|nth| s.node.fail(call, nth, Failure::Transient));
-                s.all(100).into_iter().for_each(|sent| drop(sent.wait().unwrap()));
-                (0..100).for_each(|i| s.is_there(i));
-                s.node.calm();
-                s.all_back();
-            }
-        }
-    }
-}
+/// What is called when a task is woken.
+struct Called<F>(F);
 
-/// What a waker tries, though it must not wait.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Tries {
-    Start,
-    Wait,
-    Order,
-    /// Calls that block, of more bytes than are copied at once.
-    Block,
-}
-
-/// Whether the waker ran on a thread of the copier's, and how its try ended.
-type Told = (bool, Result<(), Error>);
-
-struct Waiter {
-    tries: Tries,
-    copier: Copier,
-    stream: Stream,
-    memory: DeviceSlice,
-    blocks: DeviceSlice,
-    told: SyncSender<Told>,
-}
-
-impl Waiter {
-    fn waker(s: &Setup, tries: Tries) -> (Waker, Receiver<Told>) {
-        let (told, hears) = sync_channel(1000);
-        let (copier, stream) = (s.copier.clone(), s.device.stream().unwrap());
-        let (memory, blocks) = (s.range(900), s.memory.slice(16 << 20..17 << 20).unwrap());
-        (Waker::from(Arc::new(Self { tries, copier, stream, memory, blocks, told })), hears)
-    }
-
-    fn run(&self) -> Result<(), Error> {
-        let sent = self.copier.upload(vec![7; LEN], &self.memory).map_err(|refused| refused.error)?;
-        match self.tries {
-            Tries::Start => {
-                drop(sent);
-                Ok(())
-            }
-            Tries::Wait => sent.wait().map(drop).map_err(|refused| refused.error),
-            Tries::Order => sent.order(&self.stream),
-            Tries::Block => {
-                let mut bytes = vec![0; self.blocks.len()];
-                let up = self.copier.upload_slice(&bytes, &self.blocks);
-                assert!(matches!(up, Err(Error::Unsupported(_))), "{up:?}");
-                self.copier.download_slices(&mut [(self.blocks.clone(), &mut bytes[..])])
-            }
-        }
-    }
-}
-
-impl Wake for Waiter {
+impl<F: Fn() + Send + Sync + 'static> Wake for Called<F> {
     fn wake(self: Arc<Self>) {
-        let is_the_copiers =
-            std::thread::current().name().is_some_and(|name| name.starts_with("pinpool-copy"));
-        let result = self.run();
-        let _ = self.told.send((is_the_copiers, result));
+        (self.0)();
     }
+}
+
+/// Whether a waker ran on a thread of the copier's, and how its calls ended.
+type Told = (bool, Vec<Result<(), Error>>);
+
+/// A waker that makes a call which starts a transfer, and calls that would wait.
+fn waker(s: &Setup) -> (Waker, Receiver<Told>) {
+    let (told, hears) = channel();
+    let (copier, stream) = (s.copier.clone(), s.device.stream().unwrap());
+    let memory = s.memory.slice(16 << 20..17 << 20).unwrap();
+    let called = move || {
+        // More bytes than are copied at once.
+        let mut bytes = vec![0; memory.len()];
+        let start = || copier.upload(vec![7; LEN], memory.slice(..LEN));
+        let said = vec![
+            start().map(drop).map_err(|refused| refused.error),
+            copier.upload_slice(&bytes, &memory),
+            copier.download_slices(&mut [(memory.clone(), &mut bytes[..])]),
+            // What is over already is not waited for.
+            start().unwrap().wait().map(drop).map_err(|refused| refused.error),
+            start().unwrap().order(&stream),
+        ];
+        let thread = std::thread::current();
+        let _ = told.send((thread.name().is_some_and(|name| name.starts_with("pinpool-copy")), said));
+    };
+    (Waker::from(Arc::new(Called(called))), hears)
+}
+
+/// The calls of a waker: the first starts a transfer; the next two would wait for a thread such as the waker's.
+fn are_as_due(said: &[Result<(), Error>]) {
+    let is_refused = |said: &Result<(), Error>| matches!(said, Err(Error::Unsupported(_)));
+    assert!(said[0].is_ok() && said[1..3].iter().all(is_refused), "{said:?}");
+    assert!(said[3..].iter().all(|said| said.is_ok() || is_refused(said)), "{said:?}");
 }
 
 /// Wakers run on threads that move chunks. They may start transfers, and are refused where they would wait.
 #[test]
 fn a_waker_starts_transfers_and_does_not_wait() {
-    for tries in [Tries::Start, Tries::Wait, Tries::Order, Tries::Block] {
-        ends(&format!("{tries:?}"), move || {
-            let config = HostConfig::new().late(Duration::from_micros(100), 3);
-            let s = setup(config, |copier| copier.threads(1).chunk(16 << 10).share(100 << 10));
-            let stream = s.device.stream().unwrap();
-            let (mut there, since) = (0, Instant::now());
-            while there < 5 {
-                assert!(since.elapsed() < HANG, "{tries:?}: never on the copier's thread");
-                let (waker, hears) = Waiter::waker(&s, tries);
-                let mut sent = s.all(20);
-                let mut first = sent.remove(0);
-                let polled = std::pin::Pin::new(&mut first).poll(&mut Context::from_waker(&waker));
-                drop(waker);
-                if polled.is_pending() {
-                    let (is_the_copiers, result) = hears.recv_timeout(HANG).expect("the waker returns");
-                    if is_the_copiers {
-                        let as_due = match tries {
-                            Tries::Start => result.is_ok(),
-                            Tries::Block => matches!(result, Err(Error::Unsupported(_))),
-                            // What is over already is not waited for.
-                            Tries::Wait | Tries::Order => {
-                                matches!(result, Ok(()) | Err(Error::Unsupported(_)))
-                            }
-                        };
-                        assert!(as_due, "{tries:?}: {result:?}");
-                        there += 1;
-                    }
-                    first.wait().unwrap();
+    ends("a transfer whose waker waits", || {
+        let s = setup(late(100), |copier| copier.threads(1).chunk(16 << 10).share(100 << 10));
+        let (mut there, since) = (0, Instant::now());
+        while there < 5 {
+            assert!(since.elapsed() < HANG, "never on the copier's thread");
+            let (waker, hears) = waker(&s);
+            let mut sent = s.start(0);
+            if Pin::new(&mut sent).poll(&mut Context::from_waker(&waker)).is_pending() {
+                let (is_the_copiers, said) = hears.recv_timeout(HANG).expect("the waker returns");
+                if is_the_copiers {
+                    are_as_due(&said);
+                    there += 1;
                 }
-                sent.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
+                sent.wait().unwrap();
             }
-            s.start(1).order(&stream).unwrap();
-            s.all_back();
-        });
-    }
+        }
+        s.all_back();
+    });
 }
 
 /// So it is on the thread that sees copies of streams complete: the wait would be for itself.
 #[test]
 fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     let s = setup(HostConfig::new(), |copier| copier);
-    let (waker, hears) = Waiter::waker(&s, Tries::Block);
-    s.node.hang(true);
+    let (waker, hears) = waker(&s);
+    s.node.hang(0);
     let mut sent = s.device.stream().unwrap().upload(s.filled(&[1; LEN]), s.range(0)).unwrap();
-    assert!(std::pin::Pin::new(&mut sent).poll(&mut Context::from_waker(&waker)).is_pending());
+    assert!(Pin::new(&mut sent).poll(&mut Context::from_waker(&waker)).is_pending());
     drop(waker);
-    s.node.hang(false);
+    s.node.resume(0);
     let (_, said) = hears.recv_timeout(HANG).expect("it does not wait for itself");
-    assert!(matches!(said, Err(Error::Unsupported(_))), "{said:?}");
+    are_as_due(&said);
     drop(sent);
     s.all_back();
 }
 
-/// Blocks sources and sinks until they are told to go on.
-#[derive(Clone, Default)]
-struct Blocks(Arc<(AtomicUsize, AtomicBool)>);
-
-impl Blocks {
-    fn calls(&self) -> usize {
-        self.0.0.load(Ordering::Relaxed)
-    }
-
-    fn go_on(&self) {
-        self.0.1.store(true, Ordering::Relaxed);
-    }
-
-    fn wait(&self) {
-        self.0.0.fetch_add(1, Ordering::Relaxed);
-        while !self.0.1.load(Ordering::Relaxed) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    fn source(&self, len: usize) -> impl Source + std::fmt::Debug + use<> {
-        let blocks = self.clone();
-        source("blocks", len, move |_, into: &mut Fill<'_>| {
-            blocks.wait();
-            into.push(&vec![7; into.remaining()]);
-            Ok(())
-        })
-    }
-}
-
-/// A worker that is about to call what may block leaves other work to one that sleeps. Here all that are awake turn to a
-/// source of the foreground, whose chunks are short, so that few workers are woken for it.
+/// A worker that is about to call what may block leaves other work to one that sleeps. Here all that are
+/// awake turn to a source of the foreground, whose chunks are short, so that few workers are woken for it.
 #[test]
 fn a_transfer_does_not_wait_for_sources_that_block() {
     ends("a transfer beside a source that blocks", || {
@@ -213,19 +126,17 @@ fn a_transfer_does_not_wait_for_sources_that_block() {
         for _ in 0..5 {
             s.start(0).wait().unwrap();
             s.all_back();
-            s.node.hang(true);
+            s.node.hang(0);
             let first = s.start(0);
             until("the first goes", || s.pool.stats().in_flight_bytes > 0);
             let blocks = Blocks::default();
             let urgent = s.copier.with_priority(Priority::Foreground);
-            let upload = urgent.upload(blocks.source(32 << 10), s.memory.slice(1 << 20..)).unwrap();
+            let upload = urgent.upload(blocks.source(32 << 10, 0), s.memory.slice(1 << 20..)).unwrap();
             until("the source is asked", || blocks.calls() >= 1);
             // The worker of the first is to send this one.
             let second = s.start(1);
-            s.node.hang(false);
-            while !first.is_over() {
-                std::thread::yield_now();
-            }
+            s.node.resume(0);
+            until("the first is over", || first.is_over());
             until("all of the source is asked for", || blocks.calls() == 2);
             second.wait_timeout(HANG).expect("it waits for the source").unwrap();
             blocks.go_on();
@@ -239,39 +150,36 @@ fn a_transfer_does_not_wait_for_sources_that_block() {
 /// One thread and one segment are left for transfers that cannot block, for which a source or sink may wait.
 #[test]
 fn sources_and_sinks_wait_for_another_transfer() {
-    for (threads, share, upload) in [
-        (2, 4 << 20, true),
-        (8, 4 << 20, true),
-        (8, 4 << 20, false),
-        (8, 130 << 10, true),
-        (8, 70 << 10, false),
-    ] {
+    for (threads, share, upload) in
+        [(2, 4 << 20, true), (8, 4 << 20, false), (8, 130 << 10, true), (8, 70 << 10, false)]
+    {
         ends(&format!("{threads} threads, a share of {share}, upload: {upload}"), move || {
             let s = setup(HostConfig::new(), |copier| copier.threads(threads).chunk(16 << 10).share(share));
-            let slice = bytes(1, 512 << 10);
+            let (slice, other) = (bytes(1, 512 << 10), s.memory.slice(..512 << 10).unwrap());
             let urgent = s.copier.with_priority(Priority::Foreground);
             for copier in [&s.copier, &urgent] {
                 let blocks = Blocks::default();
                 let place = s.memory.slice(1 << 20..2 << 20).unwrap();
-                let (up, down) = if upload {
-                    (Some(urgent.upload(blocks.source(1 << 20), place).unwrap()), None)
+                let is_over: Box<dyn Fn() -> bool> = if upload {
+                    let sent = urgent.upload(blocks.source(1 << 20, 0), place).unwrap();
+                    Box::new(move || sent.is_over())
                 } else {
                     let waits = blocks.clone();
                     let sink = sink(move |_, _: &[u8]| {
                         waits.wait();
                         Ok(())
                     });
-                    (None, Some(urgent.download(place, sink).unwrap()))
+                    let sent = urgent.download(place, sink).unwrap();
+                    Box::new(move || sent.is_over())
                 };
                 until("it is asked", || blocks.calls() > 0);
                 // Until all have called that will.
                 std::thread::sleep(Duration::from_millis(20));
                 assert!(blocks.calls() <= threads);
-                copier.upload_slice(&slice, s.memory.slice(..512 << 10).unwrap()).unwrap();
+                copier.upload_slice(&slice, &other).unwrap();
                 blocks.go_on();
-                up.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
-                down.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
-                assert!(downloaded(&s.copier, s.memory.slice(..512 << 10).unwrap()) == slice);
+                until("it goes on", is_over);
+                assert!(downloaded(&s.copier, &other) == slice);
             }
             s.all_back();
         });
@@ -283,44 +191,74 @@ fn sources_and_sinks_wait_for_another_transfer() {
 fn a_failed_source_leaves_nothing_in_use() {
     let s = setup(HostConfig::new(), |copier| copier.threads(1));
     for _ in 0..20 {
-        let fails = source("fails", 1 << 20, |_, _: &mut Fill<'_>| Err(std::io::Error::other("no more")));
-        let one = vec![CopyRange { at: 0, device: s.range(0) }];
-        let said = s.copier.upload(fails, one).unwrap().wait();
-        let Err(failed) = said else { panic!("it fails") };
+        let fails = source("fails", LEN, |_, _: &mut Fill<'_>| Err(std::io::Error::other("no more")));
+        let failed = s.copier.upload(fails, s.range(0)).unwrap().wait().map(drop).unwrap_err();
         assert!(matches!(failed.error, Error::Read { .. }), "{}", failed.error);
         assert_eq!(in_use(&s.pool), 0);
     }
 }
 
-/// Two threads move one device by hand.
+// --- short slices, on the calling thread -----------------------------------------------------------------------------
+
+/// The longest that are copied at once.
+const LONGEST: usize = 256 << 10;
+
 #[test]
-fn two_threads_wait_on_a_device_by_hand() {
-    let Some(node) = Node::by_hand(7) else { return };
-    let s = setup(node, |copier| copier);
-    let stream = s.device.stream().unwrap();
+fn short_slices_need_no_memory_of_the_pool() {
+    let s = setup(HostConfig::new(), |copier| copier);
+    s.pool.wait_pinned(None).unwrap();
+    let mut taken = s.emptied();
+    for len in [1, LEN, LONGEST] {
+        let mut back = vec![0; len];
+        s.copier.upload_slice(&bytes(len, len), &s.memory).unwrap();
+        s.copier.download_slice(s.memory.slice(..len).unwrap(), &mut back).unwrap();
+        assert!(back == bytes(len, len), "{len} bytes");
+    }
+    let stats = s.copier.stats();
+    assert_eq!((stats.chunks, stats.batch_bytes), (6, 2 * (1 + LEN + LONGEST) as u64));
     std::thread::scope(|scope| {
-        for t in 0..2 {
-            let (s, stream) = (&s, &stream);
-            scope.spawn(move || {
-                s.node.enter();
-                for i in 0..1000 {
-                    let (piece, place) = (bytes(i, LEN), s.range(t));
-                    s.copier.upload(piece.clone(), &place).unwrap().wait().unwrap();
-                    drop(stream.upload(s.filled(&piece), &place).unwrap().wait().unwrap());
-                }
-            });
-        }
+        let longer = scope.spawn(|| s.copier.upload_slice(&bytes(1, LONGEST + 1), &s.memory));
+        std::thread::sleep(Duration::from_millis(5));
+        assert!(!longer.is_finished(), "a chunk needs a segment");
+        taken.clear();
+        longer.join().unwrap().unwrap();
     });
-    // Where nothing can move, a wait ends.
-    s.node.hang(true);
-    let is_late = |sent: Transfer<Vec<u8>>| match sent.wait().unwrap_err().error {
-        Error::Transfer { cause, .. } => matches!(*cause, Error::Timeout(_)),
-        _ => false,
-    };
-    assert!(is_late(s.start(0)));
-    // Also that of a chunk which no worker has taken.
-    assert!(s.all(18).into_iter().all(is_late));
-    s.node.hang(false);
-    s.all(3).into_iter().for_each(|sent| drop(sent.wait().unwrap()));
     s.all_back();
+}
+
+/// An error of the driver's is that call's alone.
+#[test]
+fn the_driver_refuses_a_short_slice() {
+    let s = setup(HostConfig::new(), |copier| copier);
+    let (place, mut back) = (s.memory.slice(..LEN).unwrap(), [0; LEN]);
+    let fail = || s.fail(Call::CopyBlocking, 0, Failure::Argument);
+    fail();
+    match s.copier.upload_slice(&bytes(1, LEN), &place) {
+        Err(Error::Transfer { what, offset: 0, cause }) => {
+            assert_eq!((&*what, cause.class()), ("bytes in memory", ErrorClass::Argument));
+        }
+        other => panic!("{other:?}"),
+    }
+    fail();
+    let said = s.copier.download_slice(&place, &mut back);
+    assert!(matches!(said, Err(Error::Transfer { offset: 0, .. })), "{said:?}");
+    assert!(s.calm());
+    s.copier.upload_slice(&bytes(2, LEN), &place).unwrap();
+    s.copier.download_slice(&place, &mut back).unwrap();
+    assert!(back[..] == bytes(2, LEN));
+    s.node.kill(0);
+    let lost = s.copier.upload_slice(&bytes(1, LEN), &place).unwrap_err();
+    assert_eq!(lost.class(), ErrorClass::DeviceLost, "{lost}");
+}
+
+/// The rate of bulk copies holds for short slices, too.
+#[test]
+fn short_slices_keep_to_the_rate() {
+    let s = setup(HostConfig::new(), |copier| copier.rate(1 << 20));
+    let since = Instant::now();
+    for i in 0..10 {
+        s.copier.upload_slice(&bytes(i, 16 << 10), s.memory.slice(i * LONGEST..).unwrap()).unwrap();
+    }
+    // All but the last are to have had their time, of which a copy may be ten milliseconds late.
+    assert!(since.elapsed() >= Duration::from_millis(9 * 1000 / 64 - 10), "{:?}", since.elapsed());
 }

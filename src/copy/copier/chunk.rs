@@ -20,7 +20,7 @@
 use super::ring::Slot;
 use super::types::{Direction, Settings};
 use crate::buffer::PinnedBuf;
-use crate::device::{DevicePtr, SpreadRow, SpreadRun, Transfer};
+use crate::device::{DevicePtr, SpreadRow, Transfer};
 use crate::error::{Error, Result};
 
 /// Bytes of a row of the table.
@@ -67,8 +67,8 @@ impl Cursor {
         self.chunks += 1;
         self.cut = landed_to;
         self.left -= bytes as u64;
-        let data = stretches.last().map_or(0, |last| last.offset + last.len);
-        let rows = stretches.iter().map(|stretch| stretch.len.div_ceil(LONGEST_ROW)).sum();
+        let data = stretches.last().map_or(0, |last| last.offset + last.len * last.count);
+        let rows = stretches.iter().map(|each| each.count * each.len.div_ceil(LONGEST_ROW)).sum();
         Chunk { index, bytes, at, landed_to, parts: Vec::new(), stretches, data, rows }
     }
 }
@@ -97,7 +97,7 @@ impl Chunk {
     /// Whether it goes by `copies` (of its segment, or of each part in place) through a slot of the
     /// ring with `room`, and by a kernel: else by a copy for each stretch, in batches.
     pub(super) fn is_for_ring(&self, copies: usize, room: usize) -> bool {
-        let stretches = self.stretches.len();
+        let stretches = self.stretches.iter().map(|each| each.count).sum();
         let is_scattered = stretches > FEW && self.data / stretches < LONG;
         is_scattered && copies < stretches && self.table_at() + self.table_len() <= room
     }
@@ -116,14 +116,19 @@ impl Chunk {
     /// # Safety
     /// `at` is a multiple of a row's size, and has room for all rows.
     pub(super) unsafe fn write_table(&self, at: *mut u8) {
-        let mut row = at.cast::<SpreadRow>();
-        for each in self.stretches.iter().flat_map(Stretch::rows) {
-            // SAFETY: the caller's promise.
-            unsafe {
-                row.write(each);
-                row = row.add(1);
-            }
-        }
+        let first = at.cast::<SpreadRow>();
+        let rows = self.stretches.iter().flat_map(Stretch::ranges).flat_map(
+            |Stretch { place, offset, len, .. }| {
+                (0..len).step_by(LONGEST_ROW).map(move |from| SpreadRow {
+                    place: DevicePtr(place.0 + from as u64),
+                    // A segment is shorter than 4 GiB: see `CopierBuilder::chunk`.
+                    offset: (offset + from) as u32,
+                    len: (len - from).min(LONGEST_ROW) as u32,
+                })
+            },
+        );
+        // SAFETY: the caller's promise.
+        rows.enumerate().for_each(|(n, row)| unsafe { first.add(n).write(row) });
     }
 
     /// Sets a segment's length to what is copied from it: the bytes, which are there, and for a
@@ -163,18 +168,13 @@ impl Chunk {
             return parts.iter().map(copy).collect();
         }
         let mut parts = parts.iter().peekable();
-        let copy = |stretch: &Stretch| {
+        let copy = |stretch: Stretch| {
             while parts.next_if(|part| part.offset + part.len <= stretch.offset).is_some() {}
             let part = parts.peek()?;
             let host = part.host.wrapping_add(stretch.offset - part.offset);
             Some(transfer(direction, host, stretch.place, stretch.len))
         };
-        self.stretches.iter().filter_map(copy).collect()
-    }
-
-    /// What a kernel does with the bytes in a slot.
-    pub(super) fn spread(&self, slot: &Slot) -> SpreadRun {
-        SpreadRun { packed: slot.at(0), table: slot.at(self.table_at()), rows: self.rows as u32 }
+        self.stretches.iter().flat_map(Stretch::ranges).filter_map(copy).collect()
     }
 }
 
@@ -239,22 +239,25 @@ impl Ramp {
     }
 }
 
-/// Bytes that are contiguous on the device and in the segment.
+/// Bytes that are contiguous on the device and in the segment; in place, `count` ranges of them,
+/// `stride` apart on the device. So a chunk of even pages is cut off, under the job's lock, without
+/// a look at each page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stretch {
     pub(super) place: DevicePtr,
     pub(super) offset: usize,
     pub(super) len: usize,
+    pub(super) count: usize,
+    pub(super) stride: usize,
 }
 
 impl Stretch {
-    /// Its rows.
-    pub(super) fn rows(&self) -> impl Iterator<Item = SpreadRow> + '_ {
-        (0..self.len).step_by(LONGEST_ROW).map(|from| SpreadRow {
-            place: DevicePtr(self.place.0 + from as u64),
-            // A segment is shorter than 4 GiB: see `CopierBuilder::chunk`.
-            offset: (self.offset + from) as u32,
-            len: (self.len - from).min(LONGEST_ROW) as u32,
+    /// Its ranges, each as a stretch.
+    pub(super) fn ranges(&self) -> impl Iterator<Item = Self> {
+        let Self { place: DevicePtr(first), offset, len, count, stride } = *self;
+        (0..count).map(move |n| {
+            let place = DevicePtr(first.wrapping_add(stride.wrapping_mul(n) as u64));
+            Self { place, offset: offset + n * len, len, count: 1, stride }
         })
     }
 }

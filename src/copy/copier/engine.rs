@@ -246,7 +246,7 @@ impl Engine {
     pub(super) fn advance(&self) -> bool {
         let landed = self.land(Direction::Up) | self.land(Direction::Down);
         let spreaders = self.spreaders.iter().flatten();
-        spreaders.fold(landed, |changed, spreader| spreader.advance(&self.ring) | changed)
+        spreaders.fold(landed, |changed, spreader| spreader.advance(&self.ring, &self.counters) | changed)
     }
 
     // --- submitting ------------------------------------------------------------------------------

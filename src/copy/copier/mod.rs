@@ -204,14 +204,8 @@ impl Copier {
             return CopierStats { threads, chunk, share, ..CopierStats::default() };
         }
         let ring = engine.ring.len();
-        let mut stats = CopierStats { threads, chunk, share, ring, ..*engine.counters.lock() };
-        for spreader in engine.spreaders.iter().flatten() {
-            let (launches, chunks) = spreader.stats();
-            stats.launches += launches;
-            stats.launched_chunks += chunks;
-        }
-        stats.has_kernels = engine.spreaders.is_some();
-        stats
+        let has_kernels = engine.spreaders.is_some();
+        CopierStats { threads, chunk, share, ring, has_kernels, ..*engine.counters.lock() }
     }
 
     /// For tests that move a device by hand: does what can be done. Whether anything changed.

@@ -1,11 +1,13 @@
-//! Pieces: any number of (host bytes, device ranges), of any lengths and alignments, as the plan of one job; in
-//! borrowed memory, or in pinned blocks whose bytes the device copies from or to where they are.
+//! Pieces: any number of (host bytes, device ranges), of any lengths and alignments, as the plan of
+//! one job; in borrowed memory, or in pinned blocks whose bytes the device copies from or to where
+//! they are.
 //!
-//! A call is looked at once before anything is copied ([`Survey`]). Chunks are cut as workers take them, in the order
-//! of the call. A call may have a hundred thousand pages, so ranges at even distances are one [`Piece`].
+//! A call is looked at once before anything is copied ([`Survey`]). Chunks are cut as workers take
+//! them, in the order of the call. A call may have a hundred thousand pages, so ranges at even
+//! distances are one [`Piece`].
 //!
-//! No CPU moves the bytes of blocks. The copies of a chunk have a share of each block that they use, and the job has
-//! one of all. A block goes back when its last share is dropped.
+//! No CPU moves the bytes of blocks. The copies of a chunk have a share of each block that they
+//! use, and the job has one of all. A block goes back when its last share is dropped.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -37,8 +39,8 @@ pub(super) struct Survey {
     pub(super) bytes: u64,
     /// Each allocation at least once.
     pub(super) memories: Vec<Arc<Allocation>>,
-    /// Which of the memories the last piece was in. The pieces of a block of a cache are each in another one, and those
-    /// of the next block in the same ones again.
+    /// Which of the memories the last piece was in. The pieces of a block of a cache are each in
+    /// another one, and those of the next block in the same ones again.
     at: usize,
 }
 
@@ -63,8 +65,9 @@ impl Survey {
     }
 }
 
-/// A piece of a call: ranges of one length at even distances on the device, which follow each other on the host. Most
-/// have one range. (A cache of keys and values has a block's pages like that, one in each plane.)
+/// A piece of a call: ranges of one length at even distances on the device, which follow each other
+/// on the host. Most have one range. (A cache of keys and values has a block's pages like that, one
+/// in each plane.)
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     pub(super) host: *mut u8,
@@ -73,7 +76,8 @@ pub(super) struct Piece {
     pub(super) count: usize,
     pub(super) stride: usize,
     pub(super) device: u64,
-    /// The number of the allocation that it is in; in place, of the block. What is in two of them is copied apart.
+    /// The number of the allocation that it is in; in place, of the block. What is in two of them
+    /// is copied apart.
     pub(super) group: u64,
     /// Its place in what is read or written, where pages count.
     pub(super) at: u64,
@@ -92,8 +96,8 @@ impl Piece {
     }
 }
 
-/// Cuts off a chunk of at most `full` bytes, and lays it out: for a segment, or in place. A piece is cut on a page
-/// where it can be; in place, a range only where it is longer than a chunk.
+/// Cuts off a chunk of at most `full` bytes, and lays it out: for a segment, or in place. A piece
+/// is cut on a page where it can be; in place, a range only where it is longer than a chunk.
 pub(super) fn cut(
     cursor: &mut Cursor,
     full: usize,
@@ -105,20 +109,17 @@ pub(super) fn cut(
     // The group of the last stretch.
     let mut group = None;
     'chunk: while let Some(next) = piece(at.piece) {
-        let (mut range, mut from) = match next.len {
-            0 => (next.count, 0),
-            len => (at.from / len, at.from % len),
-        };
-        while range < next.count {
+        let (mut range, mut from) =
+            if at.from == 0 { (0, 0) } else { (at.from / next.len, at.from % next.len) };
+        while range < next.count && next.len > 0 {
             let (left, step) = (next.len - from, next.stride.wrapping_mul(range).wrapping_add(from));
-            let device = next.device.wrapping_add(step as u64);
+            let place = DevicePtr(next.device.wrapping_add(step as u64));
             let (last, is_new) = (stretches.last_mut(), group != Some(next.group));
-            let used = last.as_ref().map_or(0, |last| last.offset + last.len);
-            let ends = |last: &&mut Stretch| last.place.0.wrapping_add(last.len as u64) == device;
+            let used = last.as_ref().map_or(0, |last| last.offset + last.len * last.count);
+            let ends = |last: &&mut Stretch| last.place.0.wrapping_add(last.len as u64) == place.0;
             let joined = last.filter(|last| !in_place && !is_new && ends(last));
             let offset = match in_place {
-                _ if joined.is_some() => used,
-                false => used + (device.wrapping_sub(used as u64) % WIDTH) as usize,
+                false => used + (place.0.wrapping_sub(used as u64) % WIDTH) as usize,
                 true if is_new => used.next_multiple_of(ROW),
                 true => used,
             };
@@ -133,48 +134,55 @@ pub(super) fn cut(
                 len = if on_page > 0 { on_page as usize } else { len };
             }
             let rows_of = |len: usize| len.div_ceil(LONGEST_ROW);
+            let mut count = 1;
+            if in_place && range + 1 < next.count && len == next.len {
+                let most = room_behind(full, offset, rows) / (len + rows_of(len) * ROW);
+                count = most.min((full - bytes) / len).clamp(1, next.count - range);
+            }
             match joined {
                 Some(last) => {
                     rows += rows_of(last.len + len) - rows_of(last.len);
                     last.len += len;
                 }
                 None => {
-                    rows += rows_of(len);
-                    stretches.push(Stretch { place: DevicePtr(device), offset, len });
+                    rows += count * rows_of(len);
+                    stretches.push(Stretch { place, offset, len, count, stride: next.stride });
                 }
             }
+            let moved = len * count;
             match parts.last_mut().filter(|_| in_place && !is_new) {
-                Some(part) => part.len += len,
+                Some(part) => part.len += moved,
                 None => {
                     let number = if in_place { next.group as usize } else { at.piece };
                     let host = next.host.wrapping_add(at.from);
-                    parts.push(Part { piece: number, from: at.from, host, offset, len });
+                    parts.push(Part { piece: number, from: at.from, host, offset, len: moved });
                 }
             }
             group = Some(next.group);
-            bytes += len;
-            at.from += len;
+            bytes += moved;
+            at.from += moved;
             if len < left {
                 break 'chunk;
             }
-            (range, from) = (range + 1, 0);
+            (range, from) = (range + count, 0);
         }
         at = Cut { piece: at.piece + 1, from: 0 };
     }
     Chunk { parts, ..cursor.cut_off(at, bytes, stretches) }
 }
 
-/// Bytes that a chunk of `full` bytes has room for from this place in its segment on, behind stretches with so many
-/// rows.
+/// Bytes that a chunk of `full` bytes has room for from this place in its segment on, behind
+/// stretches with so many rows.
 fn room_behind(full: usize, offset: usize, rows: usize) -> usize {
-    // Two rows more than there are: that of the bytes, and one for the end of the table's alignment. Many bytes need a
-    // row for each `LONGEST_ROW` of them.
+    // Two rows more than there are: that of the bytes, and one for the end of the table's
+    // alignment. Many bytes need a row for each `LONGEST_ROW` of them.
     let table = (rows + 3) * ROW;
     let room = (full + BESIDE).saturating_sub(offset + table);
     room - room / (LONGEST_ROW / ROW)
 }
 
-/// Fills a chunk's segment: `fill` is given each part's number and place, and the gaps between are zeroed.
+/// Fills a chunk's segment: `fill` is given each part's number and place, and the gaps between are
+/// zeroed.
 ///
 /// # Safety
 /// `fill` has written all bytes of the place that it is given when it returns `Ok`.
@@ -200,7 +208,7 @@ pub(super) unsafe fn fill_parts(
     Ok(())
 }
 
-// --- borrowed --------------------------------------------------------------------------------------------------------
+// --- borrowed ------------------------------------------------------------------------------------
 
 /// Memory that a caller lends, in pieces.
 pub(super) struct Borrowed<F>(F);
@@ -212,8 +220,8 @@ unsafe impl<F> Sync for Borrowed<F> {}
 
 impl<F: Fn(usize) -> Option<Piece>> Borrowed<F> {
     /// # Safety
-    /// Any thread may call `get`. While a job uses this, the pieces can be read, and are not written (for an upload);
-    /// or can be written, and are not used otherwise (for a download).
+    /// Any thread may call `get`. While a job uses this, the pieces can be read, and are not
+    /// written (for an upload); or can be written, and are not used otherwise (for a download).
     pub(super) unsafe fn new(get: F) -> Self {
         Self(get)
     }
@@ -241,7 +249,8 @@ impl<F: Fn(usize) -> Option<Piece>> Plan for Borrowed<F> {
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         chunk.parts.iter().try_for_each(|part| {
             let bytes = part.of(bytes)?;
-            // SAFETY: within the piece, which can be written: the promise of `new`. Each byte is in one chunk.
+            // SAFETY: within the piece, which can be written: the promise of `new`. Each byte is in
+            // one chunk.
             let to =
                 unsafe { std::slice::from_raw_parts_mut(part.host.cast::<MaybeUninit<u8>>(), bytes.len()) };
             // Past the caches: the memory is read later, if at all.
@@ -251,15 +260,15 @@ impl<F: Fn(usize) -> Option<Piece>> Plan for Borrowed<F> {
     }
 }
 
-/// Has the processor fetch the beginnings of the pages of what is copied next: it goes on by itself within a page, and
-/// stops at each page's end.
+/// Has the processor fetch the beginnings of the pages of what is copied next: it goes on by itself
+/// within a page, and stops at each page's end.
 fn announce(at: *const u8, len: usize) {
     // Four lines of a page set the processor going.
     let lines = |page| (0..4).map(move |line| page + line * 64);
     (0..len).step_by(PAGE).flat_map(lines).for_each(|line| stores::fetch(at.wrapping_add(line)));
 }
 
-// --- pinned ----------------------------------------------------------------------------------------------------------
+// --- pinned --------------------------------------------------------------------------------------
 
 /// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
 pub(super) struct Paged<B: Lend> {
@@ -334,8 +343,8 @@ mod tests {
 
     use super::*;
 
-    /// What pieces are made of: their group, device address, length, gap between ranges, and number of ranges; and
-    /// where a piece of one range begins behind the one before, if it is to.
+    /// What pieces are made of: their group, device address, length, gap between ranges, and number
+    /// of ranges; and where a piece of one range begins behind the one before, if it is to.
     type Made = ((u64, u64, usize, usize, usize), Option<u64>);
 
     fn made() -> impl Strategy<Value = Made> {
@@ -346,8 +355,9 @@ mod tests {
     }
 
     proptest! {
-        /// Each byte of each piece is in one part, and goes to its place, between a segment or a slot and the device
-        /// and between the pieces and the device. The table fits behind all of them.
+        /// Each byte of each piece is in one part, and goes to its place, between a segment or a
+        /// slot and the device and between the pieces and the device. The table fits behind all of
+        /// them.
         #[test]
         fn chunks_have_all_bytes_of_all_pieces(
             made in prop::collection::vec(made(), 1..60),
@@ -373,7 +383,8 @@ mod tests {
             }
             let left = pieces.iter().map(|piece| (piece.len * piece.count) as u64).sum();
             let mut cursor = Cursor { left, ..Cursor::default() };
-            // Where each byte is on the host and on the device: the ranges that are due, and those that come.
+            // Where each byte is on the host and on the device: the ranges that are due, and those
+            // that come.
             let due = pieces.iter().flat_map(|piece| {
                 let range = |n| (piece.host.addr() + n * piece.len, piece.device + (n * piece.stride) as u64, piece.len);
                 (0..piece.count).map(range)
@@ -386,9 +397,10 @@ mod tests {
                 prop_assert_eq!(chunk.parts.iter().map(|part| part.len).sum::<usize>(), chunk.bytes);
                 prop_assert!(chunk.parts.is_sorted_by_key(|part| part.offset));
                 prop_assert!(chunk.table_at() + chunk.table_len() <= full + BESIDE);
-                // In a segment a stretch has several parts, each at its distance from the stretch's place; in place, a
-                // part has several stretches.
-                let (parts, stretches) = (&chunk.parts, &chunk.stretches);
+                // In a segment a stretch has several parts, each at its distance from the stretch's
+                // place; in place, a part has several stretches.
+                let (parts, stretches) = (&chunk.parts, chunk.stretches.iter().flat_map(Stretch::ranges));
+                let stretches: Vec<_> = stretches.collect();
                 let spans: Vec<_> = match in_place {
                     true => stretches.iter().map(|s| (s.offset, s.len)).collect(),
                     false => parts.iter().map(|p| (p.offset, p.len)).collect(),

@@ -195,7 +195,7 @@ impl Ranges {
             end = piece.end().min(most);
             let (offset, len) = ((from - page) as usize, (end - from) as usize);
             let place = DevicePtr(piece.device.address() + cut.from as u64);
-            stretches.push(Stretch { place, offset, len });
+            stretches.push(Stretch { place, offset, len, count: 1, stride: 0 });
             bytes += len;
             if piece.end() > most {
                 cut.from += len;

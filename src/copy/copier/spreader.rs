@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::ring::{Ring, Slot};
+use super::types::Counters;
 use crate::device::memory::Allocation;
 use crate::device::{SPREAD_RUNS, SpreadRun, SpreadWay};
 use crate::error::{Error, Result};
@@ -56,8 +57,6 @@ struct SpreadState {
     flying: Option<Launch>,
     /// Until when the ring is avoided.
     avoid: Option<Instant>,
-    launches: u64,
-    runs: u64,
 }
 
 pub(super) struct Spreader {
@@ -86,14 +85,8 @@ impl Spreader {
             || state.avoid.is_some_and(|until| Instant::now() < until)
     }
 
-    /// Launches so far, and chunks in them.
-    pub(super) fn stats(&self) -> (u64, u64) {
-        let state = self.state.lock();
-        (state.launches, state.runs)
-    }
-
     /// Does what can be done now. Whether anything has changed.
-    pub(super) fn advance(&self, ring: &Ring) -> bool {
+    pub(super) fn advance(&self, ring: &Ring, counters: &Counters) -> bool {
         let Some(_alone) = self.advances.try_lock() else { return false };
         let flying = self.state.lock().flying.as_ref().map(|launch| launch.ticket.clone());
         let changed = flying.is_some();
@@ -120,7 +113,7 @@ impl Spreader {
         if entries.is_empty() {
             return changed;
         }
-        match self.launch(entries) {
+        match self.launch(entries, counters) {
             Ok(launch) => self.state.lock().flying = Some(launch),
             Err((entries, error)) => {
                 let said = Err(error);
@@ -131,7 +124,11 @@ impl Spreader {
     }
 
     /// Starts a kernel for these. If nothing was submitted, the error brings the entries back.
-    fn launch(&self, entries: Vec<Entry>) -> std::result::Result<Launch, (Vec<Entry>, Error)> {
+    fn launch(
+        &self,
+        entries: Vec<Entry>,
+        counters: &Counters,
+    ) -> std::result::Result<Launch, (Vec<Entry>, Error)> {
         let timeline = self.stream.timeline();
         let memories: Vec<_> = entries.iter().map(|entry| entry.memories.clone()).collect();
         let keep = Resource::Object(Arc::new(memories));
@@ -147,10 +144,10 @@ impl Spreader {
         // tables' copies were seen complete. The kernels were loaded before there was a spreader.
         let said = context.noting(unsafe { context.driver().spread(timeline.stream(), self.way, &runs) });
         let ticket = Ticket { timeline: timeline.clone(), seq: submission.commit() };
-        let mut state = self.state.lock();
-        state.launches += 1;
-        state.runs += runs.len() as u64;
-        drop(state);
+        let mut stats = counters.lock();
+        stats.launches += 1;
+        stats.launched_chunks += runs.len() as u64;
+        drop(stats);
         if let Err(error) = said {
             // The kernel may run all the same: the slots are in use until a later event.
             for entry in &entries {

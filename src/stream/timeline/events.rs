@@ -1,8 +1,9 @@
-//! Events: closing sequence numbers, recording and asking, and what follows when an event was seen complete or never
-//! will be.
+//! Events: closing sequence numbers, recording and asking, and what follows when an event was seen
+//! complete or never will be.
 //!
-//! [`Timeline::close`] closes and records; [`Timeline::ask`] asks about the oldest events; `complete` and
-//! [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a waiting task `glance`.
+//! [`Timeline::close`] closes and records; [`Timeline::ask`] asks about the oldest events;
+//! `complete` and [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a
+//! waiting task `glance`.
 
 use super::super::hold::{After, give_up};
 use super::{EVENT_TRIES, Mark, TIMED, Timeline, TimelineState};
@@ -14,10 +15,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 impl Timeline {
-    // --- closing and recording ---------------------------------------------------------------------------------------
+    // --- closing and recording -------------------------------------------------------------------
 
-    /// Closes the open sequence number, if it has entries, and records its event, or the one that closed numbers still
-    /// wait for. After an error the entries wait for a later event.
+    /// Closes the open sequence number, if it has entries, and records its event, or the one that
+    /// closed numbers still wait for. After an error the entries wait for a later event.
     pub(crate) fn close(&self) -> Result<()> {
         let elsewhere = self.elsewhere();
         let closing = {
@@ -47,7 +48,8 @@ impl Timeline {
         }
     }
 
-    /// Makes later work of `waiter`, a stream of the same device, start only after everything submitted here so far.
+    /// Makes later work of `waiter`, a stream of the same device, start only after everything
+    /// submitted here so far.
     pub(crate) fn wait_here(self: &Arc<Self>, waiter: StreamHandle) -> Result<()> {
         self.usable()?;
         let (list, closing) = {
@@ -60,8 +62,8 @@ impl Timeline {
         closing.record(Some(waiter))
     }
 
-    /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that is alive the event
-    /// may still be recorded later, so it is neither used again nor destroyed.
+    /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that
+    /// is alive the event may still be recorded later, so it is neither used again nor destroyed.
     fn keep_back(&self, event: EventHandle) {
         if self.context.poisoned().is_some() {
             self.context.recycle(event);
@@ -77,7 +79,8 @@ impl Timeline {
             if state.open_entries > 0 && self.lost.get().is_none() {
                 state.close();
             }
-            // On a device with a limited number of events, recorded ones are free again as the stream goes on.
+            // On a device with a limited number of events, recorded ones are free again as the
+            // stream goes on.
             let comes_back = error.class() == ErrorClass::Transient && !state.marks.is_empty();
             !comes_back && gives_up(&mut state.record_failures, error)
         };
@@ -87,12 +90,14 @@ impl Timeline {
         }
     }
 
-    // --- asking ------------------------------------------------------------------------------------------------------
+    // --- asking ----------------------------------------------------------------------------------
 
-    /// Asks about the oldest events, unless another thread is asking. Returns whether anything completed.
+    /// Asks about the oldest events, unless another thread is asking. Returns whether anything
+    /// completed.
     pub(crate) fn ask(&self) -> bool {
-        // A plain load first: a compare-and-swap, failing or not, would take the cache line away from the asking
-        // thread. Acquire: pairs with the release in `Asking`, so that the threads that ask follow one another.
+        // A plain load first: a compare-and-swap, failing or not, would take the cache line away
+        // from the asking thread. Acquire: pairs with the release in `Asking`, so that the threads
+        // that ask follow one another.
         if self.asking.load(Ordering::Relaxed)
             || self.asking.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
         {
@@ -110,8 +115,8 @@ impl Timeline {
                 Ok(false) => break,
                 // The driver cannot answer now: that is neither completion nor loss.
                 Err(error) if error.class() == ErrorClass::Transient => break,
-                // The event was recorded into a capture, so it will never be complete. A new event covers the same
-                // sequence numbers.
+                // The event was recorded into a capture, so it will never be complete. A new event
+                // covers the same sequence numbers.
                 Err(error) if error.class() == ErrorClass::Capture && self.is_shared() => {
                     let mut state = self.state.lock();
                     if let Some(mark) = state.take_mark(seq) {
@@ -140,14 +145,15 @@ impl Timeline {
         let mut state = self.state.lock();
         // If the stream was lost meanwhile, `lose` has dealt with its events.
         let Some(mark) = state.take_mark(seq) else { return };
-        // Events that failed before this number was closed were recorded before its event, if at all.
+        // Events that failed before this number was closed were recorded before its event, if at
+        // all.
         let (free, failed): (Vec<_>, _) = state.failed.drain(..).partition(|(closed, _)| *closed < seq);
         state.failed = failed;
         (state.record_failures, state.ask_failures) = (0, 0);
         if seq > self.completed.load(Ordering::Relaxed) {
             state.complete(seq, self.context.flights(), &mut after);
-            // Release: pairs with the acquire in `is_complete`. Stored under the lock, after the entries were
-            // completed.
+            // Release: pairs with the acquire in `is_complete`. Stored under the lock, after the
+            // entries were completed.
             self.completed.store(seq, Ordering::Release);
             let later = state.waiting.split_off(&(seq + 1, 0));
             after.wakes = std::mem::replace(&mut state.waiting, later);
@@ -158,9 +164,11 @@ impl Timeline {
         crate::sync::landing(|| after.run());
     }
 
-    /// What is complete on this stream can never be known: quarantines what is in flight, and wakes all waiters.
+    /// What is complete on this stream can never be known: quarantines what is in flight, and wakes
+    /// all waiters.
     pub(crate) fn lose(&self, error: &Error) {
-        // What is quarantined wakes waiters when the lock is released, and these must not wait for a copy either.
+        // What is quarantined wakes waiters when the lock is released, and these must not wait for
+        // a copy either.
         crate::sync::landing(|| {
             let mut after = After::default();
             let mut state = self.state.lock();
@@ -186,8 +194,8 @@ impl Timeline {
         });
     }
 
-    /// The reaper's look: closes the open sequence number if it was open at the last look already (with `now`, in any
-    /// case), and asks the driver. Returns whether anything completed.
+    /// The reaper's look: closes the open sequence number if it was open at the last look already
+    /// (with `now`, in any case), and asks the driver. Returns whether anything completed.
     pub(crate) fn advance(&self, now: bool) -> bool {
         if crate::os::forked() {
             return false;
@@ -204,15 +212,17 @@ impl Timeline {
         })
     }
 
-    /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and asks the driver. If
-    /// the state's lock is taken at that moment, closing is left to a later look.
+    /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and
+    /// asks the driver. If the state's lock is taken at that moment, closing is left to a later
+    /// look.
     pub(super) fn glance(&self, seq: u64) {
         if !crate::os::forked() {
             self.look_at(self.state.try_lock(), |state| seq >= state.open);
         }
     }
 
-    /// Closes the open sequence number if the caller wants it, or an event failed, and asks the driver.
+    /// Closes the open sequence number if the caller wants it, or an event failed, and asks the
+    /// driver.
     fn look_at(
         &self,
         state: Option<MutexGuard<'_, TimelineState>>,
@@ -229,8 +239,8 @@ impl Timeline {
         self.ask()
     }
 
-    /// [`close`](Self::close) for a stream that is destroyed afterwards, once its work is complete: no other
-    /// thread names it to the driver any more. The caller knows that none submits.
+    /// [`close`](Self::close) for a stream that is destroyed afterwards, once its work is complete:
+    /// no other thread names it to the driver any more. The caller knows that none submits.
     ///
     /// # Errors
     /// The number is not closed, or its event is still due: then the stream is still named.
@@ -242,7 +252,8 @@ impl Timeline {
         self.close()?;
         loop {
             let state = self.state.lock();
-            // A thread that found the number due just before may be in a call of the driver, which does not take long.
+            // A thread that found the number due just before may be in a call of the driver, which
+            // does not take long.
             if state.under_way == 0 {
                 return match state.is_uncovered() {
                     true => Err(Error::Capturing { what: "an event of the stream", remedy: OUTSIDE }),
@@ -254,8 +265,8 @@ impl Timeline {
         }
     }
 
-    /// Marks the timeline as off the reaper's list if nothing is in flight, and returns whether it did. For the reaper,
-    /// which has the list.
+    /// Marks the timeline as off the reaper's list if nothing is in flight, and returns whether it
+    /// did. For the reaper, which has the list.
     pub(crate) fn unlist(&self) -> bool {
         let mut state = self.state.lock();
         let idle = state.is_idle();
@@ -278,9 +289,9 @@ impl Timeline {
     }
 }
 
-/// A thread that closes a sequence number and records its event. Meanwhile it names the stream to the driver. Its drop,
-/// after an error or by a panic too, says how that ended: where the event was not recorded for certain, the number is
-/// left to a later event.
+/// A thread that closes a sequence number and records its event. Meanwhile it names the stream to
+/// the driver. Its drop, after an error or by a panic too, says how that ended: where the event was
+/// not recorded for certain, the number is left to a later event.
 pub(super) struct Closing<'a> {
     timeline: &'a Timeline,
     /// The number that was closed, and its event.
@@ -294,13 +305,15 @@ impl<'a> Closing<'a> {
         Self { timeline, mark: None, recorded: false }
     }
 
-    /// Closes the open sequence number and records its event. A `waiter` waits for that event, which is then recorded
-    /// even if nothing is in flight: work that the crate does not see may be on the stream.
+    /// Closes the open sequence number and records its event. A `waiter` waits for that event,
+    /// which is then recorded even if nothing is in flight: work that the crate does not see may be
+    /// on the stream.
     pub(super) fn record(mut self, waiter: Option<StreamHandle>) -> Result<()> {
         crate::os::check_fork()?;
         let timeline = self.timeline;
         let context = &timeline.context;
-        // The event comes first: where none can be made, the number is closed without one, and another is due.
+        // The event comes first: where none can be made, the number is closed without one, and
+        // another is due.
         let event = context.event().inspect_err(|error| timeline.not_recorded(error))?;
         {
             let mut state = timeline.state.lock();
@@ -399,8 +412,8 @@ impl TimelineState {
                 flights.lock().record(since.elapsed());
             }
             if let Some(flown) = entry.flown {
-                // Counted before the word changes: from then on the handle may return the segment, and with the last
-                // segment of a closed pool the central pool is freed.
+                // Counted before the word changes: from then on the handle may return the segment,
+                // and with the last segment of a closed pool the central pool is freed.
                 flown.count(-1, -isize::from(flown.is_claimed()));
                 after.returned.extend(flown.complete());
             }
@@ -408,11 +421,13 @@ impl TimelineState {
         }
     }
 
-    /// Quarantines every entry that has joined a sequence number. A pending entry follows when it joins.
+    /// Quarantines every entry that has joined a sequence number. A pending entry follows when it
+    /// joins.
     ///
-    /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go of. Otherwise the
-    /// copies may still be queued, and their device memory is leaked, since a device may die of a copy to freed memory.
-    /// Returns whether a hold was lost on anything but segments.
+    /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go
+    /// of. Otherwise the copies may still be queued, and their device memory is leaked, since a
+    /// device may die of a copy to freed memory. Returns whether a hold was lost on anything but
+    /// segments.
     fn quarantine(&mut self, dead: bool, after: &mut After) -> bool {
         let mut keeps = false;
         for entry in self.entries.drain(..self.entries.len() - self.pending) {
@@ -434,7 +449,8 @@ impl TimelineState {
 
 /// Counts a failed attempt. Returns whether there is to be no other attempt.
 fn gives_up(failures: &mut u32, error: &Error) -> bool {
-    // An error of a capture says nothing about the stream's work, and a capture ends sooner or later.
+    // An error of a capture says nothing about the stream's work, and a capture ends sooner or
+    // later.
     if error.class() == ErrorClass::Capture {
         return false;
     }

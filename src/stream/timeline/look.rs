@@ -1,4 +1,5 @@
-//! What statistics and reports see of a timeline: how far it has come, and which event each of its buffers waits for.
+//! What statistics and reports see of a timeline: how far it has come, and which event each of its
+//! buffers waits for.
 
 use std::time::Instant;
 
@@ -6,9 +7,10 @@ use super::{PENDING, Timeline, TimelineState};
 use crate::central::Segment;
 use crate::sync::Ordering;
 
-/// How far a stream has come towards the completion of a buffer's work: what stands between the buffer and its return.
-/// In reports on buffers that have been out for long ([`StuckBuffer`](crate::telemetry::StuckBuffer)). When a stream is
-/// lost, its buffers are quarantined and wait for nothing.
+/// How far a stream has come towards the completion of a buffer's work: what stands between the
+/// buffer and its return. In reports on buffers that have been out for long
+/// ([`StuckBuffer`](crate::telemetry::StuckBuffer)). When a stream is lost, its buffers are
+/// quarantined and wait for nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventState {
@@ -43,12 +45,13 @@ pub struct StreamStats {
     pub stream: u64,
     /// Copies and holds submitted to it.
     pub submitted: u64,
-    /// Of the copies and holds submitted, those that are known to be complete. Those that were quarantined with a lost
-    /// stream never are.
+    /// Of the copies and holds submitted, those that are known to be complete. Those that were
+    /// quarantined with a lost stream never are.
     pub completed: u64,
     /// Copies and holds in flight.
     pub in_flight: usize,
-    /// Bytes of pools' segments in flight, without those that an `Arc` shares or that a copier copies in place.
+    /// Bytes of pools' segments in flight, without those that an `Arc` shares or that a copier
+    /// copies in place.
     pub in_flight_bytes: usize,
     /// Of the bytes in flight, those that a stream-ready buffer has claimed.
     pub claimed_bytes: usize,
@@ -65,12 +68,13 @@ pub struct StreamStats {
 impl Timeline {
     /// Whether another thread is asking, completing or recording an event at this moment.
     pub(crate) fn is_busy(&self) -> bool {
-        // Acquire: pairs with the release of the role of asking, so that what the last asker completed is seen.
+        // Acquire: pairs with the release of the role of asking, so that what the last asker
+        // completed is seen.
         self.asking.load(Ordering::Acquire) || self.state.lock().under_way > 0
     }
 
-    /// Bytes of a central pool that are in flight here, how many of these are claimed, and a count of all changes so
-    /// far.
+    /// Bytes of a central pool that are in flight here, how many of these are claimed, and a count
+    /// of all changes so far.
     pub(crate) fn flight(&self, central: u64) -> (usize, usize, u64) {
         let state = self.state.lock();
         let (bytes, claimed) = state.flight(Some(central));
@@ -96,8 +100,8 @@ impl Timeline {
         }
     }
 
-    /// Visits each retained segment: its sequence number, the state of the event that it waits for, and since when it
-    /// is known to be in flight.
+    /// Visits each retained segment: its sequence number, the state of the event that it waits for,
+    /// and since when it is known to be in flight.
     pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(&Segment, u64, EventState, Option<Instant>)) {
         let state = self.state.lock();
         let closed = if state.under_way == 0 { EventState::Failing } else { EventState::Due };

@@ -1,4 +1,5 @@
-//! A stream's timeline: what was submitted, which events cover it, and what is known to be complete.
+//! A stream's timeline: what was submitted, which events cover it, and what is known to be
+//! complete.
 //!
 //! # Sequence numbers and events
 //!
@@ -9,64 +10,72 @@
 //!   completed           5
 //! ```
 //!
-//! A thread that submits calls the driver first and reads the open sequence number afterwards. A thread that closes a
-//! number first makes the next number open and records the event afterwards. So an entry that read number *t* was
-//! submitted before *t* was closed, hence before the event of *t* was recorded, hence the event covers it. In the other
-//! order, an entry could read a number whose event was recorded before the copy was submitted, and its segment would be
-//! free while the copy still reads. (A loom model must catch that: `.ci/planted/seq_before_copy.patch`.)
+//! A thread that submits calls the driver first and reads the open sequence number afterwards. A
+//! thread that closes a number first makes the next number open and records the event afterwards.
+//! So an entry that read number *t* was submitted before *t* was closed, hence before the event of
+//! *t* was recorded, hence the event covers it. In the other order, an entry could read a number
+//! whose event was recorded before the copy was submitted, and its segment would be free while the
+//! copy still reads. (A loom model must catch that: `.ci/planted/seq_before_copy.patch`.)
 //!
-//! An event is published only after the driver recorded it, since an event that was never recorded asks as complete. If
-//! recording fails, the entries wait for a later event, which covers them as well. The driver may have recorded the
-//! failed one all the same, so that one is not used again before the later event is complete. If no event can be made,
-//! the entries are quarantined.
+//! An event is published only after the driver recorded it, since an event that was never recorded
+//! asks as complete. If recording fails, the entries wait for a later event, which covers them as
+//! well. The driver may have recorded the failed one all the same, so that one is not used again
+//! before the later event is complete. If no event can be made, the entries are quarantined.
 //!
 //! # Asking and completing
 //!
-//! Asking about an event is cheap for one thread and very dear for many at once (138 ns alone, 7.6 us among sixteen).
-//! So one thread asks per timeline: asking is a role that a thread takes by one compare-and-swap. It is a thread that
-//! waits or polls, or else the reaper. All other threads read `completed`.
+//! Asking about an event is cheap for one thread and very dear for many at once (138 ns alone, 7.6
+//! us among sixteen). So one thread asks per timeline: asking is a role that a thread takes by one
+//! compare-and-swap. It is a thread that waits or polls, or else the reaper. All other threads read
+//! `completed`.
 //!
-//! When an event was seen complete, the entries that it covers are removed *before* `completed` is raised. So a thread
-//! that sees `completed` finds its segment's word and the statistics up to date. For each segment the handle and the
-//! timeline meet in the state word ([`crate::freelist::descriptor`]). If the handle is still there, the segment waits
-//! for it as COMPLETED; if the handle was dropped (DETACHED), the timeline returns the segment to its central pool.
+//! When an event was seen complete, the entries that it covers are removed *before* `completed` is
+//! raised. So a thread that sees `completed` finds its segment's word and the statistics up to
+//! date. For each segment the handle and the timeline meet in the state word
+//! ([`crate::freelist::descriptor`]). If the handle is still there, the segment waits for it as
+//! COMPLETED; if the handle was dropped (DETACHED), the timeline returns the segment to its central
+//! pool.
 //!
 //! # Shared streams
 //!
-//! A stream is *shared* if it was adopted or its handle was given out: then the program submits work to it that this
-//! crate does not see. On a shared stream each submit closes its sequence number, on the submitting thread. So the
-//! event covers all that was queued when the call was made, and a hold covers the program's kernels. (A *patient* hold
-//! leaves the number open, as a submit to another stream does: many holds share an event, which is recorded up to a
-//! millisecond later, and covers what was queued meanwhile, too.)
+//! A stream is *shared* if it was adopted or its handle was given out: then the program submits
+//! work to it that this crate does not see. On a shared stream each submit closes its sequence
+//! number, on the submitting thread. So the event covers all that was queued when the call was
+//! made, and a hold covers the program's kernels. (A *patient* hold leaves the number open, as a
+//! submit to another stream does: many holds share an event, which is recorded up to a millisecond
+//! later, and covers what was queued meanwhile, too.)
 //!
-//! A shared stream can be captured into a graph. During a capture nothing may be submitted or recorded: it would not
-//! run now, and would run again with each launch. So each submit asks the driver first, and so does each later attempt
-//! to record an event that failed. (Such an attempt may run on a thread of the crate and ask just before a capture
-//! begins. Its event is then a captured one. The driver says so when it is asked about the event, and a new event is
-//! recorded after the capture.) A stream that is not shared is never asked about.
+//! A shared stream can be captured into a graph. During a capture nothing may be submitted or
+//! recorded: it would not run now, and would run again with each launch. So each submit asks the
+//! driver first, and so does each later attempt to record an event that failed. (Such an attempt
+//! may run on a thread of the crate and ask just before a capture begins. Its event is then a
+//! captured one. The driver says so when it is asked about the event, and a new event is recorded
+//! after the capture.) A stream that is not shared is never asked about.
 //!
-//! A shared stream may be confined to one thread ([`crate::device::confined`]). All driver calls that get its handle
-//! are made on that thread. Another thread leaves closing to it, unless that has failed there: then it records an event
-//! on the stream that covers the confined one. (That stream waits for those of other threads, too, and using it would
-//! spoil a capture of one: so it is used for nothing else, and asked about before.)
+//! A shared stream may be confined to one thread ([`crate::device::confined`]). All driver calls
+//! that get its handle are made on that thread. Another thread leaves closing to it, unless that
+//! has failed there: then it records an event on the stream that covers the confined one. (That
+//! stream waits for those of other threads, too, and using it would spoil a capture of one: so it
+//! is used for nothing else, and asked about before.)
 //!
 //! # Invariants
 //!
-//! - `entries` has what is in flight, in the order of sequence numbers, and behind that the `pending` entries whose
-//!   driver call is under way. These have no number yet.
-//! - A segment in flight is that of one entry. While it is claimed, its claimer and the timeline change its word under
-//!   the timeline's lock only.
+//! - `entries` has what is in flight, in the order of sequence numbers, and behind that the
+//!   `pending` entries whose driver call is under way. These have no number yet.
+//! - A segment in flight is that of one entry. While it is claimed, its claimer and the timeline
+//!   change its word under the timeline's lock only.
 //! - `completed` only grows. The driver is asked only about marks whose event was recorded.
-//! - `marks` has the recorded events, in the order of sequence numbers. Closed numbers above `covered` have none: a
-//!   thread is recording it, or has failed to, and then another event is due.
-//! - A lost timeline (`lost`) has no marks and no entries but pending ones, and it gets no event any more. An entry
-//!   that joins it is quarantined by the thread that submitted it.
+//! - `marks` has the recorded events, in the order of sequence numbers. Closed numbers above
+//!   `covered` have none: a thread is recording it, or has failed to, and then another event is
+//!   due.
+//! - A lost timeline (`lost`) has no marks and no entries but pending ones, and it gets no event
+//!   any more. An entry that joins it is quarantined by the thread that submitted it.
 //!
 //! # Files, in the order to read them
 //!
-//! This file: sequence numbers and entries, what is submitted and claimed. [`events`]: closing, recording, asking,
-//! completing. [`waits`]: how threads and tasks wait. [`reaper`]: the thread that looks when nobody waits. [`look`]:
-//! what statistics and reports see.
+//! This file: sequence numbers and entries, what is submitted and claimed. [`events`]: closing,
+//! recording, asking, completing. [`waits`]: how threads and tasks wait. [`reaper`]: the thread
+//! that looks when nobody waits. [`look`]: what statistics and reports see.
 
 #![allow(unsafe_code)]
 
@@ -97,14 +106,15 @@ use crate::freelist::state;
 use crate::segment::Class;
 use crate::sync::{AtomicBool, AtomicU64, Mutex};
 
-/// On a stream that is not shared, a sequence number is closed after this many entries or bytes, whichever comes first.
+/// On a stream that is not shared, a sequence number is closed after this many entries or bytes,
+/// whichever comes first.
 const SEQ_ENTRIES: usize = 16;
 const SEQ_BYTES: usize = 4 << 20;
-/// Failures in a row of recording, or of asking, after which the timeline is given up. (Under loom after the first,
-/// since each attempt is a part of the model.)
+/// Failures in a row of recording, or of asking, after which the timeline is given up. (Under loom
+/// after the first, since each attempt is a part of the model.)
 const EVENT_TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
-/// One in this many submissions to a stream is timed, the first among them: a clock read for each would be noticeable
-/// beside the cost of recording an event.
+/// One in this many submissions to a stream is timed, the first among them: a clock read for each
+/// would be noticeable beside the cost of recording an event.
 const TIMED: u64 = 16;
 
 /// The sequence number of an entry whose driver call is under way.
@@ -117,7 +127,8 @@ struct TimelineEntry {
     seq: u64,
     /// How many entries came before it: by this its submission finds it.
     number: u64,
-    /// Host memory: a segment, or something else. (Without either: a claimer has submitted the segment again.)
+    /// Host memory: a segment, or something else. (Without either: a claimer has submitted the
+    /// segment again.)
     flown: Option<Flown>,
     host: Option<Hold>,
     /// Device memory.
@@ -134,32 +145,38 @@ struct TimelineState {
     open_bytes: usize,
     /// The highest number that a recorded event covers.
     covered: u64,
-    /// Threads that name the stream to the driver: they found a number due, or record the event of a closed one.
+    /// Threads that name the stream to the driver: they found a number due, or record the event of
+    /// a closed one.
     under_way: u32,
-    /// Failures of recording after which no event was recorded, and of asking, none of them passing. After both,
-    /// nothing was seen complete.
+    /// Failures of recording after which no event was recorded, and of asking, none of them
+    /// passing. After both, nothing was seen complete.
     record_failures: u32,
     ask_failures: u32,
-    /// What is in flight, oldest first, and behind it what is being submitted: `pending` entries, in no order.
+    /// What is in flight, oldest first, and behind it what is being submitted: `pending` entries,
+    /// in no order.
     entries: VecDeque<TimelineEntry>,
     pending: usize,
     /// The recorded events that are not known to be complete.
     marks: VecDeque<Mark>,
-    /// Events whose recording failed, or that a capture had, and the highest closed number at that time. They may be
-    /// recorded all the same, so they are used again when an event that was recorded later is complete.
+    /// Events whose recording failed, or that a capture had, and the highest closed number at that
+    /// time. They may be recorded all the same, so they are used again when an event that was
+    /// recorded later is complete.
     failed: Vec<(u64, EventHandle)>,
-    /// Threads and tasks that wait, by their sequence numbers, and by numbers of which none is used twice.
+    /// Threads and tasks that wait, by their sequence numbers, and by numbers of which none is used
+    /// twice.
     waiting: BTreeMap<(u64, u64), Wake>,
     next_wait: u64,
-    /// Counts changes of what is in flight, so that a reader that looks twice knows whether anything changed in
-    /// between.
+    /// Counts changes of what is in flight, so that a reader that looks twice knows whether
+    /// anything changed in between.
     moves: u64,
-    /// Number of entries so far, and of those that are complete. (The timeline's own `completed` is a sequence number.)
+    /// Number of entries so far, and of those that are complete. (The timeline's own `completed` is
+    /// a sequence number.)
     submitted: u64,
     completed: u64,
     /// Whether the timeline is on the reaper's list.
     listed: bool,
-    /// The open sequence number at the reaper's last look, and how many looks in a row found nothing in flight.
+    /// The open sequence number at the reaper's last look, and how many looks in a row found
+    /// nothing in flight.
     seen: u64,
     idle_looks: u32,
 }
@@ -178,10 +195,10 @@ pub(crate) struct Timeline {
     number: u64,
     context: Arc<Context>,
     stream: StreamHandle,
-    /// Whether the stream is shared. Set once, under the state's lock; a submit reads it under that lock to decide
-    /// whether its sequence number may stay open. Without the lock it is a hint only, which is enough: the program gets
-    /// the handle, and so can begin a capture, only after the flag was set. (Not loom's type: in no model a read
-    /// without the lock matters.)
+    /// Whether the stream is shared. Set once, under the state's lock; a submit reads it under that
+    /// lock to decide whether its sequence number may stay open. Without the lock it is a hint
+    /// only, which is enough: the program gets the handle, and so can begin a capture, only after
+    /// the flag was set. (Not loom's type: in no model a read without the lock matters.)
     shared: std::sync::atomic::AtomicBool,
     /// Whether segments in flight here may be claimed: only if the stream has no other timeline.
     claims: bool,
@@ -195,7 +212,8 @@ pub(crate) struct Timeline {
     listing: Arc<Listing>,
     /// The highest sequence number that is known to be complete.
     completed: CachePadded<AtomicU64>,
-    /// The error with which the stream was given up. Set under the state's lock, before any waiter is woken.
+    /// The error with which the stream was given up. Set under the state's lock, before any waiter
+    /// is woken.
     lost: OnceLock<Error>,
     /// Whether a thread has the role of asking.
     asking: AtomicBool,
@@ -203,7 +221,8 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
-    /// The timeline of a stream. `own`: the crate made it; else the program did. `claims`: it has no other timeline.
+    /// The timeline of a stream. `own`: the crate made it; else the program did. `claims`: it has
+    /// no other timeline.
     pub(crate) fn new(
         context: Arc<Context>,
         stream: StreamHandle,
@@ -255,7 +274,7 @@ impl Timeline {
         self.lost.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    // --- shared streams ----------------------------------------------------------------------------------------------
+    // --- shared streams --------------------------------------------------------------------------
 
     /// Whether the program can submit to the stream. A hint without the lock, see the field.
     fn is_shared(&self) -> bool {
@@ -272,7 +291,8 @@ impl Timeline {
         _ = self.close();
     }
 
-    /// Gives `keep_alive` to the timeline, unless it has one already: that one keeps the same stream alive.
+    /// Gives `keep_alive` to the timeline, unless it has one already: that one keeps the same
+    /// stream alive.
     pub(crate) fn keep(&self, keep_alive: KeepAlive) {
         let _ = self.keep_alive.set(keep_alive);
     }
@@ -282,8 +302,8 @@ impl Timeline {
         self.confined.filter(|confined| !confined.is_here())
     }
 
-    /// An error if the calling thread cannot name the stream: to be asked before any call that the driver gets its
-    /// handle in.
+    /// An error if the calling thread cannot name the stream: to be asked before any call that the
+    /// driver gets its handle in.
     fn nameable(&self) -> Result<()> {
         match self.elsewhere() {
             Some(_) => Err(Error::Mismatch {
@@ -312,10 +332,10 @@ impl Timeline {
         if self.is_capturing()? { Err(Error::Capturing { what, remedy }) } else { Ok(()) }
     }
 
-    // --- submitting --------------------------------------------------------------------------------------------------
+    // --- submitting ------------------------------------------------------------------------------
 
-    /// Enters what is about to be handed to the driver. On an error the driver was not called, and the resource comes
-    /// back.
+    /// Enters what is about to be handed to the driver. On an error the driver was not called, and
+    /// the resource comes back.
     pub(crate) fn begin(
         self: &Arc<Self>,
         retained: Resource,
@@ -354,11 +374,12 @@ impl Timeline {
         Ok(Submission { timeline: self, number: Some(number), patient: false, _deferral: deferral })
     }
 
-    /// The driver was called: the entry joins the sequence number that is open now. `patient`: on a shared stream, too,
-    /// the number may stay open for a while.
+    /// The driver was called: the entry joins the sequence number that is open now. `patient`: on a
+    /// shared stream, too, the number may stay open for a while.
     fn commit(self: &Arc<Self>, number: u64, patient: bool) -> u64 {
         let mut state = self.state.lock();
-        // Read under the lock: a thread that shares the stream after this closes the sequence number itself.
+        // Read under the lock: a thread that shares the stream after this closes the sequence
+        // number itself.
         let shared = self.is_shared();
         let seq = state.open;
         state.join(number, seq);
@@ -374,21 +395,23 @@ impl Timeline {
         if let Some(error) = self.lost.get() {
             self.lose(error);
         }
-        // A failure leaves the entry to a later event. The submitter has asked about a capture before.
+        // A failure leaves the entry to a later event. The submitter has asked about a capture
+        // before.
         _ = closing.map(|closing| closing.record(None));
         seq
     }
 
-    // --- stream-ready reuse ------------------------------------------------------------------------------------------
+    // --- stream-ready reuse ----------------------------------------------------------------------
 
-    // A segment in flight is claimed for later work on the same stream, which comes after the earlier work by the
-    // stream's order. A segment that a waiting request may have a right to is not claimed ([`CentralPool::may_claim`]).
-    // The completing thread and the claimer decide by one compare-and-swap on the segment's state word, from DETACHED.
-    // A claim ends when its segment is submitted again, becomes host-ready or is given up.
+    // A segment in flight is claimed for later work on the same stream, which comes after the
+    // earlier work by the stream's order. A segment that a waiting request may have a right to is
+    // not claimed ([`CentralPool::may_claim`]). The completing thread and the claimer decide by one
+    // compare-and-swap on the segment's state word, from DETACHED. A claim ends when its segment is
+    // submitted again, becomes host-ready or is given up.
 
-    /// Claims a segment of this class and central pool that is in flight on this stream alone and whose handle was
-    /// dropped: the youngest, since the oldest will be free first anyway. The segment has the length `len` from then
-    /// on.
+    /// Claims a segment of this class and central pool that is in flight on this stream alone and
+    /// whose handle was dropped: the youngest, since the oldest will be free first anyway. The
+    /// segment has the length `len` from then on.
     pub(crate) fn claim(&self, central: &CentralPool, class: Class, len: usize) -> Option<Segment> {
         // During a capture, newly submitted work does not come after what is in flight.
         if !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
@@ -397,7 +420,8 @@ impl Timeline {
         let mut state = self.state.lock();
         let fits = |flown: &&mut Flown| {
             let segment = &flown.segment;
-            // A handle may be dropped at this moment: only a word that says DETACHED, in this generation, is claimed.
+            // A handle may be dropped at this moment: only a word that says DETACHED, in this
+            // generation, is claimed.
             segment.central().number() == central.number()
                 && segment.class() == Some(class)
                 && central.may_claim(class, segment.base())
@@ -413,14 +437,15 @@ impl Timeline {
         Some(alias)
     }
 
-    /// The sequence number after which a claimed segment is host-ready. `None`: it is host-ready already, or was
-    /// quarantined.
+    /// The sequence number after which a claimed segment is host-ready. `None`: it is host-ready
+    /// already, or was quarantined.
     pub(crate) fn claimed_until(&self, segment: &Segment) -> Option<u64> {
         self.state.lock().claimed(segment).map(|entry| entry.seq)
     }
 
-    /// Gives up a segment that was not used. A claimed one stays in flight under its sequence number. One that is
-    /// host-ready, since it was fresh or its number is complete, goes back to its central pool.
+    /// Gives up a segment that was not used. A claimed one stays in flight under its sequence
+    /// number. One that is host-ready, since it was fresh or its number is complete, goes back to
+    /// its central pool.
     pub(crate) fn unclaim(&self, segment: Segment) {
         if crate::os::forked() {
             return;
@@ -434,7 +459,8 @@ impl Timeline {
         }
         drop(state);
         if segment.descriptor().word().state() == state::HOST {
-            // SAFETY: fresh, or every event that covers it was seen complete; and its owner gives it up here.
+            // SAFETY: fresh, or every event that covers it was seen complete; and its owner gives
+            // it up here.
             unsafe { segment.release() };
         }
     }
@@ -448,8 +474,8 @@ impl Drop for Timeline {
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
             return std::mem::forget((keep_alive, waiting));
         }
-        // A timeline with anything in flight is on the reaper's list and so is not dropped, unless a panic has removed
-        // it from the list.
+        // A timeline with anything in flight is on the reaper's list and so is not dropped, unless
+        // a panic has removed it from the list.
         let idle = self.state.get_mut().is_idle();
         if !idle {
             self.lose(&Error::Internal("a stream was dropped with work in flight"));
@@ -467,8 +493,8 @@ impl Drop for Timeline {
         let (driver, holds) = (self.context.driver().clone(), self.context.holds().clone());
         let destroyed = self.destroy.then_some(self.stream);
         self.context.worker().send(move || {
-            // Its drop may destroy the stream, or do anything else. The adopted context, which the stream is in, is
-            // kept until then.
+            // Its drop may destroy the stream, or do anything else. The adopted context, which the
+            // stream is in, is kept until then.
             drop(keep_alive);
             if let Some(Err(error)) = destroyed.map(|stream| driver.destroy_stream(stream)) {
                 holds.leaked(1);
@@ -496,7 +522,8 @@ impl TimelineState {
         self.open_bytes += entry.flown.as_ref().map_or(0, |flown| flown.bytes);
     }
 
-    /// The entry with a segment that is claimed. `None` for one that is not, and for one that was seen complete.
+    /// The entry with a segment that is claimed. `None` for one that is not, and for one that was
+    /// seen complete.
     fn claimed(&mut self, segment: &Segment) -> Option<&mut TimelineEntry> {
         // A claim ends under the lock, so a word that says CLAIMED goes on saying so.
         if segment.descriptor().word().state() != state::CLAIMED {
@@ -507,8 +534,8 @@ impl TimelineState {
     }
 }
 
-/// A submission under way. If it is dropped uncommitted, by a panic for instance, its entry counts as handed to the
-/// driver all the same: it is in flight until a later event, not free.
+/// A submission under way. If it is dropped uncommitted, by a panic for instance, its entry counts
+/// as handed to the driver all the same: it is in flight until a later event, not free.
 #[derive(Debug)]
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
@@ -521,7 +548,8 @@ pub(crate) struct Submission<'a> {
 }
 
 impl Submission<'_> {
-    /// The driver was called, with whatever result. Returns the sequence number of the entry in flight.
+    /// The driver was called, with whatever result. Returns the sequence number of the entry in
+    /// flight.
     pub(crate) fn commit(mut self) -> u64 {
         self.join()
     }

@@ -1,36 +1,37 @@
-//! The reaper: one thread of each device that closes idle sequence numbers, asks the driver about events, completes
-//! entries and wakes waiters.
+//! The reaper: one thread of each device that closes idle sequence numbers, asks the driver about
+//! events, completes entries and wakes waiters.
 //!
-//! The reaper makes no call that can block. While nothing is in flight, it sleeps. A timeline that becomes busy puts
-//! itself on the reaper's list, and wakes the reaper only if it sleeps. A timeline stays listed for [`IDLE_LOOKS`]
-//! looks after its last work, so that a timeline with short pauses does not wake the thread each time.
+//! The reaper makes no call that can block. While nothing is in flight, it sleeps. A timeline that
+//! becomes busy puts itself on the reaper's list, and wakes the reaper only if it sleeps. A
+//! timeline stays listed for [`IDLE_LOOKS`] looks after its last work, so that a timeline with
+//! short pauses does not wake the thread each time.
 //!
 //! # When a timeline is looked at
 //!
-//! Each listed timeline has a time of its next look, and the list is in the order of these times. There is *news* of a
-//! timeline when it is listed, makes progress, is idle, or gets a waiter; further work alone is none. The pause before
-//! the next look is an eighth of the time since the last news, so the reaper sees a completion at most an eighth later
-//! than it could.
+//! Each listed timeline has a time of its next look, and the list is in the order of these times.
+//! There is *news* of a timeline when it is listed, makes progress, is idle, or gets a waiter;
+//! further work alone is none. The pause before the next look is an eighth of the time since the
+//! last news, so the reaper sees a completion at most an eighth later than it could.
 //!
-//! The pause is 50 us at least. It is 1 ms at most where up to [`BATCH`] timelines are listed, and longer in
-//! proportion where more are: so a thousand streams that hang cost a hundredth of a core. For the same reason the
-//! list is searched only for timelines of which there is news.
+//! The pause is 50 us at least. It is 1 ms at most where up to [`BATCH`] timelines are listed, and
+//! longer in proportion where more are: so a thousand streams that hang cost a hundredth of a core.
+//! For the same reason the list is searched only for timelines of which there is news.
 //!
-//! A pool that runs short looks on the thread of the request at timelines that the reaper would look at within the
-//! next millisecond, so that requests that fail look at streams that hang hardly ever. A program that reaps, and who
-//! moves a device by hand, looks at all of them ([`Listing::look`]). A look at all of them takes idle timelines off
-//! the list at once.
+//! A pool that runs short looks on the thread of the request at timelines that the reaper would
+//! look at within the next millisecond, so that requests that fail look at streams that hang hardly
+//! ever. A program that reaps, and who moves a device by hand, looks at all of them
+//! ([`Listing::look`]). A look at all of them takes idle timelines off the list at once.
 //!
 //! # Invariants
 //!
-//! A timeline that is marked as listed is in the queue once, or its thread is about to put it there. So it is looked at
-//! until it is idle.
+//! A timeline that is marked as listed is in the queue once, or its thread is about to put it
+//! there. So it is looked at until it is idle.
 //!
 //! # Panics
 //!
-//! The thread does not end by a panic. A panic in the look at one timeline can only come from a mistake in this crate
-//! (foreign code is guarded); it quarantines what is in flight on that timeline, and the reaper goes on with the
-//! others.
+//! The thread does not end by a panic. A panic in the look at one timeline can only come from a
+//! mistake in this crate (foreign code is guarded); it quarantines what is in flight on that
+//! timeline, and the reaper goes on with the others.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
@@ -46,7 +47,8 @@ const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 /// Looks without anything in flight before the reaper takes a timeline off the list.
 const IDLE_LOOKS: u32 = 16;
-/// Listed timelines from which on the longest pause is longer; and the timelines that a pool looks at, at most.
+/// Listed timelines from which on the longest pause is longer; and the timelines that a pool looks
+/// at, at most.
 const BATCH: usize = 64;
 
 /// A listed timeline.
@@ -90,7 +92,8 @@ impl Listing {
         }
     }
 
-    /// A thread or a task begins to wait for the timeline: it is looked at now, and after the shortest pause again.
+    /// A thread or a task begins to wait for the timeline: it is looked at now, and after the
+    /// shortest pause again.
     pub(super) fn expedite(&self, timeline: &Timeline) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
@@ -123,7 +126,8 @@ impl Listing {
 
     /// The device closes: its reaper ends as soon as nothing is in flight.
     pub(crate) fn close(&self, context: &Context) {
-        // The child of a fork has no reaper, and another thread of the parent may have held the lock.
+        // The child of a fork has no reaper, and another thread of the parent may have held the
+        // lock.
         if crate::os::forked() {
             return;
         }
@@ -146,8 +150,9 @@ impl Listing {
         self.known.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Looks once at all listed timelines, on the calling thread: for a program that asks for it, and a device by hand.
-    /// Or at those alone whose looks come soon: for a pool that runs short. Returns whether anything completed.
+    /// Looks once at all listed timelines, on the calling thread: for a program that asks for it,
+    /// and a device by hand. Or at those alone whose looks come soon: for a pool that runs short.
+    /// Returns whether anything completed.
     pub(crate) fn look(&self, all: bool) -> bool {
         let now = Instant::now();
         if !all {
@@ -160,14 +165,16 @@ impl Listing {
         self.look_at(&timelines, true, 1)
     }
 
-    /// Looks at timelines. With `now` it closes what is open. Takes those off the list that so many looks found idle.
+    /// Looks at timelines. With `now` it closes what is open. Takes those off the list that so many
+    /// looks found idle.
     fn look_at(&self, timelines: &[Arc<Timeline>], now: bool, idle_looks: u32) -> bool {
         let look = |timeline: &Arc<Timeline>| {
             foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
                 timeline.advance(now)
             })
             .unwrap_or_else(|| {
-                // The panic may have left the timeline's state half changed: it is given up as a whole.
+                // The panic may have left the timeline's state half changed: it is given up as a
+                // whole.
                 timeline.lose(&Error::Internal("a look at a stream panicked"));
                 true
             })
@@ -189,9 +196,9 @@ impl Listing {
         }
     }
 
-    /// Waits until timelines are due: for [`SHORTEST_PAUSE`] at least after the last looks, so that several are due at
-    /// once, and for [`LONGEST_PAUSE`] at most, since a timeline that is listed meanwhile wakes nobody. `None`: the
-    /// device closes, and nothing is in flight.
+    /// Waits until timelines are due: for [`SHORTEST_PAUSE`] at least after the last looks, so that
+    /// several are due at once, and for [`LONGEST_PAUSE`] at most, since a timeline that is listed
+    /// meanwhile wakes nobody. `None`: the device closes, and nothing is in flight.
     fn next_due(&self, looked: Instant) -> Option<Vec<Arc<Timeline>>> {
         let mut queue = self.queue.lock();
         loop {
@@ -251,8 +258,9 @@ impl Queue {
         taken.into_iter().map(put_off).collect()
     }
 
-    /// Notes what a look has found, if it is news. Takes the timeline off the list if it was idle for so many looks.
-    /// (The caller has another reference to it, so it is not dropped under the lock.)
+    /// Notes what a look has found, if it is news. Takes the timeline off the list if it was idle
+    /// for so many looks. (The caller has another reference to it, so it is not dropped under the
+    /// lock.)
     fn note(&mut self, timeline: &Timeline, progress: bool, now: Instant, idle_looks: u32) {
         let idle = timeline.count_idle();
         if !progress && idle == 0 {
@@ -275,7 +283,8 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// Streams of a device by hand, each with a hold in flight, and a queue that has had their timelines since then.
+    /// Streams of a device by hand, each with a hold in flight, and a queue that has had their
+    /// timelines since then.
     fn listed(count: usize, then: Instant) -> (Vec<Stream>, Queue) {
         let (_, device) = by_hand();
         let streams: Vec<Stream> = (0..count).map(|_| device.stream().unwrap()).collect();
@@ -287,7 +296,8 @@ mod tests {
         (streams, queue)
     }
 
-    /// Looks at what is due each 50 us for so long, and returns the numbers of the timelines looked at, with the times.
+    /// Looks at what is due each 50 us for so long, and returns the numbers of the timelines looked
+    /// at, with the times.
     fn looks(queue: &mut Queue, from: Instant, long: Duration) -> Vec<(Instant, u64)> {
         let mut looks = Vec::new();
         let mut now = from;
@@ -309,13 +319,15 @@ mod tests {
         let gaps: Vec<Duration> = seen.windows(2).map(|w| w[1].0 - w[0].0).collect();
         assert_eq!((gaps[0], gaps[gaps.len() - 1]), (SHORTEST_PAUSE, LONGEST_PAUSE));
         assert!(gaps.windows(2).all(|w| w[0] <= w[1] && w[1] <= 2 * w[0]), "{gaps:?}");
-        // What was complete just after a look is seen when an eighth of the time has passed again, or a step later.
+        // What was complete just after a look is seen when an eighth of the time has passed again,
+        // or a step later.
         let mut early = seen.windows(2).take_while(|w| w[1].0 < then + 6 * MS);
         assert!(early.all(|w| w[1].0 - w[0].0 <= (w[0].0 - then) / 8 + 2 * SHORTEST_PAUSE));
         let (timeline, now) = (streams[0].timeline(), then + 30 * MS);
         queue.note(timeline, true, now, IDLE_LOOKS);
         assert_eq!(queue.listed[0].next_look, now + SHORTEST_PAUSE);
-        // That nothing is in flight any more is news, too. The timeline stays listed for some looks.
+        // That nothing is in flight any more is news, too. The timeline stays listed for some
+        // looks.
         timeline.lose(&Error::Internal("on purpose"));
         for _ in 1..IDLE_LOOKS {
             queue.note(timeline, false, now + MS, IDLE_LOOKS);

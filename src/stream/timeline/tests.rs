@@ -1,5 +1,5 @@
-//! What two threads do to one timeline at the same time, with a driver that pauses in the middle of a call or panics in
-//! one; and what a timeline notes of its events.
+//! What two threads do to one timeline at the same time, with a driver that pauses in the middle of
+//! a call or panics in one; and what a timeline notes of its events.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -21,7 +21,8 @@ use crate::stream::Stream;
 
 const MISTAKE: Error = Error::Internal("a mistake, on purpose");
 
-/// A host device that a test moves by hand: it hangs but while [`context::Context::advance`] runs all that is queued.
+/// A host device that a test moves by hand: it hangs but while [`context::Context::advance`] runs
+/// all that is queued.
 pub(super) fn by_hand() -> (HostNode, Device) {
     let node = HostNode::new(HostConfig::new()).unwrap();
     node.hang(0);
@@ -96,7 +97,8 @@ impl Rig {
         self.node.fail(Fault { device: 0, call, nth: 0, failure });
     }
 
-    /// The next call of this kind panics whenever that is armed: it stands for a mistake in this crate.
+    /// The next call of this kind panics whenever that is armed: it stands for a mistake in this
+    /// crate.
     fn panics(&self, at: Call) -> Arc<AtomicBool> {
         let armed = Arc::new(AtomicBool::new(false));
         let is_armed = armed.clone();
@@ -158,8 +160,8 @@ fn completed(stream: &Stream) -> u64 {
     stream.timeline().look().completed
 }
 
-/// The reaper panics in its look at one stream. What is in flight there is quarantined and the stream is lost; other
-/// streams, and later work, go on.
+/// The reaper panics in its look at one stream. What is in flight there is quarantined and the
+/// stream is lost; other streams, and later work, go on.
 #[test]
 fn a_panic_of_the_reaper_costs_one_stream() {
     const LEN: usize = 4096;
@@ -187,8 +189,8 @@ fn a_panic_of_the_reaper_costs_one_stream() {
     rig.pool.check().unwrap();
 }
 
-/// The submission of a chunk panics before any copy is made. Its transfer does not read as done, and the copier goes
-/// on.
+/// The submission of a chunk panics before any copy is made. Its transfer does not read as done,
+/// and the copier goes on.
 #[test]
 fn a_panic_in_a_submission_fails_its_transfer() {
     const LEN: usize = 256;
@@ -215,8 +217,8 @@ fn an_event_that_is_being_recorded_keeps_the_timeline_listed() {
     rig.hold();
     let recording = move || _ = timeline.close();
     amid(&node, Call::Record, recording, || {
-        // The event of another entry covers the first one too, and completes. Then only the recording thread and the
-        // device's list hold the stream.
+        // The event of another entry covers the first one too, and completes. Then only the
+        // recording thread and the device's list hold the stream.
         rig.hold();
         settle(&device);
         drop(rig);
@@ -228,8 +230,8 @@ fn an_event_that_is_being_recorded_keeps_the_timeline_listed() {
     assert_eq!(made, destroyed, "an event is neither in use nor destroyed");
 }
 
-/// The stream is lost, though not its device, while a thread asks about its event. The event counts as leaked, and so
-/// it is not recorded again, although the answer says that it is complete.
+/// The stream is lost, though not its device, while a thread asks about its event. The event counts
+/// as leaked, and so it is not recorded again, although the answer says that it is complete.
 #[test]
 fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
     let rig = Rig::by_hand();
@@ -247,8 +249,8 @@ fn an_event_that_is_asked_about_while_its_stream_is_lost_is_leaked_once() {
     assert_eq!((holds.leaks.get(), calls(&node, Call::DestroyEvent)), (1, 1), "leaked, and not destroyed");
 }
 
-/// A report tells which event a buffer in flight waits for, and since when a look has known of it; or, of what is
-/// timed, when it was submitted.
+/// A report tells which event a buffer in flight waits for, and since when a look has known of it;
+/// or, of what is timed, when it was submitted.
 #[test]
 fn a_report_tells_the_event_and_the_date_of_what_is_in_flight() {
     let rig = Rig::by_hand();
@@ -278,8 +280,8 @@ fn a_report_tells_the_event_and_the_date_of_what_is_in_flight() {
     assert!(state().is_none() && moves() != before);
 }
 
-/// While the one thread that can name a stream is about to record its event, no other thread records one that covers
-/// the stream. When that thread could not, another one does.
+/// While the one thread that can name a stream is about to record its event, no other thread
+/// records one that covers the stream. When that thread could not, another one does.
 #[test]
 fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
     let rig = Rig::by_hand();
@@ -318,7 +320,8 @@ fn no_more_events_are_made_and_recorded_than_are_needed() {
     assert!(!held.is_done().unwrap());
     assert_eq!(rig.calls(Call::Record), 3);
     settle(&rig.device);
-    // The device's answer voids the event only if it is the one that a capture gives, on a stream that can be captured.
+    // The device's answer voids the event only if it is the one that a capture gives, on a stream
+    // that can be captured.
     for (is_shared, failure) in [(false, Failure::Capture), (true, Failure::Argument)] {
         let (before, stream) = (rig.calls(Call::Record), rig.device.stream().unwrap());
         if is_shared {
@@ -345,9 +348,10 @@ fn no_more_events_are_made_and_recorded_than_are_needed() {
     assert!(rig.calls(Call::CreateEvent) <= 16, "{} events were made", rig.calls(Call::CreateEvent));
 }
 
-/// A driver that cannot answer for long loses no stream, nor do recordings that fail with others in between, although
-/// nothing completes meanwhile behind a long kernel. A stream that can never be asked is lost, also one that goes on
-/// submitting: else what it was given would never come back, and never be quarantined.
+/// A driver that cannot answer for long loses no stream, nor do recordings that fail with others in
+/// between, although nothing completes meanwhile behind a long kernel. A stream that can never be
+/// asked is lost, also one that goes on submitting: else what it was given would never come back,
+/// and never be quarantined.
 #[test]
 fn only_lasting_failures_in_a_row_lose_a_stream() {
     for (call, failure, lost) in [
@@ -372,7 +376,8 @@ fn only_lasting_failures_in_a_row_lose_a_stream() {
     }
 }
 
-/// It keeps the device open by what is the device's own, such as a registration. (A segment is its pool's.)
+/// It keeps the device open by what is the device's own, such as a registration. (A segment is its
+/// pool's.)
 #[test]
 fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
     let rig = Rig::by_hand();

@@ -1,7 +1,8 @@
 //! Waiting for a sequence number, as a thread or as a task.
 //!
-//! A thread in [`Timeline::wait`] asks the driver by itself for a short time, then parks and leaves the asking to the
-//! reaper. A task leaves a waker. Either is woken by the thread that sees the completion.
+//! A thread in [`Timeline::wait`] asks the driver by itself for a short time, then parks and leaves
+//! the asking to the reaper. A task leaves a waker. Either is woken by the thread that sees the
+//! completion.
 
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
@@ -13,14 +14,17 @@ use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Task;
 use crate::sync::{Ordering, thread};
 
-/// For how long a waiting thread asks continuously before it parks and leaves the asking to the reaper.
+/// For how long a waiting thread asks continuously before it parks and leaves the asking to the
+/// reaper.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// Until when, from the start of the wait, a waiting thread then asks with pauses, on a machine with cores to spare. A
-/// copy behind one or two bulk chunks takes about this long, and by way of the reaper the waiter would learn of it
-/// after as long again (the reaper's pause and the thread's wake).
+/// Until when, from the start of the wait, a waiting thread then asks with pauses, on a machine
+/// with cores to spare. A copy behind one or two bulk chunks takes about this long, and by way of
+/// the reaper the waiter would learn of it after as long again (the reaper's pause and the thread's
+/// wake).
 const PAUSED_SPIN: Duration = Duration::from_micros(250);
-/// The pause between two of these questions. A thread that asks without pause slows threads that submit.
+/// The pause between two of these questions. A thread that asks without pause slows threads that
+/// submit.
 const APART: Duration = Duration::from_micros(5);
 /// From this number of cores on a machine has some to spare.
 const MANY_CORES: usize = 8;
@@ -37,10 +41,11 @@ impl Timeline {
     /// Whether a sequence number is complete.
     ///
     /// # Errors
-    /// The error with which the stream was lost: the number never will be complete. [`Error::Forked`] in the child of a
-    /// fork.
+    /// The error with which the stream was lost: the number never will be complete.
+    /// [`Error::Forked`] in the child of a fork.
     pub(crate) fn is_complete(&self, seq: u64) -> Result<bool> {
-        // First: in the child of a fork the memory is not there, even if the parent's device was done with it.
+        // First: in the child of a fork the memory is not there, even if the parent's device was
+        // done with it.
         crate::os::check_fork()?;
         // Acquire: pairs with the release in `complete`.
         if self.completed.load(Ordering::Acquire) >= seq {
@@ -66,14 +71,15 @@ impl Timeline {
     /// # Errors
     /// [`Error::Capturing`]: no event can be recorded before the capture ends.
     fn flush(&self, seq: u64) -> Result<()> {
-        // The reaper repeats a recording that failed. On a shared stream this thread tries too: if a capture is in the
-        // way that only this thread can end, the wait must be refused.
+        // The reaper repeats a recording that failed. On a shared stream this thread tries too: if
+        // a capture is in the way that only this thread can end, the wait must be refused.
         let is_due = {
             let state = self.state.lock();
             seq >= state.open || self.is_shared() && seq > state.covered
         };
         if is_due {
-            // (The capture is of this stream; or of another one, if this is the legacy default stream.)
+            // (The capture is of this stream; or of another one, if this is the legacy default
+            // stream.)
             let closed = self.close();
             if self.is_shared() && closed.is_err_and(|error| error.class() == ErrorClass::Capture) {
                 return Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" });
@@ -85,8 +91,9 @@ impl Timeline {
     /// Waits until a sequence number is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`], on a device by hand without a deadline too, if nothing can move any more; the errors of
-    /// [`is_complete`](Self::is_complete) and `flush`; [`Error::Unsupported`] on a thread that completes entries.
+    /// [`Error::Timeout`], on a device by hand without a deadline too, if nothing can move any
+    /// more; the errors of [`is_complete`](Self::is_complete) and `flush`; [`Error::Unsupported`]
+    /// on a thread that completes entries.
     pub(crate) fn wait(self: &Arc<Self>, seq: u64, deadline: Option<Instant>) -> Result<()> {
         if self.is_complete(seq)? {
             return Ok(());
@@ -103,9 +110,10 @@ impl Timeline {
         }
         self.flush(seq)?;
         if self.context.is_by_hand() {
-            // Another thread may move the same device: then there may be nothing to move because it is completing
-            // entries, or has not submitted yet. So nothing is left only if that is so three times in a row, with no
-            // thread busy with the timeline before the look and after it.
+            // Another thread may move the same device: then there may be nothing to move because it
+            // is completing entries, or has not submitted yet. So nothing is left only if that is
+            // so three times in a row, with no thread busy with the timeline before the look and
+            // after it.
             let mut still = 0;
             while still < 3 {
                 let was_busy = self.is_busy();
@@ -157,7 +165,8 @@ impl Timeline {
         }
     }
 
-    /// Leaves a waker, in place of the one left under `key` before. `true`: complete already, and no waker was left.
+    /// Leaves a waker, in place of the one left under `key` before. `true`: complete already, and
+    /// no waker was left.
     pub(crate) fn wake_later(
         self: &Arc<Self>,
         seq: u64,
@@ -166,7 +175,8 @@ impl Timeline {
     ) -> Result<bool> {
         crate::os::check_fork()?;
         self.forget_waker(seq, key);
-        // If a capture is in the way, the reaper closes the number after it, and a task can wait for that.
+        // If a capture is in the way, the reaper closes the number after it, and a task can wait
+        // for that.
         let _ = self.flush(seq);
         if self.poll_complete(seq)? {
             return Ok(true);
@@ -177,8 +187,8 @@ impl Timeline {
         if key.is_some() { Ok(false) } else { self.is_complete(seq) }
     }
 
-    /// Enters a thread or a task that is to be woken, unless the number is complete or the stream lost. Returns its
-    /// key.
+    /// Enters a thread or a task that is to be woken, unless the number is complete or the stream
+    /// lost. Returns its key.
     fn enter_waiter(&self, seq: u64, wake: impl FnOnce() -> Wake) -> Option<u64> {
         let mut state = self.state.lock();
         if self.lost.get().is_some() || self.completed.load(Ordering::Relaxed) >= seq {
@@ -196,7 +206,8 @@ impl Timeline {
     pub(crate) fn forget_waker(&self, seq: u64, key: &mut Option<u64>) {
         // In the child of a fork another thread of the parent may hold the lock for ever.
         if let Some(key) = key.take().filter(|_| !crate::os::forked()) {
-            // Dropped after the lock: the waker may be the last owner of a task, and the task of buffers.
+            // Dropped after the lock: the waker may be the last owner of a task, and the task of
+            // buffers.
             let waker = self.state.lock().waiting.remove(&(seq, key));
             drop(waker);
         }

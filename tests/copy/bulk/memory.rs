@@ -1,35 +1,14 @@
-//! Bytes in memory, up and down.
+//! Bytes in memory, up and down, and what the caller's own thread reads and writes.
 
-use std::io::Read;
-use std::sync::Arc;
+use std::io::{self, Read};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use crate::support::downloaded;
 use pinpool::Error;
-use pinpool::copier::CopyRange;
+use pinpool::copier::{CopyRange, Priority};
 
-use super::{Rig, block_on, pattern, reader, with};
-
-#[test]
-fn owned_bytes_go_up_by_themselves_and_come_back() {
-    let rig = Rig::late();
-    let (copier, bytes, memory) = with(&rig, 3 << 20, 2);
-    let transfer = copier.upload(bytes.clone(), &memory).unwrap();
-    assert!(transfer.wait_landed(1 << 20));
-    let progress = transfer.progress();
-    assert!(progress.landed_to >= 1 << 20 && progress.done >= 1 << 20 && progress.total == 3 << 20);
-    assert!(transfer.wait().unwrap() == bytes, "the source comes back");
-    assert!(downloaded(&copier, &memory) == bytes);
-
-    let shared: Arc<[u8]> = pattern(1 << 20, 3).into();
-    let transfer = copier.upload(shared.clone(), memory.slice(..1 << 20)).unwrap();
-    block_on(transfer).unwrap();
-    assert!(downloaded(&copier, memory.slice(..1 << 20))[..] == shared[..]);
-    let transfer = copier.upload(bytes::Bytes::from(shared.to_vec()), memory.slice(1 << 20..)).unwrap();
-    transfer.wait().unwrap();
-    assert!(downloaded(&copier, memory.slice(1 << 20..2 << 20))[..] == shared[..]);
-    rig.all_is_back();
-}
+use super::{HANG, Rig, pattern, reader, with, writer};
 
 #[test]
 fn what_cannot_work_is_refused_and_gives_the_source_back() {
@@ -51,34 +30,7 @@ fn what_cannot_work_is_refused_and_gives_the_source_back() {
         says(refused.error, "range");
     }
     assert!(matches!(copier.download_slice(&memory, &mut [0; 99]), Err(Error::TooSmall { .. })));
-    let other = Rig::plain();
-    let theirs = other.device.alloc(100).unwrap();
-    assert!(matches!(copier.upload_slice(&[1], &theirs), Err(Error::Mismatch { .. })));
     rig.all_is_back();
-}
-
-#[test]
-fn readers_and_writers_are_served_in_order() {
-    for rig in [Rig::plain(), Rig::late()] {
-        let (copier, bytes, memory) = with(&rig, (2 << 20) + 333, 4);
-        let mut left = &bytes[..];
-        let mut slow = reader(|into| {
-            let n = into.len().min(left.len()).min(7001);
-            left.read(&mut into[..n])
-        });
-        assert_eq!(copier.upload_read(&mut slow, &memory).unwrap(), bytes.len() as u64);
-        let mut back = Vec::new();
-        assert_eq!(copier.download_write(&memory, &mut back).unwrap(), bytes.len() as u64);
-        assert!(back == bytes);
-        // Less than there is room for.
-        let mut short = &bytes[7..100_007];
-        assert_eq!(copier.upload_read(&mut short, &memory).unwrap(), 100_000);
-        assert!(downloaded(&copier, memory.slice(..100_000)) == bytes[7..100_007]);
-        // More than there is room for.
-        let mut long = &bytes[..];
-        assert_eq!(copier.upload_read(&mut long, memory.slice(..70_000)).unwrap(), 70_000);
-        rig.all_is_back();
-    }
 }
 
 #[test]
@@ -129,4 +81,86 @@ fn a_vector_has_zeros_where_no_range_is_and_keeps_what_it_had() {
     assert_eq!(got(vec![range(3, 2)], 1), [7, 0, 0, 9, 9]);
     assert_eq!(got(vec![range(0, 2), range(2, 3)], 1), [9; 5]);
     rig.all_is_back();
+}
+
+// --- readers and writers ---------------------------------------------------------------------------------------------
+
+#[test]
+fn readers_and_writers_are_served_in_order() {
+    let rig = Rig::late();
+    let (copier, bytes, memory) = with(&rig, (2 << 20) + 333, 4);
+    let mut left = &bytes[..];
+    let mut slow = reader(|into| {
+        let n = into.len().min(left.len()).min(7001);
+        left.read(&mut into[..n])
+    });
+    assert_eq!(copier.upload_read(&mut slow, &memory).unwrap(), bytes.len() as u64);
+    let mut back = Vec::new();
+    assert_eq!(copier.download_write(&memory, &mut back).unwrap(), bytes.len() as u64);
+    assert!(back == bytes);
+    // Less than there is room for.
+    let mut short = &bytes[7..100_007];
+    assert_eq!(copier.upload_read(&mut short, &memory).unwrap(), 100_000);
+    assert!(downloaded(&copier, memory.slice(..100_000)) == bytes[7..100_007]);
+    // More than there is room for.
+    let mut long = &bytes[..];
+    assert_eq!(copier.upload_read(&mut long, memory.slice(..70_000)).unwrap(), 70_000);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_reader_may_end_where_a_chunk_does() {
+    let rig = Rig::plain();
+    let copier = rig.copier();
+    let chunk = copier.stats().chunk;
+    let bytes = pattern(4 * chunk, 1);
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    // (The first chunks of an upload may be shorter, each a power of two of pages.)
+    for len in [0, 1, chunk / 8, chunk / 4, chunk / 2, chunk, 2 * chunk, 3 * chunk, 3 * chunk + 1, 4 * chunk]
+    {
+        copier.upload_slice(&vec![0xa5; 1 << 20], &memory).unwrap();
+        assert_eq!(copier.upload_read(&mut &bytes[..len], &memory).unwrap(), len as u64);
+        let back = downloaded(&copier, &memory);
+        assert!(back[..len] == bytes[..len] && back[len..].iter().all(|byte| *byte == 0xa5), "{len}");
+    }
+    rig.all_is_back();
+}
+
+/// Each has segments of its own, and two together leave room for what their writers wait for: a download of
+/// the same kind, and one to a sink.
+#[test]
+fn writers_of_two_downloads_may_wait_for_others() {
+    for (priority, share) in
+        [(Priority::Bulk, 300 << 10), (Priority::Foreground, 400 << 10), (Priority::Bulk, 1 << 20)]
+    {
+        let rig = Rig::plain();
+        let copier = rig.builder().share(share).build().unwrap().with_priority(priority);
+        let memory: Vec<_> = (0..3).map(|_| rig.device.alloc(2 << 20).unwrap()).collect();
+        let bytes = pattern(2 << 20, 6);
+        memory.iter().for_each(|memory| copier.upload_slice(&bytes, memory).unwrap());
+        let (done, is_done) = channel();
+        let threads: Vec<_> = (0..2)
+            .map(|i| {
+                let (from, other) = (memory[i].slice(..).unwrap(), memory[2].slice(..).unwrap());
+                let (copier, done) = (copier.clone(), done.clone());
+                std::thread::spawn(move || {
+                    let mut waits = writer(|nth, bytes| {
+                        if nth == 0 {
+                            // All that the transfer may have has landed.
+                            std::thread::sleep(Duration::from_millis(50));
+                            assert_eq!(copier.download_write(&other, &mut io::sink()).unwrap(), 2 << 20);
+                            done.send(downloaded(&copier, &other)).unwrap();
+                        }
+                        Ok(bytes.len())
+                    });
+                    copier.download_write(&from, &mut waits).unwrap();
+                })
+            })
+            .collect();
+        for _ in 0..2 {
+            assert!(is_done.recv_timeout(HANG).expect("there is room for others") == bytes);
+        }
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        rig.all_is_back();
+    }
 }

@@ -5,22 +5,21 @@
 mod files;
 mod manners;
 mod memory;
-mod readers;
 mod scarce;
 mod shapes;
 mod trouble;
-mod waiting;
 
 use std::borrow::Cow;
 use std::io::{self, Read, Write};
-use std::sync::Mutex;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use pinpool::copier::{Fill, Sink, Source};
 use pinpool::{Copier, DeviceSlice};
 
 use crate::setup::{HANG, until};
-pub use crate::support::rig::{Rig, Whole, block_on, pattern};
+pub use crate::support::rig::{Rig, Whole, pattern};
 
 /// A rig's copier, bytes, and device memory of their length.
 fn with(rig: &Rig, len: usize, seed: u64) -> (Copier, Vec<u8>, DeviceSlice) {
@@ -97,26 +96,36 @@ impl<F: FnMut(u64, &[u8]) -> io::Result<usize>> Write for Calls<F> {
     }
 }
 
-/// A writer that makes a call when it has its first bytes.
-fn first(mut call: impl FnMut()) -> impl Write {
-    writer(move |nth, bytes| {
-        if nth == 0 {
-            call();
-        }
-        Ok(bytes.len())
-    })
-}
+/// Holds up sources and sinks until they are told to go on.
+#[derive(Clone, Default)]
+pub struct Blocks(Arc<(AtomicUsize, AtomicBool)>);
 
-/// A source of sevens that waits behind its first `free` bytes until it is told or its sender ends.
-fn told(len: usize, free: u64) -> (Sender<()>, impl Source + std::fmt::Debug + use<>) {
-    let (tell, told) = channel::<()>();
-    let told = Mutex::new(told);
-    let fill = move |offset: u64, into: &mut Fill<'_>| {
-        if offset >= free {
-            _ = told.lock().unwrap().recv_timeout(3 * HANG);
+impl Blocks {
+    pub fn calls(&self) -> usize {
+        self.0.0.load(Ordering::Relaxed)
+    }
+
+    pub fn go_on(&self) {
+        self.0.1.store(true, Ordering::Relaxed);
+    }
+
+    pub fn wait(&self) {
+        self.0.0.fetch_add(1, Ordering::Relaxed);
+        let since = Instant::now();
+        while !self.0.1.load(Ordering::Relaxed) && since.elapsed() < 3 * HANG {
+            std::thread::sleep(Duration::from_millis(1));
         }
-        into.push(&vec![7; into.remaining()]);
-        Ok(())
-    };
-    (tell, source("what is told", len, fill))
+    }
+
+    /// A source of sevens that is held up behind its first `free` bytes.
+    pub fn source(&self, len: usize, free: u64) -> impl Source + std::fmt::Debug + use<> {
+        let blocks = self.clone();
+        source("what is held up", len, move |offset, into: &mut Fill<'_>| {
+            if offset >= free {
+                blocks.wait();
+            }
+            into.push(&vec![7; into.remaining()]);
+            Ok(())
+        })
+    }
 }

@@ -1,14 +1,16 @@
 //! Transfers by a pool that others hold: what is free in shorter pieces than a chunk is used, and a deadline ends what
-//! finds none.
+//! finds none; and who has room when others wait.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{FileSink, FileSource};
+use pinpool::copier::{FileSink, FileSource, Fill, Priority};
 use pinpool::host::HostConfig;
-use pinpool::{Copier, DeviceSlice, Error, PinnedBuf, Request, Waited};
+use pinpool::{Copier, DeviceSlice, Error, PinnedBuf, Pool, Request, Unpinned, Waited};
 
-use super::{HANG, Rig, block_on, file_of, pattern, told, until};
+use crate::support::downloaded;
+
+use super::{Blocks, HANG, Rig, Whole, file_of, pattern, reader, source, until};
 
 const PAGE: usize = 4096;
 const CHUNK: usize = 256 << 10;
@@ -25,6 +27,7 @@ fn taken(rig: &Rig, pages: usize) -> Vec<PinnedBuf> {
         let request = Request::new(pages * PAGE - 32).align(PAGE).long_lived();
         std::iter::from_fn(move || rig.pool.try_checkout(request).ok())
     };
+    rig.pool.wait_pinned(None).unwrap();
     let mut all: Vec<PinnedBuf> = of(pages).collect();
     all.extend(of(1));
     assert_eq!(rig.pool.stats().free_bytes, 0);
@@ -34,14 +37,9 @@ fn taken(rig: &Rig, pages: usize) -> Vec<PinnedBuf> {
 type Form = fn(&Copier, &DeviceSlice, &[u8]) -> Result<(), Error>;
 
 /// Each kind of call, which puts the bytes there or gets them back.
-const FORMS: [(&str, Form); 10] = [
-    ("upload_slice", |copier, memory, bytes| copier.upload_slice(bytes, memory)),
+const FORMS: [(&str, Form); 7] = [
     ("upload", |copier, memory, bytes| {
         copier.upload(bytes.to_vec(), memory)?.wait()?;
-        Ok(())
-    }),
-    ("upload in a task", |copier, memory, bytes| {
-        block_on(copier.upload(bytes.to_vec(), memory)?)?;
         Ok(())
     }),
     ("upload_slices", |copier, memory, bytes| {
@@ -59,10 +57,6 @@ const FORMS: [(&str, Form); 10] = [
         Ok(())
     }),
     ("upload_read", |copier, memory, bytes| copier.upload_read(&mut &bytes[..], memory).map(drop)),
-    ("download_slice", |copier, memory, bytes| {
-        let mut back = vec![0; BYTES];
-        copier.download_slice(memory, &mut back).map(|()| assert!(back == bytes))
-    }),
     ("download_slices", |copier, memory, bytes| {
         let mut back = vec![0; BYTES];
         let mut pieces = Vec::new();
@@ -86,25 +80,22 @@ const FORMS: [(&str, Form); 10] = [
 
 /// Runs every form, one after the other, and looks at how it ended. A form that does not end ends the test.
 fn every_form(rig: &Rig, copier: &Copier, ended: fn(&str, Result<(), Error>)) {
-    let bytes = pattern(BYTES, 1);
-    let memory = rig.device.alloc(BYTES).unwrap();
-    let stream = rig.device.stream().unwrap();
-    stream.upload_blocking(&bytes, &memory).unwrap();
+    let (memory, stream) = (rig.device.alloc(BYTES).unwrap(), rig.device.stream().unwrap());
     std::thread::scope(|scope| {
-        for (name, form) in FORMS {
+        for (n, (name, form)) in FORMS.into_iter().enumerate() {
             let (done, is_done) = mpsc::channel::<()>();
-            let (stream, copier, memory, bytes) = (&stream, &copier, &memory, &bytes);
+            let (stream, copier, memory) = (&stream, &copier, &memory);
             scope.spawn(move || {
-                if !name.starts_with("download") {
-                    stream.upload_blocking(&vec![0; BYTES], memory).unwrap();
+                let bytes = pattern(BYTES, n as u64 + 1);
+                if name.starts_with("download") {
+                    stream.upload_blocking(&bytes, memory).unwrap();
                 }
-                let said = form(copier, memory, bytes);
+                let said = form(copier, memory, &bytes);
                 // Without the copier, which is what is tested.
                 let mut back = vec![0; BYTES];
                 stream.download_blocking(memory, &mut back).unwrap();
-                assert!(said.is_err() || back == *bytes, "{name}");
+                assert!(said.is_err() || back == bytes, "{name}");
                 ended(name, said);
-                stream.upload_blocking(bytes, memory).unwrap();
                 drop(done);
             });
             if is_done.recv_timeout(HANG) == Err(mpsc::RecvTimeoutError::Timeout) {
@@ -127,11 +118,8 @@ fn what_is_free_in_pieces_shorter_than_a_chunk_moves_every_transfer() {
     for pages in [5, 16, 50] {
         let mut all = taken(&rig, pages);
         // Every third of them is free.
-        let mut number = 0;
-        all.retain(|_| {
-            number += 1;
-            number % 3 > 0
-        });
+        let mut number = 0..;
+        all.retain(|_| number.next().is_some_and(|number| number % 3 < 2));
         let stats = rig.pool.stats();
         assert!(stats.largest_free_bytes < CHUNK && stats.free_bytes > 1 << 20, "{stats:?}");
         all_forms_end(&rig, &copier);
@@ -143,20 +131,31 @@ fn what_is_free_in_pieces_shorter_than_a_chunk_moves_every_transfer() {
     }
 }
 
+/// The bound of the pool's queue is for requests of the program's own.
 #[test]
-fn one_short_piece_that_comes_back_moves_every_transfer() {
-    let rig = Rig::new(HostConfig::new(), 4 << 20);
-    let copier = copier(&rig);
+fn one_short_piece_that_comes_back_moves_every_transfer_whatever_the_queues_bound() {
+    let rig = Rig::new(HostConfig::new(), 1 << 20);
+    let builder = Pool::builder(&rig.device).capacity(4 << 20).unpinned(Unpinned::Allow);
+    let rig = Rig { pool: builder.max_waiting(0).build().unwrap(), ..rig };
+    let (copier, bytes, memory) = (copier(&rig), pattern(BYTES, 3), rig.device.alloc(BYTES).unwrap());
+    rig.device.stream().unwrap().upload_blocking(&bytes, &memory).unwrap();
+    let memory = memory.slice(..).unwrap();
     let mut all = taken(&rig, 16);
-    let piece = all.swap_remove(all.len() / 2);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            until("the first form waits in the pool's queue", || rig.pool.stats().waiting > 0);
-            drop(piece);
+    let mut piece = Some(all.swap_remove(all.len() / 2));
+    for (name, form) in FORMS {
+        std::thread::scope(|scope| {
+            let ended = scope.spawn(|| form(&copier, &memory, &bytes));
+            until("it waits", || rig.pool.stats().waiting > 0 || ended.is_finished());
+            drop(piece.take());
+            ended.join().unwrap().unwrap_or_else(|error| panic!("{name}: {error}"));
         });
-        all_forms_end(&rig, &copier);
-    });
-    drop(all);
+        // A worker that found no chunk for its segment returns it shortly after a transfer has ended.
+        until("the piece is back", || {
+            piece = rig.pool.try_checkout(Request::new(16 * PAGE - 32).align(PAGE)).ok();
+            piece.is_some()
+        });
+    }
+    drop((piece, all));
     rig.all_is_back();
 }
 
@@ -191,11 +190,11 @@ fn a_blocked_source_keeps_no_other_transfer_from_short_pieces() {
     let pieces = all.len() / 2;
     drop((all.swap_remove(pieces), all.swap_remove(pieces / 2)));
     // A single chunk.
-    let (tell, source) = told(1000, 0);
-    let blocked = copier.upload(source, &memory).unwrap();
-    until("it has a segment", || rig.pool.stats().free_bytes <= 16 * PAGE);
+    let blocks = Blocks::default();
+    let blocked = copier.upload(blocks.source(1000, 0), &memory).unwrap();
+    until("it has a segment", || blocks.calls() > 0);
     all_forms_end(&rig, &copier);
-    drop(tell);
+    blocks.go_on();
     blocked.wait().unwrap();
     drop(all);
     rig.all_is_back();
@@ -250,15 +249,15 @@ fn a_deadline_says_what_was_waited_for() {
     let waited = late(slow.with_timeout(SOON).upload_slice(&vec![2; BYTES], &memory));
     assert!(waited.to_string().contains("bytes in memory"), "{waited}");
     // A source that does not return is waited for: it is lent, and has its place in a segment.
-    let (tell, source) = told(BYTES, 0);
-    let slow = in_time.upload(source, &memory).unwrap();
+    let blocks = Blocks::default();
+    let slow = in_time.upload(blocks.source(BYTES, 0), &memory).unwrap();
     let refused = slow.wait_timeout(5 * SOON).unwrap_err();
     let slow = refused.buffer.expect("it is not over");
-    drop(tell);
+    blocks.go_on();
     let refused = slow.wait().unwrap_err();
     assert!(refused.buffer.is_some(), "the source comes back");
     let waited = late(Err(refused.error));
-    assert!(waited.to_string().contains("what is told had arrived"), "{waited}");
+    assert!(waited.to_string().contains("what is held up had arrived"), "{waited}");
     assert!(waited.to_string().contains("a call of which has not returned"), "{waited}");
     rig.all_is_back();
 }
@@ -269,10 +268,10 @@ fn a_deadline_ends_what_nobody_waits_for() {
     let copier = copier(&rig);
     let memory = rig.device.alloc(BYTES).unwrap();
     let all = taken(&rig, 16);
-    let (tell, source) = told(BYTES, 0);
-    drop(copier.with_timeout(SOON).upload(source, &memory).unwrap());
+    let source: Arc<Vec<u8>> = Arc::new(vec![2; BYTES]);
+    drop(copier.with_timeout(SOON).upload(source.clone(), &memory).unwrap());
     let since = Instant::now();
-    until("the source is dropped", || tell.send(()).is_err());
+    until("the source is dropped", || Arc::strong_count(&source) == 1);
     assert!(since.elapsed() >= SOON / 2);
     // What waits behind it goes on.
     drop(all);
@@ -293,34 +292,125 @@ fn chunks_under_way_at_the_deadline_are_waited_for() {
     assert_eq!(stats.in_flight_bytes, 0, "when the call returns: {stats:?}");
     rig.all_is_back();
     // The last chunk is on its way when the deadline passes, and all bytes arrive.
-    let stream = rig.device.stream().unwrap();
     copier.with_timeout(SOON).upload_slices(&[(&[7; 4096], memory.slice(..).unwrap())]).unwrap();
-    let mut back = vec![0; 4096];
-    stream.download_blocking(memory.slice(..4096), &mut back).unwrap();
-    assert_eq!(back, [7; 4096]);
+    assert_eq!(downloaded(&copier, memory.slice(..4096)), [7; 4096]);
 }
 
-/// The bound is for requests of the program's own.
+// --- in the queue ----------------------------------------------------------------------------------------------------
+
+/// A copier waits in the pool's queue in one place, whichever transfer and worker asks.
 #[test]
-fn a_bounded_queue_refuses_no_transfer() {
-    let device = pinpool::Device::open("host").unwrap();
-    let builder = pinpool::Pool::builder(&device).capacity(1 << 20).unpinned(pinpool::Unpinned::Allow);
-    let pool = builder.max_waiting(0).build().unwrap();
-    let copier = Copier::builder(&pool, &device).build().unwrap();
-    let memory = device.alloc(BYTES).unwrap();
-    let bytes = pattern(BYTES, 3);
-    for (_, form) in FORMS {
-        // A worker that found no chunk for its segment returns it shortly after a transfer has ended.
-        let mut all = None;
-        until("all is free", || {
-            all = pool.checkout((1 << 20) - PAGE).ok();
-            all.is_some()
+fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let copier = rig.builder().threads(4).build().unwrap();
+    let bytes = pattern(1 << 20, 3);
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let mut all = rig.emptied();
+    let first = copier.download(&memory[0], Whole::default()).unwrap();
+    until("it waits like any other", || rig.pool.stats().waiting > 0);
+    let second = copier.upload(bytes.clone(), &memory[1]).unwrap();
+    // Several times as long as a worker sleeps.
+    std::thread::sleep(Duration::from_millis(50));
+    let stats = rig.pool.stats();
+    assert_eq!((stats.waiting, stats.timeouts), (1, 0), "one request, however many threads");
+    first.cancel();
+    // Enough for one segment is enough.
+    all.truncate(all.len() / 2);
+    assert!(second.wait_timeout(HANG).is_ok(), "no worker is in the pool's queue any more");
+    assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { done: 0, .. }));
+    drop(all);
+    assert!(downloaded(&copier, &memory[1]) == bytes);
+    rig.all_is_back();
+}
+
+/// A call does not take the last two segments of the pool: its reader may wait for a transfer that needs the
+/// second one.
+#[test]
+fn a_reader_leaves_a_segment_to_the_transfer_that_it_waits_for() {
+    // The first copy is not complete when the second segment is filled.
+    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 2 << 20);
+    let copier = rig.copier();
+    let (bytes, memory) = (pattern(500_000, 4), [0, 1].map(|_| rig.device.alloc(500_000).unwrap()));
+    rig.pool.wait_pinned(None).unwrap();
+    let segment = Request::new(copier.stats().chunk + (12 << 10)).align(4096);
+    let mut whole: Vec<_> = std::iter::from_fn(|| rig.pool.try_checkout(segment).ok()).collect();
+    let _rest = rig.emptied();
+    whole.truncate(whole.len() - 2);
+    let mut calls = 0;
+    let mut second = reader(|into| {
+        calls += 1;
+        if calls == 2 {
+            let load = copier.upload(bytes.clone(), &memory[0]).unwrap();
+            assert!(load.wait_timeout(HANG).is_ok(), "the call has both");
+        }
+        into.fill(7);
+        Ok(into.len())
+    });
+    copier.upload_read(&mut second, &memory[1]).unwrap();
+    assert!(downloaded(&copier, &memory[0]) == bytes);
+}
+
+#[test]
+fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
+    let rig = Rig::plain();
+    let bytes = pattern(200_000, 6);
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(200_000).unwrap());
+    for threads in [1, 3] {
+        let copier = rig.builder().threads(threads).depth(1).build().unwrap();
+        copier.upload_slice(&bytes, &memory[0]).unwrap();
+        rig.all_is_back();
+        let mut pinned = rig.pool.checkout(200_000).unwrap();
+        pinned.extend_from_slice(&bytes);
+        let all = rig.emptied();
+        let file = file_of(&[]);
+        let down = copier.download(&memory[0], FileSink::create(file.path()).unwrap()).unwrap();
+        let up = source("sevens", 200_000, |_, into: &mut Fill<'_>| {
+            into.push(&vec![7; into.remaining()]);
+            Ok(())
         });
-        std::thread::scope(|scope| {
-            let ended = scope.spawn(|| form(&copier, &memory, &bytes));
-            until("it waits", || pool.stats().waiting > 0 || ended.is_finished());
-            drop(all);
-            ended.join().unwrap().unwrap();
-        });
+        let up = copier.upload(up, &memory[2]).unwrap();
+        until("they wait for the pool", || rig.pool.stats().waiting == 1);
+        let plain = copier.upload_pages(vec![(pinned, memory[1].slice(..).unwrap())]).unwrap();
+        assert!(plain.wait_timeout(HANG).is_ok(), "it needs no segment");
+        assert!(!down.is_over() && !up.is_over());
+        drop(all);
+        assert!(down.wait_timeout(HANG).is_ok() && up.wait_timeout(HANG).is_ok());
+        assert!(std::fs::read(file.path()).unwrap() == bytes);
     }
+    rig.all_is_back();
+}
+
+/// Each copier asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile
+/// must not sleep for what the pool never gave.
+#[test]
+fn copiers_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
+    let rig = Rig::new(HostConfig::new(), 400_000);
+    let until = Instant::now() + Duration::from_secs(1);
+    std::thread::scope(|scope| {
+        for number in 0..6_u64 {
+            let rig = &rig;
+            scope.spawn(move || {
+                let builder = rig.builder().threads(1 + number as usize % 3).share(400_000);
+                let bulk = builder.build().unwrap();
+                let urgent = bulk.with_priority(Priority::Foreground);
+                let mut random = number * 77 + 1;
+                while Instant::now() < until {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let len = 1 + (random >> 11) as usize % 500_000;
+                    let memory = rig.device.alloc(len).unwrap();
+                    let copier = if random >> 60 < 4 { &urgent } else { &bulk };
+                    match random >> 40 & 1 {
+                        0 => drop(copier.upload(vec![1; len], &memory).unwrap()),
+                        _ => {
+                            let back = copier.download(&memory, Whole::default()).unwrap();
+                            assert!(back.wait_timeout(2 * HANG).is_ok(), "it does not move");
+                        }
+                    }
+                }
+            });
+        }
+    });
+    rig.all_is_back();
 }

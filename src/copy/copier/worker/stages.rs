@@ -9,7 +9,7 @@ use crate::copy::copier::job::{End, Job};
 use crate::copy::copier::ring::{Slot, Take};
 use crate::copy::copier::spreader::Entry;
 use crate::copy::copier::types::{Direction, Kind};
-use crate::device::Transfer;
+use crate::device::{SpreadRun, Transfer};
 use crate::error::{Error, Result};
 use crate::pool::Waiter;
 use crate::stream::hold::Retain;
@@ -187,8 +187,8 @@ impl Owned {
 
     /// What a kernel does for the chunk in a slot, which is not given back then.
     fn entry(&self, slot: &Slot) -> (Entry, Done) {
-        let done = Done::default();
-        let (run, memories) = (self.chunk.spread(slot), self.job.of.memories.clone());
+        let (done, memories, table) = (Done::default(), self.job.of.memories.clone(), self.chunk.table_at());
+        let run = SpreadRun { packed: slot.at(0), table: slot.at(table), rows: self.chunk.rows as u32 };
         (Entry { run, memories, ring: slot.memory.allocation(), slot: None, done: done.clone() }, done)
     }
 
