@@ -1,12 +1,14 @@
 //! What the types rule out, on the compiler that runs the tests and on any other.
 //!
-//! Each misuse in `ui/fail` says at the line of each of its errors which it is (`//~ E0382`), and has a twin of the
-//! same name in `ui/pass` that compiles and differs by one line. So a misuse fails to compile for the one reason that
-//! it is about, and no word of the compiler's prose matters, which changes with each version.
+//! Each misuse in `ui` says at the line of its error which it is (`//~ E0382`), and what a program writes in
+//! its place (`//= ...`), if anything. With all misuses replaced a file compiles. So a misuse fails to
+//! compile for the one reason that it is about, and no word of the compiler's prose matters, which changes
+//! with each version. A file has errors of one kind: a compiler that has found errors of types looks for no
+//! wrong owner.
 //!
 //! Cargo is asked for the library that this test was built with, which is there already. With
-//! `PINPOOL_UI_RUSTC=/path/to/rustc` that compiler is tested, which checks the library by itself first: the development
-//! dependencies may need a newer one.
+//! `PINPOOL_UI_RUSTC=/path/to/rustc` that compiler is tested, which checks the library by itself first: the
+//! development dependencies may need a newer one.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -17,29 +19,17 @@ use serde_json::Value;
 /// Where an error begins, and which one it is.
 type Errors = BTreeSet<(u64, String)>;
 
-const MARK: &str = "//~ ";
+const MISUSE: &str = "//~ ";
+const TWIN: &str = "//= ";
 
-fn path(folder: &str, name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ui").join(folder).join(name)
-}
-
-fn names(folder: &str) -> BTreeSet<String> {
-    let files = std::fs::read_dir(path(folder, "")).unwrap();
-    files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect()
-}
-
-/// The lines of one file, marks, blank lines and comments left out.
-fn lines(folder: &str, name: &str) -> Vec<String> {
-    let text = std::fs::read_to_string(path(folder, name)).unwrap();
-    let code = text.lines().map(|line| line.split(MARK).next().unwrap_or_default().trim());
-    code.filter(|line| !line.is_empty() && !line.starts_with("//")).map(str::to_owned).collect()
-}
-
-/// The errors that a file says it has.
-fn expected(name: &str) -> Errors {
-    let text = std::fs::read_to_string(path("fail", name)).unwrap();
-    let marked = (1..).zip(text.lines()).filter_map(|(at, line)| Some((at, line.split_once(MARK)?.1)));
-    marked.flat_map(|(at, codes)| codes.split_whitespace().map(move |code| (at, code.to_owned()))).collect()
+/// The misuses of a file by their lines, and the file with the twin of each in its place.
+fn read(file: &Path) -> (Errors, String) {
+    let text = std::fs::read_to_string(file).unwrap();
+    let marked =
+        (1..).zip(text.lines()).filter_map(|(at, line)| Some((at, line.split_once(MISUSE)?.1.into())));
+    let right =
+        text.lines().map(|line| if line.contains(MISUSE) { String::new() } else { line.replace(TWIN, "") });
+    (marked.collect(), right.collect::<Vec<_>>().join("\n"))
 }
 
 /// The compiler under test, and the arguments by which it finds the library.
@@ -60,9 +50,9 @@ impl Compiler {
             }
             None => {
                 cargo.args(["test", "--no-run", "--test", env!("CARGO_CRATE_NAME")]);
-                // A wrong guess here means no more than that the library and what it depends on are built once more.
-                // All features are those of the whole workspace, as README's command has them: the dependencies of the
-                // other packages add features to those of this one.
+                // A wrong guess here means no more than that the library and what it depends on are built
+                // once more. All features are those of the whole workspace, as README's command has them: the
+                // dependencies of the other packages add features to those of this one.
                 match FEATURES.iter().all(|(_, on)| *on) {
                     true => cargo.args(["--workspace", "--all-features"]),
                     false => cargo.args(["--no-default-features", "--features", &features()]),
@@ -90,16 +80,16 @@ impl Compiler {
         }
         let library =
             library.into_iter().chain(folders.iter().map(|f| format!("-Ldependency={}", f.display())));
-        Self { rustc: rustc.into(), library: library.collect(), out }
+        let library = library.collect();
+        std::fs::create_dir_all(&out).unwrap();
+        Self { rustc: rustc.into(), library, out }
     }
 
     /// The errors in a file, and what the compiler said.
-    fn errors(&self, folder: &str, name: &str) -> (Errors, String) {
-        let out = self.out.join(folder);
-        std::fs::create_dir_all(&out).unwrap();
+    fn errors(&self, file: &Path) -> (Errors, String) {
         let mut rustc = Command::new(&self.rustc);
-        rustc.args(["--edition=2024", "--crate-type=bin", "--emit=metadata", "--error-format=json"]);
-        let said = rustc.args(&self.library).arg("--out-dir").arg(out).arg(path(folder, name)).output();
+        rustc.args(["--edition=2024", "--crate-type=lib", "--emit=metadata", "--error-format=json"]);
+        let said = rustc.args(&self.library).arg("--out-dir").arg(&self.out).arg(file).output();
         let said = said.unwrap_or_else(|error| panic!("{rustc:?}: {error}"));
         let text = String::from_utf8_lossy(&said.stderr).into_owned();
         let (mut errors, mut prose) = (Errors::new(), String::new());
@@ -145,39 +135,17 @@ fn every_feature_is_known() {
 }
 
 #[test]
-fn every_misuse_has_a_twin_one_line_apart() {
-    let all = names("fail");
-    assert_eq!(all, names("pass"));
-    assert!(all.len() >= 19);
-    for name in all {
-        let (fail, pass) = (lines("fail", &name), lines("pass", &name));
-        let longer = fail.len().max(pass.len());
-        // Equal but for one line, which is changed, added or left out.
-        let front = fail.iter().zip(&pass).take_while(|(a, b)| a == b).count();
-        let back = fail.iter().rev().zip(pass.iter().rev()).take_while(|(a, b)| a == b).count();
-        assert!(front + back + 1 >= longer && fail != pass, "{name}: more than one line apart");
-    }
-}
-
-#[test]
 fn misuses_do_not_compile() {
     let compiler = Compiler::under_test();
-    let wrong = |folder: &str| -> String {
-        let judge = |name: String| {
-            let expected = if folder == "pass" { Errors::new() } else { expected(&name) };
-            let (found, prose) = compiler.errors(folder, &name);
-            let right = found == expected && (folder == "pass" || !expected.is_empty());
-            println!("{folder}/{name}: {}", if right { "as it says" } else { "WRONG" });
-            (!right).then(|| format!("\n{folder}/{name}: {expected:?} expected, {found:?} found\n{prose}"))
-        };
-        names(folder).into_iter().filter_map(judge).collect()
-    };
-    // Both folders at a time. The names are the same: see `every_misuse_has_a_twin_one_line_apart`.
-    let (fail, pass) = std::thread::scope(|scope| {
-        let fail = scope.spawn(|| wrong("fail"));
-        let pass = wrong("pass");
-        (fail.join(), pass)
-    });
-    let wrong = fail.unwrap() + &pass;
-    assert!(wrong.is_empty(), "{wrong}");
+    for (name, misuses) in [("types.rs", 11), ("owners.rs", 7), ("results.rs", 2)] {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ui").join(name);
+        let (expected, right) = read(&file);
+        assert_eq!(expected.len(), misuses, "misuses in {name}");
+        let (found, prose) = compiler.errors(&file);
+        assert_eq!(found, expected, "{name}:\n{prose}");
+        let twin = compiler.out.join(name);
+        std::fs::write(&twin, right).unwrap();
+        let (found, prose) = compiler.errors(&twin);
+        assert_eq!(found, Errors::new(), "{name} with the twins:\n{prose}");
+    }
 }

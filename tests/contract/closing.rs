@@ -1,14 +1,9 @@
-//! Closing a device: everything is given back by the time that it returns, and the error names what is in the way.
+//! Closing a device: everything is given back by the time that it returns, and the error names what is in the
+//! way.
 
 use std::sync::mpsc;
-use std::time::Duration;
 
-use pinpool::{Device, Error};
-
-use super::{Subject, bytes, filled};
-
-/// Longer than anything takes that does not hang.
-const HANG: Duration = Duration::from_secs(60);
+use super::*;
 
 impl Subject {
     /// Closes the devices at the end of a test, when only handles to them are left.
@@ -22,15 +17,42 @@ impl Subject {
     }
 }
 
-/// Closes what was dropped only just now, copies in flight among it.
-pub(super) fn at_once(on: Subject) {
-    let (pool, stream, memory) = (on.pool(2 << 20), on.stream(), on.alloc(100_000));
-    let sent = bytes(1, 100_000);
-    let flights: Vec<_> = (0..4).map(|_| stream.upload(filled(&pool, &sent), &memory).unwrap()).collect();
-    let held = stream.hold(filled(&pool, &sent)).unwrap();
-    let registered = on.device.register(vec![7_u8; 8192]).ok();
-    drop((registered, pool, flights, memory, held, stream));
-    on.close();
+/// Every order in which the things of a program are dropped, with what is in flight by then.
+pub(super) fn drops(on: &Subject) {
+    let mut pools: Vec<Pool> = Vec::new();
+    // Of six things: the pool, the stream, device memory, a buffer, two handles to something in flight. Not
+    // every order gets a pool of its own: making one is not what is tested here.
+    for n in 0..720 {
+        if n % 6 == 0 {
+            pools = vec![on.pool(256 << 10)];
+        }
+        let mut pool = if n % 6 == 5 { pools.pop() } else { pools.first().cloned() };
+        let mut stream = Some(on.stream());
+        let mut memory = Some(on.alloc(1000));
+        let mut flights = {
+            let (pool, stream) = (pool.as_ref().unwrap(), stream.as_ref().unwrap());
+            let sent = stream.upload(filled(pool, &bytes(n, 1000)), memory.as_ref().unwrap()).unwrap();
+            let landing = pool.checkout(1000).unwrap();
+            [Some(sent), Some(stream.download(memory.as_ref().unwrap(), landing).unwrap())]
+        };
+        let mut buf = Some(filled(pool.as_ref().unwrap(), &bytes(n, 10)));
+        let (mut left, mut number) = (vec![0, 1, 2, 3, 4, 5], n);
+        for count in (1..=6).rev() {
+            let what = left.remove(number % count);
+            number /= count;
+            match what {
+                0 => pool = None,
+                1 => stream = None,
+                2 => memory = None,
+                3 => assert!(*buf.take().unwrap() == *bytes(n, 10)),
+                4 => drop(flights[0].take()),
+                // Whatever is dropped by now, this download still completes.
+                _ => assert!(*flights[1].take().unwrap().wait().unwrap() == *bytes(n, 1000), "order {n}"),
+            }
+        }
+        assert!(pool.is_none() && stream.is_none() && memory.is_none());
+    }
+    assert_eq!(on.device.lost(), None);
 }
 
 /// Each thing by itself keeps the device open, and the error says which; then the wait goes on.
@@ -100,8 +122,14 @@ pub(super) fn waited_for(on: Subject) {
     });
 }
 
-/// Opened again, it works; where it is still open that is the same device, which then keeps it open.
+/// Closed with what was dropped only just now, and opened again, it works; where it is still open that is the
+/// same device, which then keeps it open.
 pub(super) fn again(on: Subject) {
+    let (pool, stream, memory) = (on.pool(2 << 20), on.stream(), on.alloc(100_000));
+    let sent = bytes(1, 100_000);
+    (0..4).for_each(|_| drop(stream.upload(filled(&pool, &sent), &memory).unwrap()));
+    drop((stream.hold(filled(&pool, &sent)).unwrap(), on.device.register(vec![7_u8; 8192]).ok()));
+    drop((pool, stream, memory));
     let name = on.device.name().to_owned();
     // A device that is moved by hand would be opened as one that moves by itself.
     let Some(same) = Device::open(&name).ok().filter(|_| on.has_threads()) else { return on.close() };
@@ -111,14 +139,9 @@ pub(super) fn again(on: Subject) {
     // A device of a node of the test's own is never found by name; then there is nothing to wait for either.
     error.wait(HANG).unwrap();
     let device = Device::open(&name).unwrap();
-    let pool = pinpool::Pool::builder(&device).capacity(1 << 20).unpinned(pinpool::Unpinned::Allow).build();
-    let (pool, stream, memory) = (pool.unwrap(), device.stream().unwrap(), device.alloc(5000).unwrap());
-    let sent = bytes(3, 5000);
-    drop(stream.upload(filled(&pool, &sent), &memory).unwrap());
-    let back = stream.download(&memory, pool.checkout(5000).unwrap()).unwrap().wait().unwrap();
-    assert!(*back == sent);
-    drop((back, pool, stream, memory));
-    device.close(HANG).unwrap();
+    let on = Subject::new(device, None);
+    copies::bounds_are_kept(&on);
+    on.close();
 }
 
 /// On a thread of the crate it does not wait for itself.

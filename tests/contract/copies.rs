@@ -4,13 +4,18 @@ use super::*;
 
 pub fn round_trips(on: &Subject) {
     let (pool, stream) = (on.pool(24 << 20), on.stream());
-    let memory = on.alloc((4 << 20) + 8192);
-    let sizes = [1, 2, 31, 32, 33, 63, 64, 65, 255, 1000, 4095, 4096, 4097, 65_537, 1 << 20, (3 << 20) + 7];
+    let memory = on.alloc((5 << 20) + 8192);
+    let sizes = [1, 2, 31, 32, 33, 63, 64, 65, 255, 1000, 4095, 4096, 4097, 65_537, 1 << 20, (5 << 20) + 7];
     for (i, len) in sizes.into_iter().enumerate() {
         for (j, offset) in [0, 1, 63, 4096, 4097].into_iter().enumerate() {
             let sent = bytes(i * 8 + j, len + j);
             let buf = filled(&pool, &sent);
-            drop(stream.upload_part(buf, j.., memory.slice(offset..offset + len)).unwrap());
+            let flight = stream.upload_part(buf, j.., memory.slice(offset..offset + len)).unwrap();
+            if i % 2 == 0 {
+                let mut source = flight.wait().unwrap();
+                assert!(*source == *sent, "an upload leaves its source as it was");
+                source.fill(0xFF);
+            }
             let landing = pool.checkout(len).unwrap();
             let back = stream.download(memory.slice(offset..offset + len), landing).unwrap().wait().unwrap();
             assert!(*back == sent[j..], "{len} bytes at {offset}");
@@ -47,50 +52,6 @@ pub fn stream_order(on: &Subject) {
         assert!(first.is_done().unwrap(), "a later copy was done first");
         assert!(*first.wait().unwrap() == *a);
     }
-}
-
-pub fn independence(on: &Subject) {
-    let pool = on.pool(24 << 20);
-    let streams: Vec<Stream> = (0..4).map(|_| on.stream()).collect();
-    let memories: Vec<DeviceSlice> = (0..4).map(|_| on.alloc(200_000)).collect();
-    let mut last = vec![Vec::new(); 4];
-    for round in 0..40 {
-        let at = round * 7 % 4;
-        last[at] = bytes(round, 200_000);
-        drop(streams[at].upload(filled(&pool, &last[at]), &memories[at]).unwrap());
-    }
-    for at in [2, 0, 3, 1] {
-        assert!(fetch(&pool, &streams[at], &memories[at]) == last[at], "stream {at}");
-    }
-}
-
-pub fn lateness(on: &Subject) {
-    let (pool, stream) = (on.pool(4 << 20), on.stream());
-    let memory = on.alloc(100_000);
-    let mut buf = filled(&pool, &bytes(0, 100_000));
-    for round in 0..20 {
-        let sent = bytes(round, 100_000);
-        buf.copy_from_slice(&sent);
-        buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
-        assert!(*buf == *sent, "an upload leaves its source as it was");
-        buf.fill(0xFF);
-        assert!(fetch(&pool, &stream, &memory) == sent);
-    }
-}
-
-pub fn early_reuse(on: &Subject) {
-    // Room for few buffers, so that they are reused at once.
-    let (pool, stream) = (on.pool(256 << 10), on.stream());
-    let memories: Vec<DeviceSlice> = (0..64).map(|_| on.alloc(30_000)).collect();
-    for (i, memory) in memories.iter().enumerate() {
-        let buf = filled(&pool, &bytes(i, 30_000));
-        drop(stream.upload(buf, memory).unwrap());
-    }
-    for (i, memory) in memories.iter().enumerate() {
-        assert!(fetch(&pool, &stream, memory) == bytes(i, 30_000), "copy {i}");
-    }
-    stream.synchronize().unwrap();
-    copier::all_back(on, &pool);
 }
 
 pub fn holds(on: &Subject) {
@@ -175,17 +136,27 @@ pub fn blocking(on: &Subject) {
     assert_eq!(error, Err(Error::TooSmall { need: 100_001, have: 10 }));
 }
 
-pub fn aligned(on: &Subject) {
-    let (pool, stream) = (on.pool(24 << 20), on.stream());
-    let memory = on.alloc(6 << 20);
-    for (len, align) in [(1, 1), (100, 64), (5000, 4096), (4096, 4096), (100_000, 2 << 20), (6 << 20, 4096)] {
-        let mut buf = pool.checkout(Request::new(len).align(align)).unwrap();
-        assert_eq!(buf.as_ptr() as usize % align.max(64), 0);
-        buf.extend_from_slice(&bytes(align, len));
-        let buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
-        assert!(*buf == *bytes(align, len));
-        let landing = pool.checkout(Request::new(len).align(align)).unwrap();
-        let back = stream.download(memory.slice(..len), landing).unwrap().wait().unwrap();
-        assert!(*back == *buf);
-    }
+pub fn threads(on: &Subject) {
+    let count = if on.has_threads() { 4 } else { 1 };
+    let pool = on.pool(2 << 20);
+    let streams = [on.stream(), on.stream()];
+    std::thread::scope(|scope| {
+        for thread in 0..count {
+            let (pool, streams) = (&pool, &streams);
+            scope.spawn(move || {
+                let memory = on.alloc(40_000);
+                for round in 0..60 {
+                    let len = 1 + (round * 977 + thread * 131) % 40_000;
+                    let sent = bytes(thread * 1000 + round, len);
+                    let stream = &streams[(thread + round) % 2];
+                    drop(stream.upload(filled(pool, &sent), &memory).unwrap());
+                    let landing = pool.checkout_on(stream, len).unwrap();
+                    let back = stream.download(memory.slice(..len), landing).unwrap().wait().unwrap();
+                    assert!(*back == *sent, "thread {thread}, round {round}");
+                }
+            });
+        }
+    });
+    streams.iter().for_each(|s| s.synchronize().unwrap());
+    all_back(on, &pool);
 }

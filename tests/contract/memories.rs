@@ -1,12 +1,6 @@
 //! The suite's part about memory: copies between host memory, and memory by its address.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use pinpool::{DeviceSlice, Error, PinnedBuf, SubmitError};
-
-use super::copier::all_back;
-use super::{Subject, argument, bytes, filled, not_ready};
+use super::*;
 
 pub fn host_copies(on: &Subject) {
     let (pool, stream) = (on.pool(16 << 20), on.stream());
@@ -53,25 +47,12 @@ pub fn host_copies(on: &Subject) {
     assert_eq!(pool.stats().quarantined_bytes, 0);
 }
 
-/// Sets a flag when it is dropped.
-struct Owner {
-    _memory: DeviceSlice,
-    gone: Arc<AtomicBool>,
-}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        self.gone.store(true, Ordering::SeqCst);
-    }
-}
-
 pub fn by_address(on: &Subject) {
     let (pool, stream) = (on.pool(8 << 20), on.stream());
     let memory = on.alloc(300_000);
-    let gone = Arc::new(AtomicBool::new(false));
-    let owner = Owner { _memory: memory.clone(), gone: gone.clone() };
     let (at, sent) = (memory.address(), bytes(1, 200_000));
-    drop(memory);
+    let owner = Arc::new(memory);
+    let gone = Arc::downgrade(&owner);
     // SAFETY: the owner keeps it, and only this stream uses it.
     let raw = unsafe { on.device.raw_memory(at + 100_000, 200_000, owner) }.unwrap();
     assert_eq!((raw.len(), raw.address(), raw.device()), (200_000, at + 100_000, on.device.name()));
@@ -86,9 +67,7 @@ pub fn by_address(on: &Subject) {
     let last = stream.download(raw.slice(100_000..).unwrap(), landing).unwrap();
     drop(raw);
     assert!(*last.wait().unwrap() == sent[100_000..]);
-    while !gone.load(Ordering::SeqCst) {
-        on.pump();
-    }
+    until(on, "the owner is dropped", || gone.strong_count() == 0);
     let memory = on.alloc(1000);
     let refused = |address: u64, len: usize, word: &str| {
         // SAFETY: refused.

@@ -34,7 +34,7 @@ pub fn refusals(on: &Subject) {
     }
     // Nothing of that has harmed anything.
     stream.synchronize().unwrap();
-    copier::all_back(on, &pool);
+    all_back(on, &pool);
     assert_eq!(pool.stats().quarantined_bytes, 0);
 }
 

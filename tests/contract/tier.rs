@@ -9,8 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use kv_tier::{LAYERS, PLANES, Tier, content, request};
 use pinpool::Stream;
 
-use super::Subject;
-use super::copier::all_back;
+use super::{Subject, all_back};
 
 const PAGE: usize = 512;
 const BLOCKS: usize = 3;

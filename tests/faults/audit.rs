@@ -56,26 +56,29 @@ pub fn audit(pool: &Pool, device: &Device, site: &Site, report: &mut Report) {
 pub fn leftovers(site: &Site, failed: Option<Failed>, report: &Report) -> Option<String> {
     match site {
         Site::Host(node) => left_on_host(node, failed, report),
-        Site::Hand(machine) => left_on_gpu(&doubles::Report::parse(&machine.report()), failed),
+        Site::Hand(machine) => left_on_gpu(&doubles::Report::parse(&machine.report()), failed, report),
     }
 }
 
 fn left_on_host(node: &HostNode, failed: Option<Failed>, report: &Report) -> Option<String> {
+    let own = |which: Call| failed.is_some_and(|f| f.0 == which.name() && f.1 != Failure::Stall);
     let allowed = |left: HostUsage| {
-        let own = |which: Call| failed.is_some_and(|f| f.0 == which.name() && f.1 != Failure::Stall);
-        // Quarantined memory stays pinned for good, and its device stays open for it.
-        let quarantined = report.quarantined > 0;
+        // Memory that is quarantined or in flight on a lost device stays pinned for good, and its device open for it.
+        let kept = report.quarantined > 0 || report.lost;
+        let pinned = own(Call::Unpin) || own(Call::FreeHost) && left.host_bytes > 0;
         (left.streams == 0 || own(Call::DestroyStream) && left.streams == 1)
-            && (left.events == 0 || own(Call::DestroyEvent) && left.events == 1 || quarantined)
-            && (left.allocations == 0 || own(Call::Free) && left.allocations == 1)
-            && (left.pinned_bytes == 0 || own(Call::Unpin) && left.pinned_bytes <= 128 << 10 || quarantined)
+            && (left.events == 0 || own(Call::DestroyEvent) && left.events == 1 || kept)
+            && (left.allocations == 0 || own(Call::Free) && left.allocations == 1 || kept)
+            && (left.pinned_bytes == 0 || pinned && left.pinned_bytes <= 128 << 10 || kept)
+            && (left.host_bytes == 0 || own(Call::FreeHost) && left.host_bytes == 128 << 10 || kept)
             && left.queued == 0
     };
+    let values = || report.values.load(Ordering::SeqCst);
     let since = Instant::now();
     // With threads the last things are given back a little later.
-    while !allowed(node.live(0)) {
+    while !allowed(node.live(0)) || values() > usize::from(own(Call::Unpin)) && !report.lost {
         if since.elapsed() > HANG {
-            return Some(format!("left on the device: {:?}", node.live(0)));
+            return Some(format!("left on the device: {:?}, and {} values", node.live(0), values()));
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -83,16 +86,17 @@ fn left_on_host(node: &HostNode, failed: Option<Failed>, report: &Report) -> Opt
 }
 
 /// A lost device may keep all that it had, since nothing of it may be touched any more.
-fn left_on_gpu(left: &doubles::Report, failed: Option<Failed>) -> Option<String> {
+fn left_on_gpu(left: &doubles::Report, failed: Option<Failed>, report: &Report) -> Option<String> {
     let lost = failed.is_some_and(|f| f.1 == Failure::DeviceLost);
     let own = match failed.map_or("", |f| f.0) {
         // Without a context nothing is given back.
         name if name.starts_with("cuCtx") => {
-            &["streams 1", "events 1", "allocations 1", "registrations 1"][..]
+            &["streams 1", "events 1", "allocations 1", "hosts 1", "registrations 1"][..]
         }
         "cuStreamDestroy_v2" => &["streams 1"],
         "cuEventDestroy_v2" => &["events 1"],
-        "cuMemFree_v2" => &["allocations 1"],
+        "cuMemFree_v2" => &["allocations 1", "hosts 1"],
+        "cuMemFreeHost" => &["hosts 1"],
         "cuMemHostUnregister" => &["registrations 1"],
         "cuDevicePrimaryCtxRelease_v2" => &["contexts 1"],
         _ => &[],
@@ -100,6 +104,11 @@ fn left_on_gpu(left: &doubles::Report, failed: Option<Failed>) -> Option<String>
     let is_kept = |what: &String| !lost && !own.contains(&what.as_str());
     let kept: Vec<_> = left.leaks.iter().filter(|what| is_kept(what)).collect();
     let closed = left.over || lost;
-    (!closed || !kept.is_empty() || !left.violations.is_empty())
-        .then(|| format!("closed: {closed}, left on the device: {kept:?}, broken: {:?}", left.violations))
+    let values = report.values.load(Ordering::SeqCst);
+    // A value that is still registered is never dropped.
+    let registered = !lost && values > usize::from(own.contains(&"registrations 1"));
+    (!closed || registered || !kept.is_empty() || !left.violations.is_empty()).then(|| {
+        let broken = &left.violations;
+        format!("closed: {closed}, left on the device: {kept:?} and {values} values, broken: {broken:?}")
+    })
 }

@@ -27,7 +27,7 @@ use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,8 @@ use pinpool::{
 };
 
 use audit::leftovers;
-use scenario::scenario;
+use memory::OTHERS;
+use scenario::{OWN, Topic, scenario};
 use server::{Report, Server};
 use site::Site;
 use support::hand::{self, Failure, Machine};
@@ -57,41 +58,24 @@ fn fill(buf: &mut PinnedBuf, seed: u64, len: usize) {
     buf.extend_from_slice(&bytes(seed as usize, len));
 }
 
-/// What a clean run must have done, so that each of it can fail.
-const EVERYTHING: [&str; 19] = [
-    "checkout",
-    "upload",
-    "drop in flight",
-    "synchronize",
-    "download",
-    "stream-ready download",
-    "upload_blocking",
-    "download_blocking",
-    "copy",
-    "wait_for",
+/// What a clean run must have done beside all that it tries twice, so that each of it can fail.
+const EVERYTHING: [&str; 8] = [
     "device memory dropped in use",
-    "memory by its address",
-    "copy on the host",
     "hold",
-    "shared upload",
     "growth",
     "claim",
     "download into a claimed buffer",
+    "await several",
+    "await",
     "trim",
 ];
-
-/// Calls that this scenario makes. (Other memory than the pool's own is in `memory.rs`, host functions in `core`.)
-fn expected_calls() -> impl Iterator<Item = Call> {
-    let elsewhere = [Call::AllocateHost, Call::FreeHost, Call::DeviceAddress, Call::Launch];
-    Call::ALL.into_iter().filter(move |call| !elsewhere.contains(call))
-}
 
 /// A call by its name, and how it fails.
 type Failed = (&'static str, Failure);
 
 /// One run with one failing call. Returns what went wrong, if anything did.
-fn run(site: &Site, device: Device, failed: Option<Failed>) -> (Report, Vec<String>) {
-    let done = catch_unwind(AssertUnwindSafe(|| scenario(site, device)));
+fn run(site: &Site, device: Device, topics: &[Topic], failed: Option<Failed>) -> (Report, Vec<String>) {
+    let done = catch_unwind(AssertUnwindSafe(|| scenario(site, device, topics)));
     let struck = !site.calm();
     let Ok(mut report) = done else { return (Report::default(), vec!["a panic".into()]) };
     report.struck = struck;
@@ -138,8 +122,8 @@ fn numbered(trace: &str) -> Vec<(&str, u64)> {
     trace.split(' ').map(number).collect()
 }
 
-#[test]
-fn each_call_fails_once() {
+/// Runs topics by hand, with each call failing once, in every way.
+fn sweep(topics: &[Topic], does: &[&str], makes: &[&str]) {
     panicking::install_if_asked();
     let machine = Machine::new(1, 4 << 20, 11);
     let site = Site::Hand(machine.clone());
@@ -150,17 +134,17 @@ fn each_call_fails_once() {
         if let Some((call, nth, failure)) = failed {
             machine.fault(call, nth, failure);
         }
-        let (report, wrong) = run(&site, device, failed.map(|(call, _, failure)| (call, failure)));
+        let (report, wrong) = run(&site, device, topics, failed.map(|(call, _, failure)| (call, failure)));
         (report, wrong, machine.command("traced"))
     };
     let (report, wrong, trace) = run(None);
     assert_eq!(wrong, Vec::<String>::new(), "without a fault");
-    for what in EVERYTHING.into_iter().chain(["await several", "await", "several"]) {
-        assert!(report.done.contains(&what), "a clean run does not do this: {what}");
+    for what in does {
+        assert!(report.done.contains(what), "a clean run does not do this: {what}");
     }
     let trace: &'static str = trace.leak();
     let calls = numbered(trace);
-    for call in hand::CALLS.into_iter().chain(["cuPointerGetAttributes"]) {
+    for call in makes {
         assert!(calls.contains(&(call, 1)), "a clean run does not call {call}");
     }
     let mut failures = Vec::new();
@@ -176,8 +160,7 @@ fn each_call_fails_once() {
             }
             all += 1;
             let (_, mut wrong, replayed) = run(Some((call, nth, failure)));
-            let before: Vec<_> = replayed.split(' ').take(at + 1).collect();
-            if before == trace.split(' ').take(at + 1).collect::<Vec<_>>() {
+            if replayed.split(' ').take(at + 1).eq(trace.split(' ').take(at + 1)) {
                 failed += 1;
             } else {
                 wrong.push("the replay took another way before the fault".into());
@@ -191,12 +174,31 @@ fn each_call_fails_once() {
 }
 
 #[test]
-fn calls_fail_on_threads() {
+fn each_call_fails_once() {
+    sweep(OWN, &EVERYTHING, &[&hand::CALLS[..], &["cuPointerGetAttributes"]].concat());
+}
+
+#[test]
+fn each_call_for_other_memory_fails_once() {
+    const CALLS: [&str; 7] = [
+        "cuMemHostAlloc",
+        "cuMemFreeHost",
+        "cuMemAllocManaged",
+        "cuMemFree_v2",
+        "cuMemHostRegister_v2",
+        "cuMemHostUnregister",
+        "cuMemHostGetDevicePointer_v2",
+    ];
+    sweep(OTHERS, &[], &CALLS);
+}
+
+/// Runs topics on threads, with some of the calls of each kind failing once, in every way.
+fn sweep_on_threads(topics: &[Topic], calls: &[Call]) {
     panicking::install_if_asked();
     let mut failures = Vec::new();
     for (way, failure) in Failure::ALL.into_iter().enumerate() {
         let (mut failed, mut all) = (0, 0);
-        for call in expected_calls().skip(way % one_in()).step_by(one_in()) {
+        for &call in calls.iter().skip(way % one_in()).step_by(one_in()) {
             for nth in [0, 1, 4, 11] {
                 all += 1;
                 let config = HostConfig::new().memory(4 << 20).late(Duration::from_micros(20), nth);
@@ -214,7 +216,7 @@ fn calls_fail_on_threads() {
                             }
                         });
                     }
-                    let done = run(&Site::Host(node.clone()), device, Some((call, failure)));
+                    let done = run(&Site::Host(node.clone()), device, topics, Some((call, failure)));
                     over.store(true, Ordering::Relaxed);
                     done
                 });
@@ -226,6 +228,28 @@ fn calls_fail_on_threads() {
         assert!(failed > 0, "{failure:?}");
     }
     assert_none(failures);
+}
+
+#[test]
+fn calls_fail_on_threads() {
+    // Calls for other memory are below, host functions are in `core`.
+    let elsewhere = [Call::AllocateHost, Call::FreeHost, Call::DeviceAddress, Call::Launch];
+    sweep_on_threads(
+        OWN,
+        &Call::ALL.into_iter().filter(|call| !elsewhere.contains(call)).collect::<Vec<_>>(),
+    );
+}
+
+#[test]
+fn calls_for_other_memory_fail_on_threads() {
+    // The system decides how much may be locked.
+    let probe = Device::open("host").unwrap().register(vec![0; 1 << 20]);
+    if let Err(SubmitError { error: Error::MemLock { .. }, .. }) = probe {
+        return support::skip!("the memlock limit is used up");
+    }
+    drop(probe);
+    use Call::{AllocateHost, DeviceAddress, FreeHost, Pin, Unpin};
+    sweep_on_threads(OTHERS, &[AllocateHost, FreeHost, DeviceAddress, Pin, Unpin]);
 }
 
 /// A third of the cases again, in which each call fails twice, while the subscriber panics at every call.

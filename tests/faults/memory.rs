@@ -1,270 +1,157 @@
-//! Where host memory comes from, on the host device: every device call fails once, in every way, and nothing is lost.
-//!
-//! One scenario makes pools of memory that the device allocates, adopts memory and registers values. It is run once
-//! without faults, and the calls that it makes are recorded; then again for each of these calls and each kind of
-//! failure. After each run nothing panicked or hung, memory that was refused came back as it was, what was reported as
-//! complete holds the right bytes, each value was dropped once or is leaked because the failing call was to release it,
-//! and the device has everything back. `faults` does the same for what a pool does with its own memory.
-
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+//! Memory that is not the pool's own: what the device allocates, what the pool adopts, values that are
+//! registered.
 
 use memmap2::MmapMut;
-use pinpool::host::{Call, HostConfig, HostNode, HostUsage};
-use pinpool::{Backing, Device, Error, HostAllocFlags, InFlight, Lend, Pool, Result, SubmitError, Unpinned};
+use pinpool::host::HostUsage;
+use pinpool::{Backing, HostAllocFlags, Unpinned};
 
-use super::HANG;
-use super::site::{fail, settle};
-use crate::support::doubles::Report;
+use super::site::fail;
+use super::*;
+use crate::scenario::Topic;
 use crate::support::doubles::gpu::until;
-use crate::support::hand::{Failure, Machine};
+use crate::support::skip;
 use crate::support::value::Value;
-use crate::support::{bytes, panicking, skip};
+
+/// What a server does with such memory.
+pub const OTHERS: &[Topic] = &[pools, values];
 
 const PAGE: usize = 64 << 10;
+/// Bytes that are sent, which the server's device memory has room for.
+const LEN: usize = 30_001;
 
-struct User {
-    node: HostNode,
-    wrong: Vec<String>,
-    /// Values that exist.
-    there: Arc<AtomicUsize>,
-}
-
-impl User {
-    fn wrong(&mut self, text: impl Into<String>) {
-        self.wrong.push(text.into());
-    }
-
-    /// Tries twice. With one fault in a run, only a lost device fails twice.
-    fn again<R>(&mut self, what: &str, mut call: impl FnMut() -> Result<R>) -> Option<R> {
-        let mut last = None;
-        for _ in 0..2 {
-            match call() {
-                Ok(value) => return Some(value),
-                Err(error) if error.is_device_lost() => return None,
-                Err(error) => last = Some(error),
-            }
-            self.node.resume(0);
-        }
-        self.wrong(format!("{what} failed twice: {last:?}"));
-        None
-    }
-
-    /// The same for a call whose error gives the memory back, as it was.
+impl Server<'_> {
+    /// A value of these bytes, by a call whose error gives it back as it was.
     fn give<R>(
         &mut self,
-        what: &str,
-        memory: Value,
-        mut call: impl FnMut(Value) -> Result<R, SubmitError<Value>>,
+        what: &'static str,
+        bytes: Vec<u8>,
+        call: impl Fn(&Self, Value) -> Result<R, SubmitError<Value>>,
     ) -> Option<R> {
-        let (at, content) = (memory.as_ptr(), memory.to_vec());
-        let mut memory = Some(memory);
-        for _ in 0..2 {
-            match call(memory.take()?) {
-                Ok(value) => return Some(value),
-                Err(SubmitError { error, buffer: Some(back) }) => {
-                    if back.as_ptr() != at || *back != *content {
-                        self.wrong(format!("{what}: the memory came back changed"));
+        let content = bytes.clone();
+        let value = Value::counted(bytes, &self.report.values);
+        let (at, mut value) = (value.as_ptr(), Some(value));
+        self.again(what, |s| {
+            // Only a value that was kept is missing.
+            let given = value.take().ok_or(Error::ZeroLength)?;
+            call(s, given).map_err(|refused| {
+                let error = &refused.error;
+                match &refused.buffer {
+                    Some(back) if back.as_ptr() != at || **back != *content => {
+                        s.wrong(format!("{what}: the memory came back changed: {error}"));
                     }
-                    if error.is_device_lost() {
-                        return None;
+                    // A lost device may still reach a part of it.
+                    None if !error.is_device_lost() => {
+                        s.wrong(format!("{what}: the memory was kept: {error}"))
                     }
-                    memory = Some(back);
+                    _ => {}
                 }
-                Err(SubmitError { error, buffer: None }) => {
-                    self.wrong(format!("{what}: the memory was kept: {error}"));
-                    return None;
-                }
-            }
-        }
-        self.wrong(format!("{what} failed twice"));
-        None
+                value = refused.buffer;
+                refused.error
+            })
+        })
     }
 
-    /// The result of a submission: the value, or nothing where it failed. `None`: the device is lost.
-    fn outcome<B: Lend, L>(&mut self, submitted: Result<InFlight<B>, SubmitError<L>>) -> Option<Option<B>> {
-        match submitted {
-            Ok(flight) => settle(flight, || self.node.resume(0), &mut self.wrong).map(Some),
-            Err(refused) => (!refused.error.is_device_lost()).then_some(None),
-        }
+    /// What was submitted, unless that failed or is lost.
+    fn outcome<B: Lend, L>(&mut self, submitted: Result<InFlight<B>, SubmitError<L>>) -> Option<B> {
+        submitted.ok().and_then(|flight| self.settle(flight))
     }
 
-    /// Pools of memory that the device allocates, and of what is adopted.
-    fn pools(&mut self, device: &Device) -> Option<()> {
-        let flags = HostAllocFlags { portable: true, mapped: false, write_combined: false };
-        let stream = self.again("stream", || device.stream())?;
-        let memory = self.again("alloc", || device.alloc(PAGE))?;
-        for backing in [Backing::HostAlloc(flags), Backing::Managed] {
-            let pool = self.again("build", || {
-                let pool = Pool::builder(device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE);
-                pool.extent(2 * PAGE).backing(backing).build()
-            })?;
-            self.again("wait_pinned", || pool.wait_pinned(Some(HANG)))?;
-            let mut buf = self.again("checkout", || pool.checkout_timeout(PAGE, HANG))?;
-            buf.extend_from_slice(&bytes(1, PAGE));
-            if buf.is_pinned() != (backing != Backing::Managed) {
-                self.wrong("pinned or not");
-            }
-            self.again("device_address", || buf.device_address(device))?;
-            let sent = self.outcome(stream.upload(buf, &memory))?.is_some();
-            let landing = self.again("checkout", || pool.checkout_timeout(PAGE, HANG))?;
-            if let Some(back) = self.outcome(stream.download(&memory, landing))? {
-                if sent && *back != *bytes(1, PAGE) {
-                    self.wrong("wrong bytes, reported as done");
-                }
-            }
-            self.outcome(stream.hold(()))?;
-            device.reap();
-            pool.trim(0);
-            if let Err(error) = pool.check() {
-                self.wrong(error);
-            }
-            let stats = pool.stats();
-            if stats.pinned_bytes + stats.unpinned_bytes == 0 {
-                let value = Value::counted(bytes(2, 5 * PAGE), &self.there);
-                self.give("adopt", value, |value| pool.adopt(value))?;
-                drop(self.again("checkout", || pool.checkout_timeout(PAGE, HANG))?);
-                if let Err(error) = pool.check() {
-                    self.wrong(error);
-                }
-            }
+    fn checks(&mut self, pool: &Pool) {
+        if let Err(error) = pool.check() {
+            self.wrong(error);
         }
-        Some(())
-    }
-
-    /// Values that are registered, there and back.
-    fn values(&mut self, device: &Device) -> Option<()> {
-        let stream = self.again("stream", || device.stream())?;
-        let memory = self.again("alloc", || device.alloc(30_001))?;
-        for round in 0..3 {
-            let content = bytes(round, 30_001);
-            let value = Value::counted(content.clone(), &self.there);
-            let value = self.give("register", value, |value| device.register(value))?;
-            self.again("device_address", || value.device_address(device))?;
-            let sent = match round {
-                0 => self.outcome(stream.upload(Arc::new(value), &memory))?.is_some(),
-                1 => {
-                    // Dropped in flight.
-                    let sent = stream.upload(value, &memory);
-                    self.node.resume(0);
-                    sent.is_ok()
-                }
-                _ => match self.outcome(stream.upload(value, &memory))? {
-                    Some(value) => {
-                        if let Ok(back) = value.into_inner() {
-                            if *back != *content {
-                                self.wrong("a value came back changed");
-                            }
-                        }
-                        true
-                    }
-                    None => false,
-                },
-            };
-            let value = Value::counted(vec![0; 30_001], &self.there);
-            let target = self.give("register", value, |value| device.register(value))?;
-            if let Some(back) = self.outcome(stream.download(&memory, target))? {
-                if sent && *back != *content {
-                    self.wrong("wrong bytes, reported as done");
-                }
-            }
-        }
-        let value = Value::counted(bytes(9, 1000), &self.there);
-        let value = self.give("register_read_only", value, |value| device.register_read_only(value))?;
-        self.outcome(stream.hold(value))?;
-        self.outcome(stream.hold(()))?;
-        Some(())
     }
 }
 
-/// A node whose limits are not the system's: with too low a memlock limit the scenario cannot run.
+/// Pools of memory that the device allocates, and of what is adopted.
+fn pools(s: &mut Server<'_>) {
+    let flags = HostAllocFlags { portable: true, ..HostAllocFlags::default() };
+    // Only a lost device ends it early.
+    let _ =
+        [Backing::HostAlloc(flags), Backing::Managed].into_iter().try_for_each(|backing| pool_of(s, backing));
+}
+
+fn pool_of(s: &mut Server<'_>, backing: Backing) -> Option<()> {
+    let memory = s.memory.slice(..LEN).ok()?;
+    let pool = s.again("a pool of such memory", |s| {
+        let sizes = Pool::builder(&s.device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE);
+        sizes.extent(2 * PAGE).backing(backing).build()
+    })?;
+    s.again("wait_pinned", |_| pool.wait_pinned(Some(HANG)))?;
+    let mut buf = s.again("checkout", |_| pool.checkout_timeout(LEN, HANG))?;
+    fill(&mut buf, 1, LEN);
+    if buf.is_pinned() != (backing != Backing::Managed) {
+        s.wrong("pinned or not");
+    }
+    s.again("device address", |s| buf.device_address(&s.device))?;
+    let sent = s.streams[0].upload(buf, &memory);
+    let sent = s.outcome(sent).is_some();
+    let landing = s.again("checkout", |_| pool.checkout_timeout(LEN, HANG))?;
+    let back = s.streams[0].download(&memory, landing);
+    if s.outcome(back).is_some_and(|back| sent && *back != *bytes(1, LEN)) {
+        s.wrong("wrong bytes, reported as done");
+    }
+    let held = s.streams[0].hold(());
+    s.outcome(held);
+    s.device.reap();
+    pool.trim(0);
+    s.checks(&pool);
+    let stats = pool.stats();
+    if stats.pinned_bytes + stats.unpinned_bytes == 0 {
+        s.give("adopt", bytes(2, 5 * PAGE), |_, value| pool.adopt(value))?;
+        drop(s.again("checkout", |_| pool.checkout_timeout(PAGE, HANG))?);
+        s.checks(&pool);
+    }
+    Some(())
+}
+
+/// Values that are registered, there and back: waited for, shared, dropped in flight.
+fn values(s: &mut Server<'_>) {
+    // Only a lost device ends it early.
+    let _ = (0..3).try_for_each(|round| value(s, round));
+    let read = s.give("register_read_only", bytes(9, 1000), |s, value| s.device.register_read_only(value));
+    if let Some(read) = read {
+        let held = s.streams[0].hold(read);
+        s.outcome(held);
+    }
+}
+
+fn value(s: &mut Server<'_>, round: usize) -> Option<()> {
+    let memory = s.memory.slice(..LEN).ok()?;
+    let content = bytes(round, LEN);
+    let value = s.give("register", content.clone(), |s, value| s.device.register(value))?;
+    s.again("device address", |s| value.device_address(&s.device))?;
+    let sent = match round {
+        0 => {
+            let sent = s.streams[0].upload(Arc::new(value), &memory);
+            s.outcome(sent).is_some()
+        }
+        1 => {
+            let sent = s.streams[0].upload(value, &memory).is_ok();
+            s.site.resume();
+            sent
+        }
+        _ => {
+            let sent = s.streams[0].upload(value, &memory);
+            let value = s.outcome(sent);
+            let sent = value.is_some();
+            if value.is_some_and(|value| value.into_inner().is_ok_and(|back| *back != *content)) {
+                s.wrong("a value came back changed");
+            }
+            sent
+        }
+    };
+    let target = s.give("register", vec![0; LEN], |s, value| s.device.register(value))?;
+    let back = s.streams[0].download(&memory, target);
+    if s.outcome(back).is_some_and(|back| sent && *back != *content) {
+        s.wrong("wrong bytes, reported as done");
+    }
+    Some(())
+}
+
+/// A node whose limits are not the system's: with too low a memlock limit the tests cannot run.
 fn node() -> HostNode {
     HostNode::new(HostConfig::new().memory(4 << 20)).unwrap()
-}
-
-/// A run with one call failing. Returns what is wrong with it.
-fn run(node: &HostNode, failed: Option<(Call, Failure)>) -> Vec<String> {
-    let there = Arc::new(AtomicUsize::new(0));
-    let mut user = User { node: node.clone(), wrong: Vec::new(), there: there.clone() };
-    let done = catch_unwind(AssertUnwindSafe(|| {
-        let device = Device::on(node, 0).unwrap();
-        if user.pools(&device).is_some() {
-            user.values(&device);
-        }
-        device.lost().is_some()
-    }));
-    let struck = node.clear_faults() == 0;
-    node.resume(0);
-    let Ok(lost) = done else { return vec!["a panic".into()] };
-    let mut wrong = user.wrong;
-    let failed = failed.filter(|_| struck);
-    if lost && failed.is_none_or(|f| f.1 != Failure::DeviceLost) {
-        wrong.push("the device counts as lost without a reason".into());
-    }
-    let fails = |call: Call| failed.is_some_and(|f| f.0 == call && f.1 != Failure::Stall);
-    let allowed = |left: HostUsage| {
-        (left.streams == 0 || fails(Call::DestroyStream) && left.streams == 1)
-            // What a lost device had in flight is kept for good.
-            && (left.events == 0 || fails(Call::DestroyEvent) && left.events == 1 || lost)
-            && (left.allocations == 0 || fails(Call::Free) && left.allocations == 1 || lost)
-            && (left.pinned_bytes == 0 || fails(Call::Unpin) || fails(Call::FreeHost) || lost)
-            && (left.host_bytes == 0 || fails(Call::FreeHost) && left.host_bytes == 2 * PAGE || lost)
-            && left.queued == 0
-    };
-    let kept = usize::from(fails(Call::Unpin));
-    let since = Instant::now();
-    // With threads the last things are given back a little later.
-    while !(allowed(node.live(0)) && (there.load(Ordering::SeqCst) <= kept || lost)) {
-        if since.elapsed() > HANG {
-            let there = there.load(Ordering::SeqCst);
-            wrong.push(format!("left on the device: {:?}, and {there} values", node.live(0)));
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    wrong
-}
-
-#[test]
-fn every_call_fails_once() {
-    panicking::install_if_asked();
-    // The system decides how much may be locked.
-    let probe = Device::on(&node(), 0).unwrap().register(vec![0; 1 << 20]);
-    if let Err(SubmitError { error: Error::MemLock { .. }, .. }) = probe {
-        skip!("the memlock limit is used up");
-        return;
-    }
-    drop(probe);
-    let clean = node();
-    clean.start_trace();
-    assert_eq!(run(&clean, None), Vec::<String>::new(), "without any fault");
-    let trace = clean.trace();
-    let mut counts: Vec<(Call, u64)> = Vec::new();
-    for call in Call::ALL {
-        let count = trace.iter().filter(|c| **c == call).count() as u64;
-        // These calls have nothing to do with host memory; `faults` and `core` have them.
-        let others = [Call::CopyBlocking, Call::WaitEvent, Call::Examine, Call::Launch];
-        assert!(count > 0 || others.contains(&call), "{call:?} is never made");
-        // Calls interleave, so which of them fails varies.
-        counts.push((call, count));
-    }
-    let (mut runs, mut findings) = (0, Vec::new());
-    for (call, count) in counts {
-        for nth in 0..count {
-            for failure in Failure::ALL {
-                let node = node();
-                fail(&node, call, nth, failure);
-                runs += 1;
-                let wrong = run(&node, Some((call, failure)));
-                findings.extend(wrong.into_iter().map(|w| format!("{call:?} {nth} {failure:?}: {w}")));
-                assert!(findings.len() < 20, "{findings:#?}");
-            }
-        }
-    }
-    println!("{runs} runs");
-    assert!(findings.is_empty(), "{findings:#?}");
 }
 
 #[test]
@@ -279,41 +166,14 @@ fn what_overlaps_is_refused_and_comes_back() {
     assert!(*value == *bytes(1, 10_000) && *first == *value);
     assert_eq!(device.registered_bytes(), 10_000);
     drop(first.into_inner().unwrap());
-    // Two that share a page do not overlap.
-    let mut parts: Vec<Box<[u8]>> = (0..100).map(|i| bytes(i, 100).into()).collect();
-    parts.sort_by_key(|p| p.as_ptr());
-    let parts: Vec<_> = parts.into_iter().map(|p| device.register(p).unwrap()).collect();
+    // Those that share a page do not overlap.
+    let parts: Vec<_> = (0..100).map(|i| device.register(bytes(i, 100)).unwrap()).collect();
     assert_eq!(device.registered_bytes(), 100 * 100);
     drop(parts);
-    // A pool's own buffers are pinned already, for every device of the pool.
     let (stream, memory) = (other.stream().unwrap(), other.alloc(10_000).unwrap());
     let again = device.register(value).unwrap();
     let again = stream.upload(again, &memory).unwrap().wait().unwrap();
     assert!(*again == *bytes(1, 10_000), "any device of the family may use it");
-}
-
-#[test]
-fn plain_memory_takes_its_place_only_where_that_is_allowed() {
-    // By hand, since a pool tries again to pin what it could not.
-    let machine = Machine::new(1, 4 << 20, 5);
-    let device = machine.device(0);
-    let fault = |call| machine.fault(call, 1, Failure::Transient);
-    let builder = || {
-        let pool = Pool::builder(&device).capacity(4 * PAGE).initial(2 * PAGE).extent(2 * PAGE);
-        pool.backing(Backing::HostAlloc(HostAllocFlags::default()))
-    };
-    fault("cuMemHostAlloc");
-    assert!(builder().build().unwrap_err().is_retryable());
-    fault("cuMemHostAlloc");
-    let pool = builder().unpinned(Unpinned::Allow).build().unwrap();
-    assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (0, 2 * PAGE));
-    fault("cuMemHostRegister_v2");
-    let info = pool.adopt(vec![0; 2 * PAGE]).unwrap();
-    assert_eq!((info.pinned, pool.stats().unpinned_bytes), (0, 2 * PAGE + info.len));
-    let left = Report::parse(&machine.report()).leaks;
-    assert_eq!(left, ["contexts 1"], "nothing is pinned");
-    assert_eq!(pool.trim(0), 2 * PAGE + info.len);
-    pool.check().unwrap();
 }
 
 /// Of two extents that went unpinned the driver then refuses the first for good.
@@ -336,68 +196,4 @@ fn memory_that_can_never_be_pinned_keeps_no_other_memory_unpinned() {
     assert_eq!(pool.trim(0), 4 * PAGE);
     drop((pool, device));
     until("all is given back", || node.live(0) == HostUsage::default());
-}
-
-#[test]
-fn adopting_and_trimming_go_on_while_others_check_out() {
-    let node = node();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(24 * PAGE).initial(0).region(2 * PAGE).extent(2 * PAGE);
-    let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
-    let there = Arc::new(AtomicUsize::new(0));
-    let (adopted, refused) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    std::thread::scope(|scope| {
-        for thread in 0..2 {
-            let (pool, there, adopted, refused) = (&pool, &there, &adopted, &refused);
-            scope.spawn(move || {
-                for round in 0..100 {
-                    let len = (1 + (round + thread) % 7) * PAGE;
-                    let content = bytes(round, len);
-                    match pool.adopt(Value::counted(content.clone(), there)) {
-                        Ok(info) => {
-                            assert!(info.len >= len - PAGE);
-                            adopted.fetch_add(1, Ordering::Relaxed);
-                        }
-                        Err(back) => {
-                            let full = matches!(back.error, Error::Exhausted(_));
-                            let small = matches!(
-                                &back.error,
-                                Error::Argument(text) if text.contains("no whole page")
-                            );
-                            assert!(full || small, "{}", back.error);
-                            assert!(*back.buffer.unwrap() == *content);
-                            refused.fetch_add(1, Ordering::Relaxed);
-                        }
-                    }
-                    if round % 3 == 0 {
-                        pool.trim(4 * PAGE);
-                    }
-                }
-            });
-            scope.spawn(move || {
-                for round in 0..400 {
-                    let len = 1000 + round * 97 % PAGE;
-                    let mut buf = pool.checkout_timeout(len, HANG).unwrap();
-                    buf.extend_from_slice(&bytes(round, len));
-                    std::thread::yield_now();
-                    assert!(*buf == *bytes(round, len), "another owner has the same memory");
-                }
-            });
-        }
-        scope.spawn(|| {
-            for _ in 0..50 {
-                pool.check().unwrap();
-                let stats = pool.stats();
-                assert!(stats.pinned_bytes + stats.unpinned_bytes <= 24 * PAGE, "{stats:?}");
-                std::thread::yield_now();
-            }
-        });
-    });
-    println!("{adopted:?} adopted, {refused:?} refused");
-    assert!(adopted.into_inner() > 0);
-    pool.trim(0);
-    let (stats, pinning) = (pool.stats(), pool.pinning());
-    assert_eq!((stats.pinned_bytes + stats.unpinned_bytes, pinning.wanted, pinning.ready), (0, 0, 0));
-    drop((pool, device));
-    until("all is given back", || (there.load(Ordering::SeqCst), node.live(0)) == (0, HostUsage::default()));
 }

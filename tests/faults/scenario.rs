@@ -3,53 +3,47 @@
 use super::audit::audit;
 use super::*;
 
-/// All topics. The report says what went wrong.
-pub fn scenario(site: &Site, device: Device) -> Report {
+/// A part of what the server does.
+pub type Topic = fn(&mut Server<'_>);
+
+/// What a pool does with its own memory.
+pub const OWN: &[Topic] = &[copies, memories, holds, shortage, rest];
+
+/// Some topics. The report says what went wrong.
+pub fn scenario(site: &Site, device: Device, topics: &[Topic]) -> Report {
     let mut report = Report::default();
-    let gone = Arc::new(AtomicU64::new(0));
     let build = || {
-        let gone = gone.clone();
         let built = Pool::builder(&device)
             .capacity(CAPACITY)
             .initial(256 << 10)
             .region(256 << 10)
             .extent(128 << 10)
             .pin_threads(1)
-            .before_unpin(move |_| {
-                gone.fetch_add(1, Ordering::Relaxed);
-            })
+            .before_unpin(|_| {})
             .build();
         // With threads the second extent may still be under way, and fail later than the call.
         built.inspect(|pool| drop(pool.wait_pinned(Some(HANG))))
     };
-    let twice = |what: &str, report: &mut Report, error: Error| {
-        if !error.is_device_lost() {
-            report.wrong.push(format!("{what} failed twice: {error}"));
-        }
-    };
-    let pool = match build().or_else(|_| build()) {
-        Ok(pool) => pool,
+    // Twice each. With one fault in a run, only a lost device fails twice.
+    let streams = || (0..3).map(|_| device.stream().or_else(|_| device.stream())).collect::<Result<Vec<_>>>();
+    let memory = || device.alloc(SLOTS * SLOT).or_else(|_| device.alloc(SLOTS * SLOT));
+    let mut made = None;
+    let begun = build().or_else(|_| build()).and_then(|pool| {
+        made = Some(pool.clone());
+        Ok((pool, streams()?, memory()?))
+    });
+    let (pool, streams, memory) = match begun {
+        Ok(begun) => begun,
         Err(error) => {
-            twice("build", &mut report, error);
+            if !error.is_device_lost() {
+                report.wrong.push(format!("beginning failed twice: {error}"));
+            }
             report.lost = true;
+            if let Some(pool) = made {
+                audit(&pool, &device, site, &mut report);
+            }
             return report;
         }
-    };
-    let mut streams = Vec::new();
-    for _ in 0..3 {
-        match device.stream().or_else(|_| device.stream()) {
-            Ok(stream) => streams.push(stream),
-            Err(error) => twice("stream", &mut report, error),
-        }
-    }
-    let memory = device.alloc(SLOTS * SLOT).or_else(|_| device.alloc(SLOTS * SLOT));
-    if let Err(error) = &memory {
-        twice("alloc", &mut report, error.clone());
-    }
-    let (3, Ok(memory)) = (streams.len(), memory) else {
-        report.lost = true;
-        audit(&pool, &device, site, &mut report);
-        return report;
     };
     let mut server = Server {
         site,
@@ -62,11 +56,7 @@ pub fn scenario(site: &Site, device: Device) -> Report {
         seed: 0,
         report,
     };
-    copies(&mut server);
-    memories(&mut server);
-    holds(&mut server);
-    shortage(&mut server);
-    rest(&mut server);
+    topics.iter().for_each(|topic| topic(&mut server));
     let Server { device, pool, streams, memory, mut report, .. } = server;
     audit(&pool, &device, site, &mut report);
     drop((pool, streams, memory, device));
@@ -250,17 +240,15 @@ fn shortage(s: &mut Server<'_>) {
                     Err(e) if e.error.is_device_lost() => {}
                     other => s.wrong(format!("a stream-ready buffer on another stream: {other:?}")),
                 },
-                _ => match s.streams[0].download(s.slot(0), buf) {
-                    Ok(flight) => {
+                _ => {
+                    if let Ok(flight) = s.streams[0].download(s.slot(0), buf) {
                         s.site.resume();
                         if let Some(buf) = s.settle(flight) {
                             s.compare(0, &buf, "download into a claimed buffer");
                         }
                         s.did("download into a claimed buffer");
                     }
-                    Err(e) if e.error.is_device_lost() => {}
-                    Err(_) => {}
-                },
+                }
             }
         }
         if let Err(error) = s.pool.check() {

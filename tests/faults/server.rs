@@ -1,18 +1,19 @@
 //! A small server: each call that a server makes, tried again where that is what the error asks for, with a check of
 //! every byte that comes back.
 
-use super::site::settle;
 use super::*;
 
 /// What a run did and what was wrong with it.
 #[derive(Default)]
 pub struct Report {
     pub wrong: Vec<String>,
-    /// How often each thing was done with success, so that a clean run can show that it did everything.
+    /// What was done with success, so that a clean run can show that it did everything.
     pub done: Vec<&'static str>,
     pub quarantined: usize,
     pub lost: bool,
     pub struck: bool,
+    /// How many values of the server's own exist.
+    pub values: Arc<AtomicUsize>,
 }
 
 pub struct Server<'a> {
@@ -82,44 +83,59 @@ impl Server<'_> {
         self.again("checkout", |s| s.pool.checkout_timeout(len, HANG))
     }
 
-    /// Waits for what is in flight. It may only be lost with the device.
-    pub fn settle<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
-        settle(flight, || self.site.resume(), &mut self.report.wrong)
+    /// Waits for what is in flight, which may only be lost with the device. What is stalled is resumed after a wait.
+    pub fn settle<B: Lend>(&mut self, mut flight: InFlight<B>) -> Option<B> {
+        for patience in [Duration::from_millis(50), Duration::from_millis(50), HANG] {
+            match flight.wait_timeout(patience) {
+                Ok(value) => return Some(value),
+                Err(SubmitError { buffer: Some(same), .. }) => flight = same,
+                Err(SubmitError { error, buffer: None }) => {
+                    if !error.is_device_lost() {
+                        self.wrong(format!("a wait ended with {error}, and the device is not lost"));
+                    }
+                    return None;
+                }
+            }
+            self.site.resume();
+        }
+        self.wrong("a wait hangs");
+        None
+    }
+
+    /// Submits what `make` gives. What was refused and came back is submitted again.
+    fn submit<L, B: Lend>(
+        &mut self,
+        what: &'static str,
+        make: impl Fn(&mut Self) -> Result<L>,
+        call: impl Fn(&mut Self, L) -> Result<InFlight<B>, SubmitError<L>>,
+    ) -> Option<InFlight<B>> {
+        let mut back = None;
+        self.again(what, |s| {
+            let given = back.take().map_or_else(|| make(s), Ok)?;
+            call(s, given).map_err(|refused| {
+                back = refused.buffer;
+                refused.error
+            })
+        })
     }
 
     /// Uploads a new pattern. The seed comes with the handle.
-    pub fn upload(&mut self, stream: usize, slot: usize) -> Option<(InFlight<PinnedBuf>, u64)> {
+    fn upload(&mut self, stream: usize, slot: usize) -> Option<(InFlight<PinnedBuf>, u64)> {
         let seed = self.next_seed();
-        let mut buf = self.checkout(SLOT)?;
-        fill(&mut buf, seed, SLOT);
-        for _ in 0..2 {
-            // From here on the content is not known, until a copy is reported as complete.
-            self.expected[slot] = None;
-            let target = self.slot(slot);
-            match self.streams[stream].upload(buf, target) {
-                Ok(flight) => return Some((flight, seed)),
-                Err(SubmitError { error, buffer }) => {
-                    if error.is_device_lost() {
-                        return None;
-                    }
-                    buf = match buffer {
-                        Some(buf) => {
-                            if *buf != *bytes(seed as usize, SLOT) {
-                                self.wrong("a refused upload changed its buffer");
-                            }
-                            buf
-                        }
-                        None => {
-                            let mut buf = self.checkout(SLOT)?;
-                            fill(&mut buf, seed, SLOT);
-                            buf
-                        }
-                    };
-                }
+        // From here on the content is not known, until a copy is reported as complete.
+        self.expected[slot] = None;
+        let make = |s: &mut Self| {
+            let mut buf = s.pool.checkout_timeout(SLOT, HANG)?;
+            fill(&mut buf, seed, SLOT);
+            Ok(buf)
+        };
+        let call = |s: &mut Self, buf: PinnedBuf| {
+            if *buf != *bytes(seed as usize, SLOT) {
+                s.wrong("a refused upload changed its buffer");
             }
-        }
-        self.wrong("an upload failed twice");
-        None
+            s.streams[stream].upload(buf, s.slot(slot))
+        };
+        Some((self.submit("upload", make, call)?, seed))
     }
 
     pub fn upload_and_wait(&mut self, stream: usize, slot: usize) -> Option<()> {
@@ -129,7 +145,6 @@ impl Server<'_> {
             self.wrong("a buffer came back from an upload with other bytes");
         }
         self.expected[slot] = Some(seed);
-        self.did("upload");
         Some(())
     }
 
@@ -137,7 +152,6 @@ impl Server<'_> {
         let (flight, seed) = self.upload(stream, slot)?;
         drop(flight);
         self.sent.push((stream, slot, seed));
-        self.did("drop in flight");
         Some(())
     }
 
@@ -166,40 +180,21 @@ impl Server<'_> {
     }
 
     pub fn download(&mut self, stream: usize, slot: usize) -> Option<()> {
-        let landing = |s: &mut Self| s.checkout(SLOT);
-        let start = |s: &Self, landing| s.streams[stream].download(s.slot(slot), landing);
-        self.download_into("download", landing, start, slot)
+        let make = |s: &mut Self| s.pool.checkout_timeout(SLOT, HANG);
+        let call = |s: &mut Self, landing| s.streams[stream].download(s.slot(slot), landing);
+        let flight = self.submit("download", make, call)?;
+        let buf = self.settle(flight)?;
+        self.compare(slot, &buf, "download");
+        Some(())
     }
 
     pub fn download_stream_ready(&mut self, stream: usize, slot: usize) -> Option<()> {
-        let landing = |s: &mut Self| s.again("checkout_on", |s| s.pool.checkout_on(&s.streams[stream], SLOT));
-        let start = |s: &Self, landing| s.streams[stream].download(s.slot(slot), landing);
-        self.download_into("stream-ready download", landing, start, slot)
-    }
-
-    fn download_into<L>(
-        &mut self,
-        what: &'static str,
-        landing: impl Fn(&mut Self) -> Option<L>,
-        start: impl Fn(&Self, L) -> Result<InFlight<PinnedBuf>, SubmitError<L>>,
-        slot: usize,
-    ) -> Option<()> {
-        let mut into = landing(self)?;
-        for _ in 0..2 {
-            match start(self, into) {
-                Ok(flight) => {
-                    let buf = self.settle(flight)?;
-                    self.compare(slot, &buf, what);
-                    self.did(what);
-                    return Some(());
-                }
-                Err(e) if e.error.is_device_lost() => return None,
-                Err(SubmitError { buffer: Some(same), .. }) => into = same,
-                Err(SubmitError { buffer: None, .. }) => into = landing(self)?,
-            }
-        }
-        self.wrong(format!("a {what} failed twice"));
-        None
+        let make = |s: &mut Self| s.pool.checkout_on(&s.streams[stream], SLOT);
+        let call = |s: &mut Self, landing| s.streams[stream].download(s.slot(slot), landing);
+        let flight = self.submit("stream-ready download", make, call)?;
+        let buf = self.settle(flight)?;
+        self.compare(slot, &buf, "stream-ready download");
+        Some(())
     }
 
     pub fn blocking(&mut self, stream: usize, slot: usize) -> Option<()> {

@@ -1,11 +1,8 @@
 //! What the server runs on.
 
-use std::time::Duration;
-
 use pinpool::host::{self, Call, Fault, HostNode};
-use pinpool::{InFlight, Lend, SubmitError};
 
-use super::{Failure, HANG, Machine};
+use super::{Failure, Machine};
 
 /// A device that can be told to fail, to hang and to go on.
 pub enum Site {
@@ -67,23 +64,4 @@ pub fn fail(node: &HostNode, call: Call, nth: u64, failure: Failure) {
         Failure::Stall => host::Failure::Stall,
     };
     node.fail(Fault { device: 0, call, nth, failure });
-}
-
-/// Waits for what is in flight, which may only be lost with the device. What is stalled is resumed after a wait.
-pub fn settle<B: Lend>(mut flight: InFlight<B>, resume: impl Fn(), wrong: &mut Vec<String>) -> Option<B> {
-    for patience in [Duration::from_millis(50), Duration::from_millis(50), HANG] {
-        match flight.wait_timeout(patience) {
-            Ok(value) => return Some(value),
-            Err(SubmitError { buffer: Some(same), .. }) => flight = same,
-            Err(SubmitError { error, buffer: None }) => {
-                if !error.is_device_lost() {
-                    wrong.push(format!("a wait ended with {error}, and the device is not lost"));
-                }
-                return None;
-            }
-        }
-        resume();
-    }
-    wrong.push("a wait hangs".into());
-    None
 }

@@ -5,7 +5,7 @@
 //! crate's frees later. Each such process must end with its own status. A stand-in writes a report when the process
 //! exits, and must have seen no call after the exit began, nor one under way.
 //!
-//! `PINPOOL_EXITS` says how many processes end in each way (20), and `PINPOOL_EXITS_UNDER` which command runs them, such
+//! `PINPOOL_EXITS` says how many processes end in each way (4), and `PINPOOL_EXITS_UNDER` which command runs them, such
 //! as `compute-sanitizer --tool memcheck`.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
@@ -49,16 +49,8 @@ pub enum Way {
     Fork,
 }
 
-pub const WAYS: [Way; 8] = [
-    Way::Return,
-    Way::ReturnBusy,
-    Way::Exit,
-    Way::ExitElsewhere,
-    Way::Panic,
-    Way::Signal,
-    Way::Unload,
-    Way::Fork,
-];
+use Way::*;
+pub const WAYS: [Way; 8] = [Return, ReturnBusy, Exit, ExitElsewhere, Panic, Signal, Unload, Fork];
 
 impl Way {
     /// The program's own exit status.
@@ -86,17 +78,12 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
     let times: u64 = std::env::var(TIMES).ok().and_then(|text| text.parse().ok()).unwrap_or(4);
     let mut wrong = Vec::new();
     for way in ways {
-        let plugin = match *way == Way::Unload {
-            true => match plugin() {
-                Some(plugin) => plugin,
-                None => {
-                    crate::support::skip!(
-                        "there is no cargo to build the plugin with; {PLUGIN} can name a built one"
-                    );
-                    continue;
-                }
-            },
-            false => PathBuf::new(),
+        let plugin = if *way == Way::Unload { plugin() } else { Some(PathBuf::new()) };
+        let Some(plugin) = plugin else {
+            crate::support::skip!(
+                "there is no cargo to build the plugin with; {PLUGIN} can name a built one"
+            );
+            continue;
         };
         for number in 0..times {
             let report =
@@ -125,12 +112,8 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
         }
         println!("{test}: {way:?}: {times} processes");
     }
-    assert!(
-        wrong.is_empty(),
-        "{test}: {} processes: {}",
-        wrong.len(),
-        wrong[..wrong.len().min(5)].join("\n")
-    );
+    let some = &wrong[..wrong.len().min(5)];
+    assert!(some.is_empty(), "{test}: {} processes: {}", wrong.len(), some.join("\n"));
 }
 
 /// `examples/plugin.rs`, a shared library, built for the tests that load it. `None`: there is no cargo to build it with.
@@ -144,16 +127,7 @@ fn plugin() -> Option<PathBuf> {
     let profile = here.parent()?.parent()?;
     let mut command = Command::new(cargo);
     // `cargo test --workspace --all-features` has built the same already.
-    command.args([
-        "build",
-        "--quiet",
-        "--locked",
-        "--offline",
-        "--workspace",
-        "--example",
-        "plugin",
-        "--all-features",
-    ]);
+    command.args("build --quiet --locked --offline --workspace --example plugin --all-features".split(' '));
     if profile.ends_with("release") {
         command.arg("--release");
     }
@@ -325,12 +299,9 @@ fn unload(device: &str, moment: Duration) {
     // SAFETY: the plugin's initialisers have no preconditions.
     let library = unsafe { Library::new(path) }.expect("the plugin can be loaded");
     let name = std::ffi::CString::new(device).expect("no zero");
+    type Start = unsafe extern "C" fn(*const libc::c_char) -> libc::c_int;
     // SAFETY: `examples/plugin.rs` has the signature.
-    let started = unsafe {
-        library
-            .get::<unsafe extern "C" fn(*const libc::c_char) -> libc::c_int>(b"plugin_start\0")
-            .expect("a plugin")(name.as_ptr())
-    };
+    let started = unsafe { library.get::<Start>(b"plugin_start\0").expect("a plugin")(name.as_ptr()) };
     assert_eq!(started, 0, "the plugin has started");
     std::thread::sleep(moment);
     drop(library);

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pinpool::StableDeref;
 
-/// Bytes that are overwritten when they are dropped, so that a copy which comes later shows; and whose drop does this, at
-/// last.
+/// Bytes that are overwritten when they are dropped, so that a copy which comes later shows; and whose drop
+/// does this, at last.
 pub struct Value {
     pub bytes: Box<[u8]>,
     pub dropped: Box<dyn Fn() + Send + Sync>,
@@ -18,6 +18,13 @@ pub struct Value {
 impl Value {
     pub fn new(bytes: Vec<u8>, dropped: impl Fn() + Send + Sync + 'static) -> Self {
         Self { bytes: bytes.into(), dropped: Box::new(dropped) }
+    }
+
+    /// One with a count of how often it was dropped.
+    pub fn watched(bytes: Vec<u8>) -> (Self, Arc<AtomicUsize>) {
+        let dropped = Arc::new(AtomicUsize::new(0));
+        let count = dropped.clone();
+        (Self::new(bytes, move || _ = count.fetch_add(1, Ordering::SeqCst)), dropped)
     }
 
     /// One that is counted while it exists.

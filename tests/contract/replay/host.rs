@@ -5,32 +5,18 @@ use std::time::Duration;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Device, DeviceSlice};
 
-use super::worker::{Machine, On, Setup, Site};
+use super::checkouts;
+use super::worker::{Machine, Phase, Site};
 
-/// Checkouts per scenario when everything is run.
-const FULL: u64 = 1_700_000;
-const _: () = assert!(6 * FULL >= 10_000_000 && FULL >= 1_000_000);
-
-pub struct Host;
-
-impl Site for Host {
-    fn name(&self) -> &str {
-        "host devices"
-    }
-
-    fn targets(&self) -> (u64, u64) {
-        let target = if super::full() { FULL } else { 10_000 };
-        (target, target)
-    }
-
-    fn phases(&self, target: u64, phase: &mut dyn FnMut(On<'_>, Setup)) {
-        for (delay, exact, share) in [(0, false, 52), (0, true, 47), (50, false, 1)] {
-            let config = HostConfig::new().late(Duration::from_micros(delay), 5);
-            let node = HostNode::new(config.memory(1 << 20)).unwrap();
-            let device = Device::on(&node, 0).unwrap();
-            phase((&OnHost(node), &device), Setup { workers: 2, exact, target: target * share / 100 });
-        }
-    }
+pub fn site() -> Site {
+    let target = checkouts(1_700_000, 10_000);
+    let phases = [(0, false, 52), (0, true, 47), (50, false, 1)].map(|(delay, exact, share)| {
+        let config = HostConfig::new().late(Duration::from_micros(delay), 5);
+        let node = HostNode::new(config.memory(1 << 20)).unwrap();
+        let device = Device::on(&node, 0).unwrap();
+        Phase { device, machine: Box::new(OnHost(node)), workers: 2, exact, target: target * share / 100 }
+    });
+    Site { name: "host devices".into(), target, phases: phases.into(), stand_in: None }
 }
 
 struct OnHost(HostNode);

@@ -157,14 +157,12 @@ fn a_file_that_cannot_be_read_is_an_error_that_says_what_to_do() {
     assert!(matches!(error, Error::Read { offset: 0, kind: io::ErrorKind::IsADirectory, .. }), "{error}");
     assert!(matches!(FileSource::open("/nonexistent/file"), Err(Error::Read { offset: 0, .. })));
     assert!(matches!(FileSink::create("/nonexistent/file"), Err(Error::Write { offset: 0, .. })));
-    let upload = |file: File, name: &str| {
-        let source = FileSource::new(file, name).unwrap().reading(Reading::Buffered);
-        rig.copier().upload(source, rig.device.alloc(4096).unwrap().slice(..))
-    };
+    let memory = rig.device.alloc(4096).unwrap();
+    let of = |file, name| FileSource::new(file, name).unwrap().reading(Reading::Buffered);
     let file = OpenOptions::new().write(true).open(file_of(&[1; 4096]).path()).unwrap();
-    let failed = upload(file, "write-only").unwrap().wait().unwrap_err();
+    let failed = rig.copier().upload(of(file, "write-only"), &memory).unwrap().wait().unwrap_err();
     assert!(matches!(&failed.error, Error::Read { what, .. } if what == "write-only"), "{}", failed.error);
-    let empty = upload(tempfile::tempfile().unwrap(), "empty").unwrap_err();
+    let empty = rig.copier().upload(of(tempfile::tempfile().unwrap(), "empty"), &memory).unwrap_err();
     assert!(
         matches!(&empty.error, Error::Argument(text) if text.contains("nothing to copy")),
         "{}",

@@ -28,7 +28,8 @@ fn a_source_that_fails_or_panics_ends_its_transfer_with_the_place() {
     let rig = Rig::late();
     let copier = rig.builder().threads(1).build().unwrap();
     let (bytes, memory) = (pattern(1 << 20, 2), rig.device.alloc(1 << 20).unwrap());
-    let ends: [(fn() -> io::Result<()>, _, _); 3] = [
+    type End = fn() -> io::Result<()>;
+    let ends: [(End, _, _); 3] = [
         (|| Err(io::Error::other("the disk is on fire")), io::ErrorKind::Other, "on fire"),
         (|| std::panic::panic_any(Bomb), io::ErrorKind::Other, "panicked"),
         (|| Ok(()), io::ErrorKind::UnexpectedEof, "1048576"),

@@ -8,44 +8,30 @@
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::collections::BTreeSet;
-use std::future::Future;
 use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Wake};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Fill, Priority, Sink, Source};
-use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
+use pinpool::copier::{Fill, Priority, Sink, Source, Transfer};
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
-use pinpool::{Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream, SubmitError, Unpinned};
+use pinpool::{
+    Copier, Device, DeviceSlice, Error, InFlight, Lend, PinnedBuf, Pool, Request, Stream, SubmitError,
+    Unpinned,
+};
 
-use super::hostile::{Bomb, Quiet, Turn, waker};
 use crate::support::own_process;
+use crate::support::panicking::{self, Bomb};
 use crate::support::value::Value;
 
 /// Longer than anything takes here: what is not there by then hangs.
 const HANG: Duration = Duration::from_secs(30);
 const THREADS: usize = 4;
-const MEMORY: usize = 256 << 10;
-
-/// Numbers that a seed gives.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) % end
-    }
-}
+const MEMORY: u64 = 256 << 10;
 
 std::thread_local! {
     static RANDOM: Cell<u64> = const { Cell::new(0) };
@@ -74,13 +60,16 @@ impl Mischief {
         })
     }
 
+    /// A random number below that one: each thread has its own.
     fn draw(&self, end: u64) -> u64 {
         RANDOM.with(|state| {
-            let fresh = self.seed ^ (self.calls.load(Ordering::Relaxed) << 20);
-            let mut random = Random(if state.get() == 0 { fresh | 1 } else { state.get() });
-            let drawn = random.below(end);
-            state.set(random.0);
-            drawn
+            let fresh = || self.seed ^ (self.calls.fetch_add(1, Ordering::Relaxed) << 20);
+            let mut x = if state.get() == 0 { fresh() | 1 } else { state.get() };
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            state.set(x);
+            (x >> 11) % end
         })
     }
 
@@ -106,7 +95,7 @@ impl Mischief {
         }
         self.misdeeds.fetch_add(1, Ordering::Relaxed);
         match self.draw(12) {
-            0..=2 => panic_any(Quiet),
+            0..=2 => panic_any(Bomb(0)),
             3 => panic_any(Bomb(1)),
             4 => panic_any(Bomb(5)),
             5 => std::thread::sleep(Duration::from_micros(self.draw(2000))),
@@ -114,9 +103,9 @@ impl Mischief {
             7 => drop(self.pool.snapshot()),
             8 => drop(self.pool.stuck(Duration::ZERO)),
             9 => {
-                if let Ok(mut buf) = self.pool.try_checkout(1 + self.draw(5000) as usize) {
-                    let filled = Stamped::new(&mut buf, self.draw(250) as u8);
-                    filled.check(&buf, "a buffer of a misdeed's");
+                if let Ok(buf) = self.pool.try_checkout(1 + self.draw(5000) as usize) {
+                    let byte = self.draw(250) as u8;
+                    check(&stamp(buf, byte), byte, "a buffer of a misdeed's");
                 }
             }
             10 => drop((self.pool.regions(), self.pool.pinning())),
@@ -182,23 +171,20 @@ mod recorder {
     }
 }
 
-/// What a buffer holds, as its owner wrote it.
-struct Stamped(u8);
+/// Fills a buffer with a byte.
+fn stamp(mut buf: PinnedBuf, byte: u8) -> PinnedBuf {
+    buf.clear();
+    let len = buf.capacity();
+    buf.try_resize(len, byte).unwrap();
+    buf
+}
 
-impl Stamped {
-    fn new(buf: &mut PinnedBuf, byte: u8) -> Self {
-        let len = buf.capacity();
-        buf.clear();
-        buf.try_resize(len, byte).unwrap();
-        Self(byte)
-    }
-
-    fn check(&self, bytes: &[u8], what: &str) {
-        if let Some(at) = bytes.iter().position(|byte| *byte != self.0) {
-            eprintln!("{what}: {:#x} at {at} in place of {:#x}", bytes[at], self.0);
-            // A panic here would be caught by the crate under test.
-            std::process::abort();
-        }
+/// Looks whether all of these are that byte.
+fn check(bytes: &[u8], byte: u8, what: &str) {
+    if let Some(at) = bytes.iter().position(|found| *found != byte) {
+        eprintln!("{what}: {:#x} at {at} in place of {byte:#x}", bytes[at]);
+        // A panic here would be caught by the crate under test.
+        std::process::abort();
     }
 }
 
@@ -225,7 +211,7 @@ impl Source for Steady {
 
 impl Sink for Steady {
     fn put(&self, _: u64, bytes: &[u8]) -> io::Result<()> {
-        Stamped(self.byte).check(bytes, "bytes of a sink");
+        check(bytes, self.byte, "bytes of a sink");
         self.mischief.happens(20);
         Ok(())
     }
@@ -237,19 +223,30 @@ impl Drop for Steady {
     }
 }
 
-/// Polls for at most that long, with wakers that misbehave before or after they wake.
+/// A waker that misbehaves after it has woken its thread, or before.
+struct Wakes {
+    thread: std::thread::Thread,
+    mischief: Arc<Mischief>,
+    late: bool,
+}
+
+impl Wake for Wakes {
+    fn wake(self: Arc<Self>) {
+        if self.late {
+            self.thread.unpark();
+        }
+        self.mischief.happens(10);
+        self.thread.unpark();
+    }
+}
+
+/// Polls for at most that long.
 fn awaited<F: Future>(mischief: &Arc<Mischief>, future: F, limit: Duration) -> Option<F::Output> {
     let mut future = pin!(future);
     let end = Instant::now() + limit;
     loop {
-        let (thread, own, late) = (std::thread::current(), mischief.clone(), mischief.draw(2) == 0);
-        let waker = waker(move || {
-            if late {
-                thread.unpark();
-            }
-            own.happens(10);
-            thread.unpark();
-        });
+        let (thread, late) = (std::thread::current(), mischief.draw(2) == 0);
+        let waker = Arc::new(Wakes { thread, mischief: mischief.clone(), late }).into();
         if let Poll::Ready(value) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
             return Some(value);
         }
@@ -281,20 +278,19 @@ struct Worker<'a> {
     device: &'a Device,
     pool: &'a Pool,
     copier: &'a Copier,
-    bulk: &'a Copier,
     stream: Stream,
-    random: Random,
     faults: bool,
     /// Which of the things below it does.
     what: u64,
 }
 
 impl Worker<'_> {
-    fn filled(&mut self, len: usize) -> Result<(PinnedBuf, Stamped), Error> {
-        let byte = self.random.below(250) as u8;
-        let mut buf = self.pool.checkout_timeout(len, Duration::from_millis(20))?;
-        let stamped = Stamped::new(&mut buf, byte);
-        Ok((buf, stamped))
+    fn below(&self, end: u64) -> u64 {
+        self.mischief.draw(end)
+    }
+
+    fn filled(&self, len: usize, byte: u8) -> Result<PinnedBuf, Error> {
+        Ok(stamp(self.pool.checkout_timeout(len, Duration::from_millis(20))?, byte))
     }
 
     fn value(&self, len: usize, byte: u8) -> Value {
@@ -302,166 +298,135 @@ impl Worker<'_> {
         Value::new(vec![byte; len], move || mischief.happens(3))
     }
 
+    fn steady(&self, len: usize, byte: u8) -> Steady {
+        Steady { mischief: self.mischief.clone(), len: len as u64, byte }
+    }
+
+    /// Drops a handle, waits for it, or awaits it.
+    fn ends<B: Lend>(&self, sent: InFlight<B>) -> Result<Option<B>, Error> {
+        match self.below(3) {
+            0 => Ok(None),
+            1 => sent.wait().map(Some),
+            _ => awaited(self.mischief, sent, HANG).transpose(),
+        }
+    }
+
+    /// The same of a transfer; or awaits it for a short time, or cancels it.
+    fn is_over<T>(&self, sent: Transfer<T>) -> Result<Option<T>, Error> {
+        match self.below(5) {
+            0 => drop(sent),
+            1 => return sent.wait().map(Some).map_err(refused),
+            2 => quiet(|| drop(awaited(self.mischief, sent, Duration::from_micros(800)))),
+            3 => sent.cancel(),
+            _ => return awaited(self.mischief, sent, HANG).transpose().map_err(refused),
+        }
+        Ok(None)
+    }
+
     /// One of many things that a server does. A refusal by a full pool, a failing device or a misbehaving source is no
     /// failure.
     fn act(&mut self) -> Result<(), Error> {
         const LENGTHS: [usize; 6] = [1, 64, 700, 4096, 20_000, 120_000];
-        let len = LENGTHS[self.random.below(6) as usize];
-        let byte = self.random.below(250) as u8;
-        self.what = self.random.below(15);
-        match self.what {
-            0 | 1 => {
-                let (buf, stamped) = self.filled(len)?;
-                std::thread::yield_now();
-                stamped.check(&buf, "a buffer");
+        let len = LENGTHS[self.below(6) as usize];
+        let byte = self.below(250) as u8;
+        // Bytes that a failing device copied may be any.
+        let landed = |bytes: &[u8], what: &str| {
+            if !self.faults {
+                check(bytes, byte, what);
             }
-            2 => {
-                let wait = Duration::from_micros(self.random.below(3000));
-                if let Some(buf) = awaited(self.mischief, self.pool.checkout_async(len), wait) {
-                    let mut buf = buf?;
-                    let stamped = Stamped::new(&mut buf, byte);
-                    stamped.check(&buf, "an awaited buffer");
+        };
+        self.what = self.below(11);
+        match self.what {
+            0..=2 => {
+                let wait = Duration::from_micros(self.below(3000));
+                let bufs = match self.what {
+                    0 => vec![self.pool.checkout_timeout(len, wait)?],
+                    1 => awaited(self.mischief, self.pool.checkout_async(len), wait)
+                        .transpose()?
+                        .into_iter()
+                        .collect(),
+                    _ => self.pool.checkout_many(&[700, len, 4096].map(Request::new), Some(wait))?,
+                };
+                for buf in bufs {
+                    let buf = stamp(buf, byte);
+                    std::thread::yield_now();
+                    check(&buf, byte, "a buffer");
                 }
             }
             3 | 4 => {
-                let (buf, stamped) = self.filled(len)?;
+                let buf = self.filled(len, byte)?;
                 let memory = self.device.alloc(buf.len())?;
-                let sent = self.stream.upload(buf, &memory).map_err(refused)?;
-                match self.random.below(3) {
-                    0 => drop(sent),
-                    1 => stamped.check(&sent.wait()?, "an uploaded buffer"),
-                    _ => {
-                        if let Some(buf) = awaited(self.mischief, sent, HANG) {
-                            stamped.check(&buf?, "an awaited upload");
-                        }
-                    }
+                if let Some(buf) = self.ends(self.stream.upload(buf, &memory).map_err(refused)?)? {
+                    check(&buf, byte, "an uploaded buffer");
                 }
                 let landing = self.pool.checkout_on(&self.stream, memory.len())?;
                 let back = self.stream.download(&memory, landing).map_err(refused)?.wait()?;
-                if !self.faults {
-                    stamped.check(&back, "a downloaded buffer");
-                }
+                landed(&back, "a downloaded buffer");
             }
             5 => {
-                let memory = self.device.alloc(len)?;
-                let value = self.device.register(self.value(len, byte)).map_err(refused)?;
-                let sent = self.stream.upload(value, &memory).map_err(refused)?;
-                match self.random.below(3) {
-                    0 => drop(sent),
-                    1 => {
-                        let value = sent.wait()?.into_inner()?;
-                        quiet(move || drop(value));
-                    }
-                    _ => drop(sent.wait()?),
+                let (memory, value) = (self.device.alloc(len)?, self.value(len, byte));
+                let value = self.device.register(value).map_err(refused)?;
+                if let Some(value) = self.ends(self.stream.upload(value, &memory).map_err(refused)?)? {
+                    let value = value.into_inner()?;
+                    quiet(move || drop(value));
                 }
             }
             6 => {
-                let value = Arc::new(self.device.register(self.value(len, byte)).map_err(refused)?);
-                let memory = self.device.alloc(len)?;
-                for _ in 0..3 {
-                    drop(self.stream.upload(value.clone(), &memory).map_err(refused)?);
-                }
+                let adopted = self.pool.adopt(self.value(200_000, byte)).map_err(refused);
+                self.pool.trim(self.below(2 << 20) as usize);
+                self.pool.check().unwrap();
+                adopted?;
             }
             7 => {
-                let (buf, stamped) = self.filled(len.min(4096))?;
-                let memory = self.device.alloc(buf.len())?;
-                self.copier.upload_slices(&[(&buf, memory.slice(..)?)])?;
-                stamped.check(&buf, "a buffer that was lent");
-                let back = self.stream.download(&memory, buf).map_err(refused)?.wait()?;
-                if !self.faults {
-                    stamped.check(&back, "what was lent");
-                }
-            }
-            8 | 9 => {
-                let long = 1 + self.random.below(MEMORY as u64);
-                let memory = self.device.alloc(long as usize)?;
-                let urgent = self.random.below(4) == 0;
-                let bulk =
-                    if urgent { self.bulk.with_priority(Priority::Foreground) } else { self.bulk.clone() };
-                let source = Steady { mischief: self.mischief.clone(), len: long, byte };
-                let sent = bulk.upload(source, &memory).map_err(refused)?;
-                match self.random.below(4) {
-                    0 => drop(sent),
-                    1 => {
-                        let sent = awaited(self.mischief, sent, Duration::from_micros(800));
-                        quiet(move || drop(sent));
-                    }
-                    _ => {
-                        let source = sent.wait().map_err(refused)?;
-                        quiet(move || drop(source));
-                        if self.faults {
-                            return Ok(());
-                        }
-                        let sink = Steady { mischief: self.mischief.clone(), len: long, byte };
-                        let taken = bulk.download(&memory, sink).map_err(refused)?.wait().map_err(refused)?;
-                        quiet(move || drop(taken));
+                let long = 1 + self.below(MEMORY) as usize;
+                let memory = self.device.alloc(long)?;
+                let priority = if self.below(4) == 0 { Priority::Foreground } else { Priority::Bulk };
+                let copier = self.copier.with_priority(priority);
+                let sent = copier.upload(self.steady(long, byte), &memory).map_err(refused)?;
+                if let Some(source) = self.is_over(sent)? {
+                    quiet(move || drop(source));
+                    if !self.faults {
+                        let sent = copier.download(&memory, self.steady(long, byte)).map_err(refused)?;
+                        let sink = self.is_over(sent)?;
+                        quiet(move || drop(sink));
                     }
                 }
             }
-            10 => {
-                let lengths: Vec<Request> = (0..self.random.below(4))
-                    .map(|_| Request::new(1 + self.random.below(9000) as usize))
-                    .collect();
-                for mut buf in self.pool.checkout_many(&lengths, Some(Duration::from_millis(10)))? {
-                    let stamped = Stamped::new(&mut buf, byte);
-                    stamped.check(&buf, "one of many");
-                }
-            }
-            11 => {
+            8 => {
                 let memory = self.device.alloc(64 << 10)?;
                 let bytes = vec![byte; 700];
                 let pieces: Vec<(&[u8], DeviceSlice)> = (0..60)
                     .map(|i| (&bytes[..1 + i * 11], memory.slice(i * 1024..i * 1024 + 1000).unwrap()))
                     .collect();
                 self.copier.upload_slices(&pieces)?;
-                let mut back = vec![0; 700];
+                let mut back = vec![0; 650];
                 let last = memory.slice(59 * 1024..59 * 1024 + 650)?;
                 self.copier.download_slices(&mut [(last, &mut back[..])])?;
-                if !self.faults {
-                    assert_eq!(back[..650], bytes[..650], "pieces");
-                }
+                landed(&back, "pieces");
             }
-            12 => {
+            9 => {
                 // Copied from where it is, beside a value of the program's.
-                let (buf, stamped) = self.filled(len)?;
+                let buf = self.filled(len, byte)?;
                 let memory = self.device.alloc(2 * len)?;
                 let value = self.device.register(self.value(len, byte)).map_err(refused)?;
                 let (first, second) = (memory.slice(..len)?, memory.slice(len..)?);
                 drop(self.copier.upload_pages(vec![(value, second)]).map_err(refused)?);
                 let sent = self.copier.upload_pages(vec![(buf, first.clone())]).map_err(refused)?;
-                if self.random.below(3) == 0 {
-                    sent.cancel();
+                if let Some(came) = self.is_over(sent)? {
+                    came.iter().for_each(|buf| check(buf, byte, "a block"));
+                    let landings = came.into_iter().map(|buf| (first.clone(), buf)).collect();
+                    let back = self.copier.download_pages(landings).map_err(refused)?.wait()?;
+                    landed(&back[0], "a block that was downloaded by a copier");
                 }
-                let came = match self.random.below(3) {
-                    0 => {
-                        drop(sent);
-                        return Ok(());
-                    }
-                    1 => sent.wait()?,
-                    _ => match awaited(self.mischief, sent, HANG) {
-                        Some(came) => came?,
-                        None => return Ok(()),
-                    },
-                };
-                came.iter().for_each(|buf| stamped.check(buf, "a block"));
-                let landings = came.into_iter().map(|buf| (first.clone(), buf)).collect();
-                let back = self.copier.download_pages(landings).map_err(refused)?.wait()?;
-                if !self.faults {
-                    stamped.check(&back[0], "a block that was downloaded by a copier");
-                }
-            }
-            13 => {
-                let mut sampler = Sampler::new(self.pool);
-                sampler.poll();
             }
             _ => {
+                let mut sampler = Sampler::new(self.pool);
+                sampler.poll();
                 let memory = self.device.alloc(len)?;
                 self.stream.upload_blocking(&vec![byte; len], &memory)?;
                 let mut back = vec![0; len];
                 self.stream.download_blocking(&memory, &mut back)?;
-                if !self.faults {
-                    Stamped(byte).check(&back, "borrowed memory");
-                }
+                landed(&back, "borrowed memory");
             }
         }
         Ok(())
@@ -473,7 +438,7 @@ fn number(name: &str, or: u64) -> u64 {
 }
 
 fn chaos(faults: bool) {
-    let turn = Turn::take();
+    panicking::install();
     let (seconds, seed) = (number("PINPOOL_FOREIGN_SECONDS", 2), number("PINPOOL_FOREIGN_SEED", 7));
     let node =
         HostNode::new(HostConfig::new().memory(256 << 20).late(Duration::from_micros(60), seed)).unwrap();
@@ -487,25 +452,21 @@ fn chaos(faults: bool) {
         .build()
         .unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
-    let bulk = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let mischief = Mischief::new(&pool, seed);
     let own = mischief.clone();
-    turn.act(move |_| own.happens(40));
+    panicking::act(move |_, _| own.happens(40));
     #[cfg(feature = "metrics")]
     recorder::set(Some(mischief.clone()));
     let beats: Vec<AtomicU64> = (0..THREADS).map(|_| AtomicU64::new(0)).collect();
     let (stop, over) = (AtomicBool::new(false), AtomicU64::new(0));
     let unwound = Mutex::new(BTreeSet::new());
     std::thread::scope(|scope| {
-        for (at, beat) in beats.iter().enumerate() {
+        for beat in &beats {
             let stream = device.stream().unwrap();
-            let (mischief, device, pool, bulk) = (&mischief, &device, &pool, &bulk);
-            let copier = &copier;
+            let (mischief, device, pool, copier) = (&mischief, &device, &pool, &copier);
             let (stop, over, unwound) = (&stop, &over, &unwound);
             scope.spawn(move || {
-                let random = Random::new(seed ^ (at as u64 + 1) << 40);
-                let mut worker =
-                    Worker { mischief, device, pool, copier, bulk, stream, random, faults, what: 0 };
+                let mut worker = Worker { mischief, device, pool, copier, stream, faults, what: 0 };
                 while !stop.load(Ordering::Relaxed) {
                     beat.fetch_add(1, Ordering::Relaxed);
                     // A refusal by the pool, the device or a source is an error, never a panic.
@@ -518,7 +479,7 @@ fn chaos(faults: bool) {
                 over.fetch_add(1, Ordering::Relaxed);
             });
         }
-        let (mut random, mut seen) = (Random::new(seed), vec![(0, Instant::now()); THREADS]);
+        let mut seen = vec![(0, Instant::now()); THREADS];
         let end = Instant::now() + Duration::from_secs(seconds);
         while over.load(Ordering::Relaxed) < THREADS as u64 {
             std::thread::sleep(Duration::from_millis(3));
@@ -527,19 +488,12 @@ fn chaos(faults: bool) {
                 node.clear_faults();
                 node.resume(0);
             } else if faults {
-                const FAILURES: [Failure; 4] =
-                    [Failure::Transient, Failure::RunsAnyway, Failure::Argument, Failure::Stall];
-                const CALLS: [HostCall; 6] = [
-                    HostCall::Copy,
-                    HostCall::Record,
-                    HostCall::Query,
-                    HostCall::CreateEvent,
-                    HostCall::Pin,
-                    HostCall::WaitEvent,
-                ];
-                let failure = FAILURES[random.below(4) as usize];
-                let call = CALLS[random.below(6) as usize];
-                node.fail(Fault { device: 0, call, nth: random.below(5), failure });
+                use Call::{Copy, CreateEvent, Pin, Query, Record, WaitEvent};
+                use Failure::{Argument, RunsAnyway, Stall, Transient};
+                const FAILURES: [Failure; 4] = [Transient, RunsAnyway, Argument, Stall];
+                const CALLS: [Call; 6] = [Copy, Record, Query, CreateEvent, Pin, WaitEvent];
+                let (failure, call) = (FAILURES[mischief.draw(4) as usize], CALLS[mischief.draw(6) as usize]);
+                node.fail(Fault { device: 0, call, nth: mischief.draw(5), failure });
                 node.resume(0);
             }
             for (beat, seen) in beats.iter().zip(&mut seen) {
@@ -565,11 +519,13 @@ fn chaos(faults: bool) {
         mischief.misdeeds.load(Ordering::Relaxed)
     );
     assert!(mischief.misdeeds.load(Ordering::Relaxed) > 0);
-    turn.quiet();
+    panicking::quiet();
     #[cfg(feature = "metrics")]
     recorder::set(None);
-    drop((bulk, copier, mischief));
+    drop((copier, mischief));
     let shutdown = pool.shutdown(HANG);
+    // Adopted values keep the pool, by the mischief that their drop makes.
+    pool.trim(0);
     pool.check().unwrap();
     let stats = pool.stats();
     let out = stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes;

@@ -16,8 +16,8 @@ use std::path::Path;
 use crate::support::doubles::{StandIn, gpu};
 
 /// The kernels' sources. The device's heap has a module of its own: loading it fixes the heap's size.
-pub const PATTERN: &str = include_str!("pattern.ptx");
-pub const SPIN: &str = include_str!("spin.ptx");
+const PATTERN: &str = include_str!("pattern.ptx");
+const SPIN: &str = include_str!("spin.ptx");
 pub const POKE: &str = include_str!("poke.ptx");
 pub const HEAP: &str = include_str!("heap.ptx");
 
@@ -172,28 +172,6 @@ impl Raw {
 
     pub fn unregister(&self, at: *mut u8) {
         self.ask("cuMemHostUnregister", &[at as usize]);
-    }
-
-    /// An event without timing.
-    pub fn event(&self) -> usize {
-        self.make("cuEventCreate", &[2])
-    }
-
-    pub fn record(&self, event: usize, stream: usize) {
-        self.ask("cuEventRecord", &[event, stream]);
-    }
-
-    /// The code of a query of an event: 0 or 600, if nothing is wrong.
-    pub fn query(&self, event: usize) -> u32 {
-        self.0.call("cuEventQuery", &[event])
-    }
-
-    pub fn destroy_event(&self, event: usize) {
-        self.ask("cuEventDestroy_v2", &[event]);
-    }
-
-    pub fn wait_event(&self, stream: usize, event: usize) {
-        self.ask("cuStreamWaitEvent", &[stream, event, 0]);
     }
 
     /// Copies from the device and waits.
