@@ -27,8 +27,7 @@
 // A pool of pinned memory.
 typedef struct pinpool_pool pinpool_pool;
 
-// How a call ended: `PINPOOL_OK`, or one of the other `PINPOOL_` numbers. `pinpool_last_error` has
-// the cause and the remedy.
+// How a call ended: `PINPOOL_OK` or another number, with cause and remedy in `pinpool_last_error`.
 typedef int32_t pinpool_status;
 
 // How a pool is opened. Fields that are 0 have their defaults.
@@ -53,8 +52,7 @@ typedef struct pinpool_options {
   // The bytes that a thread may keep for its next allocations, which take no lock then. 0: a
   // 32nd of the capacity, between 256 KiB and 64 MiB.
   uint64_t thread_cache;
-  // Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`.
-  // 0: whichever the device does best.
+  // `PINPOOL_BACKING_REGISTERED`, `PINPOOL_BACKING_HOST_ALLOC`, or 0: what the device does best.
   uint64_t backing;
 } pinpool_options;
 
@@ -124,8 +122,7 @@ const char *pinpool_version(void);
 // no sense; `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
 //
 // # Safety
-// `options` is null, for the defaults, or points to options whose texts end with a zero byte.
-// `pool` can be written.
+// `options` is null (defaults), or its texts end with a zero byte. `pool` can be written.
 pinpool_status pinpool_open(const struct pinpool_options *options,
                             struct pinpool_pool **pool);
 
@@ -194,9 +191,8 @@ pinpool_status pinpool_hold_on(struct pinpool_pool *pool,
                                const char *device,
                                void *stream);
 
-// To be called before a stream is destroyed that blocks were held for: when this returns, the
-// holds on it have their events, and the pool names the stream no more. The call waits for
-// nothing.
+// To be called before a stream is destroyed that blocks were held for: then the holds on it have
+// their events, and the pool names the stream no more. The call waits for nothing.
 //
 // An error if an event cannot be recorded: call again. `PINPOOL_CAPTURING` during a capture.
 //

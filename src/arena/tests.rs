@@ -66,8 +66,7 @@ fn tables_stay_below_one_percent() {
     }
 }
 
-/// A class's first run is a page, or what one segment needs; each further run doubles what the
-/// class has.
+/// A class's first run is a page, or what one segment needs; each further run doubles the class.
 #[test]
 fn runs_double_up_to_their_shape() {
     for len in [100, 2000, 4096, 40_000, 300_000] {

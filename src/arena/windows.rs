@@ -41,8 +41,7 @@ pub(crate) struct PageRange {
     pub(super) extent: u32,
     pub(super) first: u32,
     pub(super) end: u32,
-    /// Where the run or the free pages that the first page lies in begin, while the range is not
-    /// withheld.
+    /// Where the run or the free pages of the first page begin, while the range is not withheld.
     pub(super) begin: u32,
 }
 

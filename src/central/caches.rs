@@ -19,8 +19,7 @@
 //!
 //! 1. the transfer caches, and the cache of the thread that asks;
 //! 2. the caches of idle threads, which use the pool less than once in a millisecond;
-//! 3. for a segment of a class: half of that class's segments in the thread cache that has most of
-//!    them;
+//! 3. for a segment of a class: half of its segments in the thread cache that has most of them;
 //! 4. everything that is cached, unless it is certain that this would not serve the request. (A
 //!    large request needs neighbours, and these may be in any cache.)
 //!
@@ -43,8 +42,7 @@ use crate::segment::{Class, Placement};
 /// The most segments of a class that a thread cache has room for, and the least.
 const MOST_CACHED: usize = 64;
 const LEAST_CACHED: usize = 2;
-/// A class is alone in a thread cache if the others have room for no more than this part of its
-/// bytes.
+/// A class is alone in a thread cache if the others have room for at most this part of it.
 const SHARE_OF_OTHERS: usize = 16;
 /// The part of a thread cache's bytes that several classes have together, and the bytes that they
 /// have at least. What threads cache of many sizes is most of what a pool pins beyond what is in
@@ -66,7 +64,7 @@ fn empty(arena: &mut Arena, mut held: HeldCache<'_>) -> bool {
     let mut any = false;
     held.drain_all(|_, chain| {
         any = true;
-        // SAFETY: segments in a thread cache are free and alive; draining takes them off its lists.
+        // SAFETY: cached segments are free and alive; draining takes them off its lists.
         unsafe { arena.give_chain(chain) };
     });
     any
@@ -144,8 +142,7 @@ impl CentralPool {
             };
             let most = listed().max_by_key(|class| (beyond(class, LEAST_CACHED), beyond(class, 0)));
             let Some(most) = most.filter(|class| held.room(*class) > 0) else { break };
-            // SAFETY: segments in a thread cache are free and alive; this takes them off their
-            // list.
+            // SAFETY: cached segments are free and alive; this takes them off their list.
             unsafe { core.arena.give_chain(held.revoke(most)) };
             core.serve();
         }
@@ -277,8 +274,7 @@ impl CentralPool {
         let Some(most) = most.filter(|most| most.cached(class) > 0) else { return false };
         self.gate.revoke(std::slice::from_ref(most), |mut held| {
             let half = most.cached(class).div_ceil(2) as u32;
-            // SAFETY: segments in a thread cache are free and alive; draining takes them off its
-            // lists.
+            // SAFETY: cached segments are free and alive; draining takes them off its lists.
             unsafe { arena.give_chain(held.drain(class, half)) };
         });
         stats.reclaims += 1;

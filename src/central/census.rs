@@ -95,8 +95,7 @@ impl CentralPool {
         out.collect()
     }
 
-    /// Counts a change of the bytes that a copier has in flight without entries, which no timeline
-    /// counts.
+    /// Counts a change of a copier's bytes in flight without entries, which no timeline counts.
     pub(crate) fn unlisted_in_flight(&self, change: isize) {
         // Relaxed, here and below: sums, not signals.
         self.unlisted.fetch_add(change as u64, StdOrdering::Relaxed);
@@ -138,8 +137,8 @@ impl Core {
         self.ledger.enter(segment.name(), segment.descriptor().run(), segment.len(), origin);
     }
 
-    /// What was counted of each class, under the lock and by all threads. Exact while all owners
-    /// are shut out.
+    /// What was counted of each class, under the lock and by threads. Exact while owners are shut
+    /// out.
     pub(super) fn tally(&self) -> ClassTally {
         let mut tally = self.classes.clone();
         self.table.caches().for_each(|cache| count_on(&mut tally, cache));

@@ -100,8 +100,7 @@ impl CentralPool {
 
     /// The number of extents that were ever added.
     pub(crate) fn extents(&self) -> u64 {
-        // Relaxed: written under the lock; a caller that reads a number and then locks finds those
-        // extents.
+        // Relaxed: written under the lock; who reads a number and then locks finds those extents.
         self.extents.load(StdOrdering::Relaxed)
     }
 

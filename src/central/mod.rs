@@ -298,8 +298,7 @@ impl CentralPool {
             }
             error => error,
         })?;
-        // In regions that are aligned to less than `align`, a part of an extent's start may be
-        // lost.
+        // In regions aligned to less than `align`, a part of an extent's start may be lost.
         let lost = self.regions.as_ref().map_or(0, |regions| align.saturating_sub(regions.aligned()));
         let largest = self.config.largest.saturating_sub(lost);
         if len > largest {
@@ -403,8 +402,7 @@ impl CentralPool {
     /// Counts a segment as quarantined. It stays taken; waiters that need it get an error.
     ///
     /// # Safety
-    /// This is the descriptor's central pool, and only the caller can take the descriptor out of
-    /// its state.
+    /// This is the descriptor's central pool, and only the caller can change its state.
     unsafe fn quarantine(&self, descriptor: NonNull<Descriptor>) {
         let mut core = self.lock();
         // SAFETY: a descriptor that is out is alive.

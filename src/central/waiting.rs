@@ -416,8 +416,7 @@ impl CentralPool {
 }
 
 impl Core {
-    /// Whether waiters have rights. While memory is being pinned, none has before a look finds one
-    /// waiting.
+    /// Whether waiters have rights. While memory is pinned, none has before a look finds one.
     fn has_rights(&self) -> bool {
         !self.queue.is_empty() && (self.growing == 0 || self.windows.overdue)
     }

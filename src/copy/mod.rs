@@ -208,8 +208,7 @@ impl Stream {
         })();
         let ((dst, transfer), src) = SubmitError::unless(checked, src)?;
         let (submission, mut flight) = self.begin_from(src, Some(dst.allocation()))?;
-        // SAFETY: the entry keeps source and device memory until a mark after this call is seen
-        // complete.
+        // SAFETY: the entry keeps source and target until a mark after this call is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
         // An error drops it: the segment is in flight until a later mark is seen complete.
@@ -274,8 +273,7 @@ impl Stream {
         let unsent = |error| SubmitError { error, buffer: None };
         let (submission, mut flight) =
             self.begin_into(landing, Some(src.allocation()), src.len()).map_err(unsent)?;
-        // SAFETY: the entry keeps target and device memory until a mark after this call is seen
-        // complete.
+        // SAFETY: the entry keeps source and target until a mark after this call is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
         result.map(|()| flight).map_err(unsent)

@@ -44,8 +44,7 @@ pub struct Stream {
 }
 
 impl Device {
-    /// A new stream, which the crate owns. The call is slow on some devices: make streams at
-    /// start-up.
+    /// A new stream, owned by the crate. The call can be slow: make streams at start-up.
     ///
     /// # Errors
     /// What the driver says; the device's loss.
@@ -98,8 +97,8 @@ impl Stream {
         &self.timeline
     }
 
-    /// The number of the stream in statistics, events and reports. No other stream of this process
-    /// has or had it.
+    /// The stream's number in statistics, events and reports: no other of this process has or had
+    /// it.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.timeline.number()

@@ -194,8 +194,8 @@ impl Drop for Loan {
             self.0.complete()
         });
         if let Some(segment) = returned {
-            // SAFETY: completed: the handle is gone, and every hold was released, so the device is
-            // done with it.
+            // SAFETY: completed: the handle is gone and every hold released, so the device is done
+            // with it.
             unsafe { segment.release() };
         }
     }
@@ -224,8 +224,7 @@ impl After {
     /// waits for a copy is refused.
     pub(super) fn run(self) {
         for segment in self.returned {
-            // SAFETY: completed: the handle is gone and every event that covers it was seen
-            // complete.
+            // SAFETY: completed: the handle is gone, and events that cover it were seen complete.
             unsafe { segment.release() };
         }
         if !self.quarantined.is_empty() {

@@ -1,5 +1,4 @@
-//! Loom models of timelines: sequence numbers and events, and the parties that meet in a segment's
-//! state word.
+//! Loom models of timelines: sequence numbers, events, and who meets in a segment's state word.
 //!
 //! The driver is a double that is as late as the contract allows: a copy reads its source when an
 //! event recorded after it is first seen complete, and no sooner. An event that was never recorded
@@ -223,8 +222,7 @@ impl Setup {
         let ticket = Ticket { timeline: self.timeline.clone(), seq: u64::MAX };
         let src = segment.base().as_ptr().cast_const();
         let submission = self.timeline.begin(resource, None).unwrap();
-        // SAFETY: the segment is on the timeline now, and the buffer is used only after it is
-        // complete.
+        // SAFETY: the segment is on the timeline now; the buffer is used only after completion.
         let mut flight = InFlight::new(ticket, unsafe { PinnedBuf::new(segment, 0) }, None);
         step();
         let transfer = Transfer::Upload { src, dst: DevicePtr(0), len: LEN };
@@ -269,8 +267,7 @@ impl Setup {
 
 type Threads = Vec<JoinHandle<()>>;
 
-/// A model of one stream. `run` returns the threads that are to be joined before everything
-/// completes.
+/// A model of one stream. `run` returns the threads to be joined before everything completes.
 fn stream_model(name: &'static str, run: impl Fn(&Setup) -> Threads + Sync + Send + 'static) {
     model(name, 3, move || {
         let setup = Setup::new();
@@ -346,7 +343,7 @@ fn loom_event_after_loss() {
         setup.driver.refuses.store(true, Ordering::Relaxed);
         let closers = [0, 1].map(|_| {
             setup.spawn(|setup| {
-                // Closes even if nothing new was submitted, as one stream that waits for another
+                // Closes even if nothing new was submitted, as a stream that waits for another
                 // does.
                 let _ = setup.timeline.wait_here(StreamHandle(1));
             })

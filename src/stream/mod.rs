@@ -11,8 +11,8 @@
 //!
 //! - An entry completes only when an event that was recorded after its driver call was seen
 //!   complete. An error never reads as complete: what cannot be shown to be done is quarantined.
-//! - Handles own no memory that is in flight; the timeline does. A dropped or forgotten handle ends
-//!   no copy early.
+//! - Handles own no memory in flight; the timeline does. A dropped or forgotten handle ends no
+//!   copy.
 //! - No driver call and no code of the program runs under a timeline's lock.
 //! - A [`Stream`] keeps its device open, and thereby its reaper. A busy timeline is on the reaper's
 //!   list, which keeps the timeline alive.

@@ -7,8 +7,7 @@
 //! and free at the same time therefore take different locks. An address is looked for in the
 //! calling thread's part first, then in the others.
 //!
-//! Each part also knows the streams that its threads hold blocks for: finding out what a stream is
-//! takes several driver calls.
+//! Each part knows the streams of its threads: to find one out takes several driver calls.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

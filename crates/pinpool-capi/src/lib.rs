@@ -77,8 +77,7 @@ pub struct pinpool_options {
     /// The bytes that a thread may keep for its next allocations, which take no lock then. 0: a
     /// 32nd of the capacity, between 256 KiB and 64 MiB.
     pub thread_cache: u64,
-    /// Where the memory comes from: `PINPOOL_BACKING_REGISTERED` or `PINPOOL_BACKING_HOST_ALLOC`.
-    /// 0: whichever the device does best.
+    /// `PINPOOL_BACKING_REGISTERED`, `PINPOOL_BACKING_HOST_ALLOC`, or 0: what the device does best.
     pub backing: u64,
 }
 
@@ -127,8 +126,7 @@ pub extern "C" fn pinpool_version() -> *const c_char {
 /// no sense; `PINPOOL_EXHAUSTED` where the memory cannot be pinned. Then `*pool` is null.
 ///
 /// # Safety
-/// `options` is null, for the defaults, or points to options whose texts end with a zero byte.
-/// `pool` can be written.
+/// `options` is null (defaults), or its texts end with a zero byte. `pool` can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_open(
     options: *const pinpool_options,
@@ -327,9 +325,8 @@ pub unsafe extern "C" fn pinpool_hold_on(
     })
 }
 
-/// To be called before a stream is destroyed that blocks were held for: when this returns, the
-/// holds on it have their events, and the pool names the stream no more. The call waits for
-/// nothing.
+/// To be called before a stream is destroyed that blocks were held for: then the holds on it have
+/// their events, and the pool names the stream no more. The call waits for nothing.
 ///
 /// An error if an event cannot be recorded: call again. `PINPOOL_CAPTURING` during a capture.
 ///

@@ -6,8 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use pinpool::{Error, ErrorClass};
 
-/// How a call ended: `PINPOOL_OK`, or one of the other `PINPOOL_` numbers. `pinpool_last_error` has
-/// the cause and the remedy.
+/// How a call ended: `PINPOOL_OK` or another number, with cause and remedy in `pinpool_last_error`.
 pub type pinpool_status = i32;
 
 /// The call has done what it says.

@@ -22,8 +22,7 @@ use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen_direct
 use crate::sealed::Key;
 use crate::segment::PAGE;
 
-/// Of a partly cached chunk, stretches of this length are read from the cache if they are cached as
-/// a whole.
+/// Of a partly cached chunk, stretches of this length are read from the cache if they are there.
 const STRETCH: usize = 256 << 10;
 
 /// How a file is read: [`FileSource::reading`].

@@ -181,8 +181,7 @@ fn room_behind(full: usize, offset: usize, rows: usize) -> usize {
     room - room / (LONGEST_ROW / ROW)
 }
 
-/// Fills a chunk's segment: `fill` is given each part's number and place, and the gaps between are
-/// zeroed.
+/// Fills a chunk's segment: `fill` gets each part's number and place; gaps are zeroed.
 ///
 /// # Safety
 /// `fill` has written all bytes of the place that it is given when it returns `Ok`.
@@ -249,8 +248,8 @@ impl<F: Fn(usize) -> Option<Piece>> Plan for Borrowed<F> {
     fn drain(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         chunk.parts.iter().try_for_each(|part| {
             let bytes = part.of(bytes)?;
-            // SAFETY: within the piece, which can be written: the promise of `new`. Each byte is in
-            // one chunk.
+            // SAFETY: within the piece, which is writable by `new`'s promise; a byte is in one
+            // chunk.
             let to =
                 unsafe { std::slice::from_raw_parts_mut(part.host.cast::<MaybeUninit<u8>>(), bytes.len()) };
             // Past the caches: the memory is read later, if at all.
@@ -383,8 +382,7 @@ mod tests {
             }
             let left = pieces.iter().map(|piece| (piece.len * piece.count) as u64).sum();
             let mut cursor = Cursor { left, ..Cursor::default() };
-            // Where each byte is on the host and on the device: the ranges that are due, and those
-            // that come.
+            // Where each byte is on the host and on the device: ranges that are due, and that come.
             let due = pieces.iter().flat_map(|piece| {
                 let range = |n| (piece.host.addr() + n * piece.len, piece.device + (n * piece.stride) as u64, piece.len);
                 (0..piece.count).map(range)

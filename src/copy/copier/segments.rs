@@ -124,8 +124,7 @@ impl Segments {
         }
     }
 
-    /// A segment of full length; where the pool has none, its longest one, if that is no shorter
-    /// than `least`.
+    /// A segment of full length; if the pool has none, its longest one of `least` bytes or more.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
         let ask = |len| self.pool.for_copier(Self::request(len), Waiter::Retry);
         let got = match ask(self.len) {

@@ -1,5 +1,4 @@
-//! Copying between memory and segments: by `memcpy`, or by stores that go past the caches. Fetching
-//! ahead.
+//! Copies between memory and segments: by `memcpy`, or by stores past the caches. Prefetching.
 //!
 //! *Into segments*, which the device reads next: through the caches, from which the device is
 //! served. On an H200 machine eight threads reach 0.76 of the link's speed past them, and 0.92

@@ -73,8 +73,7 @@ impl Workers {
         self.advance();
     }
 
-    /// Waits until the bytes before `offset` arrived or the job is over. `false`: the deadline came
-    /// first.
+    /// Waits until the bytes before `offset` arrived or the job is over. `false`: at the deadline.
     pub(super) fn wait(&self, job: &Job, deadline: Option<Instant>, offset: u64) -> bool {
         if self.engine.settings.threads == 0 {
             self.step_until(job, offset);
@@ -92,8 +91,7 @@ impl Workers {
         self.as_worker(rounds).is_some_and(|moved| moved > 0)
     }
 
-    /// Runs the one worker of a copier without threads. `None`: there is none, or another thread is
-    /// it now.
+    /// Runs the one worker of a copier without threads. `None`: none, or another thread is it now.
     fn as_worker<R>(&self, run: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         if self.engine.settings.threads > 0 {
             return None;

@@ -239,8 +239,8 @@ impl CudaApi {
         type Ask = unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode;
         let ask = |entry: Entry<Ask>| {
             let mut text: *const c_char = std::ptr::null();
-            // SAFETY: the call writes to `text` null or a string of the library's, which is never
-            // unloaded.
+            // SAFETY: the call sets `text` to null or to a string of the library, which stays
+            // loaded.
             unsafe {
                 entry.call(code, &raw mut text);
                 (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())

@@ -18,8 +18,7 @@ use crate::device::{GraphEnd, StreamHandle};
 use crate::error::{Error, Result};
 use crate::foreign;
 
-/// cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which is required: no program can wait for the
-/// destructor.
+/// cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, required: nobody can wait for the destructor.
 const NO_DESTRUCTOR_SYNC: c_uint = 1;
 /// cuda.h: CU_STREAM_CAPTURE_STATUS_ACTIVE.
 const ACTIVE: c_uint = 1;
@@ -28,8 +27,7 @@ const ACTIVE: c_uint = 1;
 unsafe extern "C" fn graph_ended(object: *mut c_void) {
     // SAFETY: `keep` made the object out of such a box, and the driver calls this once.
     let ended = unsafe { Box::from_raw(object.cast::<GraphEnd>()) };
-    // Unwinding into the driver would be undefined behaviour. After a panic the driver needs no
-    // answer.
+    // Unwinding into the driver is undefined behaviour. After a panic it needs no answer.
     _ = foreign::survive("the end of a graph could not be reported: its buffers are leaked", ended);
 }
 

@@ -77,15 +77,14 @@ const DISABLE_TIMING: u32 = 2;
 /// cuda.h: CU_STREAM_CAPTURE_MODE_RELAXED.
 const RELAXED: u32 = 2;
 
-/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: host and device may use managed memory at
-/// once.
+/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: host and device may use it at once.
 const CONCURRENT_MANAGED_ACCESS: c_int = 89;
 /// cuda.h: CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, from CUDA 12.2 on.
 const HOST_NUMA_ID: c_int = 134;
 
 thread_local! {
-    /// Whether this is one of the crate's threads, where the context is always current and the mode
-    /// always relaxed.
+    /// Whether this is a thread of the crate: its context is always current, its mode always
+    /// relaxed.
     static CUDA_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -193,16 +192,14 @@ fn exchange_mode(api: &CudaApi, mut mode: u32) -> Option<u32> {
     (code == CudaCode::SUCCESS).then_some(mode)
 }
 
-/// While this exists, the crate's context is current on this thread. Its drop restores the caller's
-/// context and capture mode.
+/// Makes the crate's context current on this thread; its drop restores context and capture mode.
 #[must_use]
 struct CudaCurrent<'a> {
     api: &'a CudaApi,
     pushed: bool,
     /// The caller's capture mode, where it was changed.
     mode: Option<u32>,
-    /// Dropped last: the process's exit waits for it. `None`: the exit has begun, and every call is
-    /// refused.
+    /// Dropped last: the process's exit waits for it. `None`: it has begun; every call is refused.
     _pass: Option<Pass>,
 }
 
@@ -518,8 +515,8 @@ impl Driver for Cuda {
         let (api, stream) = (self.api, stream(handle));
         match transfer {
             Transfer::Upload { src, dst, len } => {
-                // SAFETY: the caller promises the source; the target is within an allocation that
-                // the copy's handle keeps.
+                // SAFETY: the caller promises the source; the copy's handle keeps the target's
+                // allocation.
                 self.said("cuMemcpyHtoDAsync", unsafe {
                     api.copy_to_device.call(dst.0, src.cast(), len, stream)
                 })
@@ -657,8 +654,7 @@ impl Drop for Cuda {
         let (api, device, primary) = (self.api, self.device, self.primary);
         // A number, so that the closure can go to another thread.
         let (context, kernels) = (self.context as usize, kernels);
-        // The calls may block. A thread of the crate's makes them here; any other has a new thread
-        // make them.
+        // The calls may block. A thread of the crate makes them; any other has a new thread do so.
         self.ending.end(&self.name, CUDA_THREAD.get(), move || {
             if let Some(kernels) = kernels {
                 kernels.unload(api, context as CUcontext);

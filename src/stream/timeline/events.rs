@@ -92,8 +92,7 @@ impl Timeline {
 
     // --- asking ----------------------------------------------------------------------------------
 
-    /// Asks about the oldest events, unless another thread is asking. Returns whether anything
-    /// completed.
+    /// Asks about the oldest events, unless another thread does. Returns whether any completed.
     pub(crate) fn ask(&self) -> bool {
         // A plain load first: a compare-and-swap, failing or not, would take the cache line away
         // from the asking thread. Acquire: pairs with the release in `Asking`, so that the threads
@@ -145,8 +144,7 @@ impl Timeline {
         let mut state = self.state.lock();
         // If the stream was lost meanwhile, `lose` has dealt with its events.
         let Some(mark) = state.take_mark(seq) else { return };
-        // Events that failed before this number was closed were recorded before its event, if at
-        // all.
+        // Events that failed before this number was closed come before its event, if at all.
         let (free, failed): (Vec<_>, _) = state.failed.drain(..).partition(|(closed, _)| *closed < seq);
         state.failed = failed;
         (state.record_failures, state.ask_failures) = (0, 0);
@@ -164,11 +162,9 @@ impl Timeline {
         crate::sync::landing(|| after.run());
     }
 
-    /// What is complete on this stream can never be known: quarantines what is in flight, and wakes
-    /// all waiters.
+    /// Gives the stream up: quarantines what is in flight, and wakes all waiters.
     pub(crate) fn lose(&self, error: &Error) {
-        // What is quarantined wakes waiters when the lock is released, and these must not wait for
-        // a copy either.
+        // Quarantine wakes waiters when the lock is released, and these must not wait for a copy.
         crate::sync::landing(|| {
             let mut after = After::default();
             let mut state = self.state.lock();
@@ -221,8 +217,7 @@ impl Timeline {
         }
     }
 
-    /// Closes the open sequence number if the caller wants it, or an event failed, and asks the
-    /// driver.
+    /// Closes the open sequence number if asked to or an event failed, and asks the driver.
     fn look_at(
         &self,
         state: Option<MutexGuard<'_, TimelineState>>,
@@ -421,8 +416,7 @@ impl TimelineState {
         }
     }
 
-    /// Quarantines every entry that has joined a sequence number. A pending entry follows when it
-    /// joins.
+    /// Quarantines every entry with a sequence number. A pending entry follows when it joins.
     ///
     /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go
     /// of. Otherwise the copies may still be queued, and their device memory is leaked, since a
@@ -449,8 +443,7 @@ impl TimelineState {
 
 /// Counts a failed attempt. Returns whether there is to be no other attempt.
 fn gives_up(failures: &mut u32, error: &Error) -> bool {
-    // An error of a capture says nothing about the stream's work, and a capture ends sooner or
-    // later.
+    // A capture's error says nothing about the stream's work, and the capture will end.
     if error.class() == ErrorClass::Capture {
         return false;
     }

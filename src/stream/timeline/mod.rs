@@ -1,5 +1,4 @@
-//! A stream's timeline: what was submitted, which events cover it, and what is known to be
-//! complete.
+//! A stream's timeline: what was submitted, which events cover it, what is known to be complete.
 //!
 //! # Sequence numbers and events
 //!
@@ -145,15 +144,14 @@ struct TimelineState {
     open_bytes: usize,
     /// The highest number that a recorded event covers.
     covered: u64,
-    /// Threads that name the stream to the driver: they found a number due, or record the event of
-    /// a closed one.
+    /// Threads that name the stream to the driver: a number is due, or a closed one's event.
     under_way: u32,
     /// Failures of recording after which no event was recorded, and of asking, none of them
     /// passing. After both, nothing was seen complete.
     record_failures: u32,
     ask_failures: u32,
-    /// What is in flight, oldest first, and behind it what is being submitted: `pending` entries,
-    /// in no order.
+    /// What is in flight, oldest first; behind it `pending` entries that are being submitted,
+    /// unordered.
     entries: VecDeque<TimelineEntry>,
     pending: usize,
     /// The recorded events that are not known to be complete.
@@ -162,8 +160,7 @@ struct TimelineState {
     /// time. They may be recorded all the same, so they are used again when an event that was
     /// recorded later is complete.
     failed: Vec<(u64, EventHandle)>,
-    /// Threads and tasks that wait, by their sequence numbers, and by numbers of which none is used
-    /// twice.
+    /// Threads and tasks that wait, by their sequence numbers and by numbers that are used once.
     waiting: BTreeMap<(u64, u64), Wake>,
     next_wait: u64,
     /// Counts changes of what is in flight, so that a reader that looks twice knows whether
@@ -212,8 +209,7 @@ pub(crate) struct Timeline {
     listing: Arc<Listing>,
     /// The highest sequence number that is known to be complete.
     completed: CachePadded<AtomicU64>,
-    /// The error with which the stream was given up. Set under the state's lock, before any waiter
-    /// is woken.
+    /// The error with which the stream was given up. Set under the lock, before waiters are woken.
     lost: OnceLock<Error>,
     /// Whether a thread has the role of asking.
     asking: AtomicBool,
@@ -291,8 +287,7 @@ impl Timeline {
         _ = self.close();
     }
 
-    /// Gives `keep_alive` to the timeline, unless it has one already: that one keeps the same
-    /// stream alive.
+    /// Gives `keep_alive` to the timeline, unless it has one already, of the same stream.
     pub(crate) fn keep(&self, keep_alive: KeepAlive) {
         let _ = self.keep_alive.set(keep_alive);
     }
@@ -378,8 +373,7 @@ impl Timeline {
     /// shared stream, too, the number may stay open for a while.
     fn commit(self: &Arc<Self>, number: u64, patient: bool) -> u64 {
         let mut state = self.state.lock();
-        // Read under the lock: a thread that shares the stream after this closes the sequence
-        // number itself.
+        // Under the lock: a thread that shares the stream later closes the sequence number itself.
         let shared = self.is_shared();
         let seq = state.open;
         state.join(number, seq);
@@ -395,8 +389,7 @@ impl Timeline {
         if let Some(error) = self.lost.get() {
             self.lose(error);
         }
-        // A failure leaves the entry to a later event. The submitter has asked about a capture
-        // before.
+        // A failure leaves the entry to a later event. The submitter asked about a capture.
         _ = closing.map(|closing| closing.record(None));
         seq
     }
@@ -459,8 +452,7 @@ impl Timeline {
         }
         drop(state);
         if segment.descriptor().word().state() == state::HOST {
-            // SAFETY: fresh, or every event that covers it was seen complete; and its owner gives
-            // it up here.
+            // SAFETY: fresh, or events that cover it were seen complete; and its owner gives it up.
             unsafe { segment.release() };
         }
     }
@@ -522,8 +514,7 @@ impl TimelineState {
         self.open_bytes += entry.flown.as_ref().map_or(0, |flown| flown.bytes);
     }
 
-    /// The entry with a segment that is claimed. `None` for one that is not, and for one that was
-    /// seen complete.
+    /// The entry with a claimed segment. `None`: it is not claimed, or was seen complete.
     fn claimed(&mut self, segment: &Segment) -> Option<&mut TimelineEntry> {
         // A claim ends under the lock, so a word that says CLAIMED goes on saying so.
         if segment.descriptor().word().state() != state::CLAIMED {
@@ -548,8 +539,7 @@ pub(crate) struct Submission<'a> {
 }
 
 impl Submission<'_> {
-    /// The driver was called, with whatever result. Returns the sequence number of the entry in
-    /// flight.
+    /// The driver was called, with any result. Returns the entry's sequence number.
     pub(crate) fn commit(mut self) -> u64 {
         self.join()
     }

@@ -47,8 +47,7 @@ const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 /// Looks without anything in flight before the reaper takes a timeline off the list.
 const IDLE_LOOKS: u32 = 16;
-/// Listed timelines from which on the longest pause is longer; and the timelines that a pool looks
-/// at, at most.
+/// Listed timelines beyond which the longest pause grows; a pool looks at no more at a time.
 const BATCH: usize = 64;
 
 /// A listed timeline.
@@ -126,8 +125,7 @@ impl Listing {
 
     /// The device closes: its reaper ends as soon as nothing is in flight.
     pub(crate) fn close(&self, context: &Context) {
-        // The child of a fork has no reaper, and another thread of the parent may have held the
-        // lock.
+        // A fork's child has no reaper, and another thread of the parent may have held the lock.
         if crate::os::forked() {
             return;
         }
@@ -173,8 +171,7 @@ impl Listing {
                 timeline.advance(now)
             })
             .unwrap_or_else(|| {
-                // The panic may have left the timeline's state half changed: it is given up as a
-                // whole.
+                // The panic may have left the timeline half changed: it is given up as a whole.
                 timeline.lose(&Error::Internal("a look at a stream panicked"));
                 true
             })
@@ -326,8 +323,7 @@ mod tests {
         let (timeline, now) = (streams[0].timeline(), then + 30 * MS);
         queue.note(timeline, true, now, IDLE_LOOKS);
         assert_eq!(queue.listed[0].next_look, now + SHORTEST_PAUSE);
-        // That nothing is in flight any more is news, too. The timeline stays listed for some
-        // looks.
+        // An empty timeline is news, too. It stays listed for some looks.
         timeline.lose(&Error::Internal("on purpose"));
         for _ in 1..IDLE_LOOKS {
             queue.note(timeline, false, now + MS, IDLE_LOOKS);

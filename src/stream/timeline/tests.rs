@@ -97,8 +97,7 @@ impl Rig {
         self.node.fail(Fault { device: 0, call, nth: 0, failure });
     }
 
-    /// The next call of this kind panics whenever that is armed: it stands for a mistake in this
-    /// crate.
+    /// The next call of this kind panics when armed: it stands for a mistake in this crate.
     fn panics(&self, at: Call) -> Arc<AtomicBool> {
         let armed = Arc::new(AtomicBool::new(false));
         let is_armed = armed.clone();
@@ -376,8 +375,7 @@ fn only_lasting_failures_in_a_row_lose_a_stream() {
     }
 }
 
-/// It keeps the device open by what is the device's own, such as a registration. (A segment is its
-/// pool's.)
+/// It keeps the device open by the device's own, such as a registration; a segment is its pool's.
 #[test]
 fn a_stream_that_is_lost_quarantines_what_the_device_may_use() {
     let rig = Rig::by_hand();

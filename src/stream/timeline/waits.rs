@@ -14,8 +14,7 @@ use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Task;
 use crate::sync::{Ordering, thread};
 
-/// For how long a waiting thread asks continuously before it parks and leaves the asking to the
-/// reaper.
+/// For how long a waiting thread asks without pause before it leaves the asking to the reaper.
 const SPIN: Duration = Duration::from_micros(50);
 
 /// Until when, from the start of the wait, a waiting thread then asks with pauses, on a machine
@@ -23,8 +22,7 @@ const SPIN: Duration = Duration::from_micros(50);
 /// the reaper the waiter would learn of it after as long again (the reaper's pause and the thread's
 /// wake).
 const PAUSED_SPIN: Duration = Duration::from_micros(250);
-/// The pause between two of these questions. A thread that asks without pause slows threads that
-/// submit.
+/// The pause between two such questions: asking without pause slows threads that submit.
 const APART: Duration = Duration::from_micros(5);
 /// From this number of cores on a machine has some to spare.
 const MANY_CORES: usize = 8;
@@ -44,8 +42,7 @@ impl Timeline {
     /// The error with which the stream was lost: the number never will be complete.
     /// [`Error::Forked`] in the child of a fork.
     pub(crate) fn is_complete(&self, seq: u64) -> Result<bool> {
-        // First: in the child of a fork the memory is not there, even if the parent's device was
-        // done with it.
+        // First: in a fork's child the memory is not there, even if the parent's device was done.
         crate::os::check_fork()?;
         // Acquire: pairs with the release in `complete`.
         if self.completed.load(Ordering::Acquire) >= seq {
@@ -78,8 +75,7 @@ impl Timeline {
             seq >= state.open || self.is_shared() && seq > state.covered
         };
         if is_due {
-            // (The capture is of this stream; or of another one, if this is the legacy default
-            // stream.)
+            // (The capture is of this stream; or of another, if this is the legacy default stream.)
             let closed = self.close();
             if self.is_shared() && closed.is_err_and(|error| error.class() == ErrorClass::Capture) {
                 return Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" });
@@ -175,8 +171,7 @@ impl Timeline {
     ) -> Result<bool> {
         crate::os::check_fork()?;
         self.forget_waker(seq, key);
-        // If a capture is in the way, the reaper closes the number after it, and a task can wait
-        // for that.
+        // If a capture is in the way, the reaper closes the number after it; a task can wait.
         let _ = self.flush(seq);
         if self.poll_complete(seq)? {
             return Ok(true);
@@ -206,8 +201,7 @@ impl Timeline {
     pub(crate) fn forget_waker(&self, seq: u64, key: &mut Option<u64>) {
         // In the child of a fork another thread of the parent may hold the lock for ever.
         if let Some(key) = key.take().filter(|_| !crate::os::forked()) {
-            // Dropped after the lock: the waker may be the last owner of a task, and the task of
-            // buffers.
+            // Dropped after the lock: the waker may own a task, and the task buffers.
             let waker = self.state.lock().waiting.remove(&(seq, key));
             drop(waker);
         }

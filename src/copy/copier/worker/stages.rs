@@ -29,8 +29,8 @@ pub(super) enum Stage {
     Spreading(Done),
     /// Down: the bytes are in the segment, and the worker writes them to where they go.
     Landed,
-    /// The driver has refused a copy. The chunk ends when the others that were submitted with it
-    /// are complete.
+    /// The driver has refused a copy. The chunk ends when the others submitted with it are
+    /// complete.
     Refused(Ticket, Error),
 }
 
