@@ -116,6 +116,7 @@ fn a_global_capture_survives_the_pool() {
             let copier = Copier::builder(&pool, &device).ring(1 << 20).build().unwrap();
             let pieces = (0..64).map(|i| (&[7_u8; 99][..], memory.slice(i * 100..i * 100 + 99).unwrap()));
             copier.upload_slices(&pieces.collect::<Vec<_>>()).unwrap();
+            assert!(gpu.stand_in.is_none() || copier.stats().launches > 0, "{:?}", copier.stats());
             is_capturing(copier.wait_for(&adopt(&device, captured)));
             drop(copier);
             // Memory by its address, copies between host memory, and the heap's limit.

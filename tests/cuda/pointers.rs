@@ -180,5 +180,8 @@ fn the_heaps_limit_is_set_before_it_is_used() {
         // Other errors are what they are.
         d.fail("cuCtxSetLimit", 1, 2, false);
         assert!(set_device_heap_limit(&other, 1 << 40).unwrap_err().is_retryable());
+        d.fail("cuCtxGetLimit", 1, 700, false);
+        assert!(device_heap_limit(&other).unwrap_err().is_device_lost() && other.lost().is_some());
+        assert_eq!(device.lost(), None);
     });
 }
