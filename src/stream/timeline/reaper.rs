@@ -17,10 +17,10 @@
 //! longer in proportion where more are: so a thousand streams that hang cost a hundredth of a core.
 //! For the same reason the list is searched only for timelines of which there is news.
 //!
-//! A pool that runs short looks on the thread of the request at timelines that the reaper would
-//! look at within the next millisecond, so that requests that fail look at streams that hang hardly
-//! ever. A program that reaps, and who moves a device by hand, looks at all of them
-//! ([`Listing::look`]). A look at all of them takes idle timelines off the list at once.
+//! A pool that runs short looks, on the thread of the request, at timelines that the reaper would
+//! look at within the next millisecond, [`BATCH`] at most: at all where no more are listed, and
+//! where thousands hang at hardly any. A program that reaps, and who moves a device by hand, looks
+//! at all of them ([`Listing::look`]), which takes idle ones off the list at once.
 //!
 //! # Invariants
 //!
@@ -152,12 +152,16 @@ impl Listing {
     /// and a device by hand. Or at those alone whose looks come soon: for a pool that runs short.
     /// Returns whether anything completed.
     pub(crate) fn look(&self, all: bool) -> bool {
+        let mut queue = self.queue.lock();
+        // Read under the lock: the reaper may have put off looks just before.
         let now = Instant::now();
         if !all {
-            let soon = self.queue.lock().soon(now);
+            let soon = queue.soon(now);
+            drop(queue);
             return self.look_at(&soon, true, IDLE_LOOKS);
         }
-        let mut timelines = self.queue.lock().take(now, usize::MAX);
+        let mut timelines = queue.take(now, usize::MAX);
+        drop(queue);
         // In an order that no clock decides, so that a run on a device by hand can be repeated.
         timelines.sort_by_key(|timeline| timeline.number());
         self.look_at(&timelines, true, 1)
