@@ -1,6 +1,8 @@
 //! Memory that is not the pool's own: what the device allocates, what the pool adopts, values that are
 //! registered.
 
+use std::ops::Deref;
+
 use memmap2::MmapMut;
 use pinpool::host::HostUsage;
 use pinpool::{Backing, HostAllocFlags, Unpinned};
@@ -14,6 +16,9 @@ use crate::support::value::Value;
 
 /// What a server does with such memory.
 pub const OTHERS: &[Topic] = &[pools, values];
+/// What a clean run must have sent there and back: from memory of two backings, and values that are shared,
+/// dropped and waited for.
+pub const COMPARED: [&str; 5] = ["allocated", "managed", "shared", "dropped", "waited for"];
 
 const PAGE: usize = 64 << 10;
 /// Bytes that are sent, which the server's device memory has room for.
@@ -40,7 +45,7 @@ impl Server<'_> {
                         s.wrong(format!("{what}: the memory came back changed: {error}"));
                     }
                     // A lost device may still reach a part of it.
-                    None if !error.is_device_lost() => {
+                    None if what != "adopt" || !error.is_device_lost() => {
                         s.wrong(format!("{what}: the memory was kept: {error}"))
                     }
                     _ => {}
@@ -54,6 +59,22 @@ impl Server<'_> {
     /// What was submitted, unless that failed or is lost.
     fn outcome<B: Lend, L>(&mut self, submitted: Result<InFlight<B>, SubmitError<L>>) -> Option<B> {
         submitted.ok().and_then(|flight| self.settle(flight))
+    }
+
+    /// What came back of what was sent. A run with a fault may have sent nothing.
+    fn came(
+        &mut self,
+        what: &'static str,
+        sent: bool,
+        back: Option<impl Deref<Target = [u8]>>,
+        bytes: &[u8],
+    ) {
+        if let Some(back) = back.filter(|_| sent) {
+            self.did(what);
+            if *back != *bytes {
+                self.wrong(format!("{what}: wrong bytes, reported as done"));
+            }
+        }
     }
 
     fn checks(&mut self, pool: &Pool) {
@@ -88,9 +109,8 @@ fn pool_of(s: &mut Server<'_>, backing: Backing) -> Option<()> {
     let sent = s.outcome(sent).is_some();
     let landing = s.again("checkout", |_| pool.checkout_timeout(LEN, HANG))?;
     let back = s.streams[0].download(&memory, landing);
-    if s.outcome(back).is_some_and(|back| sent && *back != *bytes(1, LEN)) {
-        s.wrong("wrong bytes, reported as done");
-    }
+    let back = s.outcome(back);
+    s.came(COMPARED[usize::from(backing == Backing::Managed)], sent, back, &bytes(1, LEN));
     let held = s.streams[0].hold(());
     s.outcome(held);
     s.device.reap();
@@ -143,9 +163,8 @@ fn value(s: &mut Server<'_>, round: usize) -> Option<()> {
     };
     let target = s.give("register", vec![0; LEN], |s, value| s.device.register(value))?;
     let back = s.streams[0].download(&memory, target);
-    if s.outcome(back).is_some_and(|back| sent && *back != *content) {
-        s.wrong("wrong bytes, reported as done");
-    }
+    let back = s.outcome(back);
+    s.came(COMPARED[2 + round], sent, back, &content);
     Some(())
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake};
 use std::time::Duration;
 
-use pinpool::host::{HostConfig, HostNode};
+use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Checkout, Device, PinnedBuf, Pool, Unpinned};
 
 use crate::support::doubles::HANG;
@@ -31,9 +31,10 @@ fn filled(pool: &Pool, len: usize, byte: u8) -> PinnedBuf {
     buf
 }
 
-/// A subscriber asks the pool when an event reports that a stream is lost, and gets its answer.
+/// A subscriber asks the pool when an event reports that a stream is lost or pinning fails, and gets its
+/// answer.
 #[test]
-fn a_subscriber_asks_the_pool_when_a_stream_is_lost() {
+fn a_subscriber_asks_the_pool_when_a_stream_is_lost_or_pinning_fails() {
     own_process!();
     panicking::install();
     type Ask = fn(&Pool);
@@ -44,12 +45,14 @@ fn a_subscriber_asks_the_pool_when_a_stream_is_lost() {
         ("check", |pool| drop((pool.check(), pool.trim(0)))),
         ("checkout", |pool| drop((pool.try_checkout(64), pool.pinning(), pool.regions()))),
     ];
-    for (what, ask) in ways {
+    let troubles: [fn(&HostNode, &Device, &Pool); 2] = [a_stream_is_lost, pinning_fails];
+    for ((what, ask), trouble) in ways.into_iter().flat_map(|way| troubles.map(|trouble| (way, trouble))) {
         let (tell, told) = mpsc::channel();
         std::thread::spawn(move || {
             let (node, device) = node();
-            let pool = pool(&device, 1 << 20);
-            let (stream, small) = (device.stream().unwrap(), device.alloc(64).unwrap());
+            let pool = Pool::builder(&device).capacity(8 << 20).initial(1 << 20).region(1 << 20);
+            let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
+            pool.wait_pinned(None).unwrap();
             let (asked, answered) = (pool.clone(), Arc::new(AtomicUsize::new(0)));
             let count = answered.clone();
             act(move |call, what| {
@@ -58,11 +61,7 @@ fn a_subscriber_asks_the_pool_when_a_stream_is_lost() {
                     count.fetch_add(1, Ordering::Relaxed);
                 }
             });
-            node.hang(0);
-            let flight = stream.upload(filled(&pool, 64, 1), &small).unwrap();
-            node.kill(0);
-            let lost = flight.wait_timeout(HANG).unwrap_err();
-            assert!(lost.error.is_device_lost(), "{}", lost.error);
+            trouble(&node, &device, &pool);
             until("the subscriber has had its answer", || answered.load(Ordering::Relaxed) > 0);
             _ = pool.stats();
             quiet();
@@ -70,6 +69,22 @@ fn a_subscriber_asks_the_pool_when_a_stream_is_lost() {
         });
         told.recv_timeout(HANG).unwrap_or_else(|_| panic!("{what} hangs, or panicked"));
     }
+}
+
+fn a_stream_is_lost(node: &HostNode, device: &Device, pool: &Pool) {
+    let (stream, small) = (device.stream().unwrap(), device.alloc(64).unwrap());
+    node.hang(0);
+    let flight = stream.upload(filled(pool, 64, 1), &small).unwrap();
+    node.kill(0);
+    let lost = flight.wait_timeout(HANG).unwrap_err();
+    assert!(lost.error.is_device_lost(), "{}", lost.error);
+}
+
+fn pinning_fails(node: &HostNode, _: &Device, pool: &Pool) {
+    let _first = pool.checkout(900_000).unwrap();
+    node.fail(Fault { device: 0, call: HostCall::Pin, nth: 0, failure: Failure::Argument });
+    // Whether another attempt serves the request does not matter here.
+    drop(pool.checkout_timeout(900_000, Duration::from_millis(100)));
 }
 
 /// Wakers that poll their task at once, where they are called: each serves the next. By a loop, so any number of them.

@@ -17,7 +17,7 @@ use std::task::{Context, Poll, Wake};
 use std::time::{Duration, Instant};
 
 use pinpool::copier::{Fill, Priority, Sink, Source, Transfer};
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
 use pinpool::telemetry::Sampler;
 use pinpool::{
     Copier, Device, DeviceSlice, Error, InFlight, Lend, PinnedBuf, Pool, Request, Stream, SubmitError,
@@ -532,6 +532,7 @@ fn chaos(faults: bool) {
     assert_eq!(out, 0, "{shutdown:?}, {stats:?}");
     drop(pool);
     device.close(HANG).unwrap();
+    assert_eq!(node.live(0), HostUsage::default());
 }
 
 #[test]
