@@ -138,10 +138,10 @@ pub(super) fn blocks(on: &Subject) {
             in_use(pool) == 0
         });
         assert!(fetch(pool, &on.stream(), &DeviceSlice::from(&long)) == sent);
-        match on.device.register(vec![0; 70_000].into_boxed_slice()) {
+        match on.device.register(vec![3; 70_009].into_boxed_slice()) {
             Ok(value) => {
                 let came = copier.download_pages(vec![(long, value)]).unwrap().wait().unwrap();
-                assert!(*came[0] == *sent);
+                assert!(came[0][..70_000] == *sent && came[0][70_000..] == [3; 9]);
             }
             Err(error) => assert!(on.cannot(&error.error), "{}", error.error),
         }

@@ -115,7 +115,7 @@ fn a_waker_whose_drop_panics_loses_no_wake_and_leaves_no_wait_behind() {
 }
 
 /// What is in flight on a device that was named twice is not counted twice; and a request that misses is one
-/// miss, however often it is tried before it fails.
+/// miss, however often it is tried before it is served or fails.
 #[test]
 fn nothing_is_counted_twice() {
     let (_machine, device) = by_hand();
@@ -123,6 +123,7 @@ fn nothing_is_counted_twice() {
     let stream = device.stream().unwrap();
     assert_eq!(pool.devices().len(), 1);
     let _held = pool.checkout(4096).unwrap();
+    assert_eq!(pool.stats().misses, 1);
     drop(stream.upload(filled(&pool, 4096, 7), device.alloc(4096).unwrap()).unwrap());
     let stats = checked(&pool);
     assert_eq!((stats.in_flight_bytes, stats.checked_out_bytes), (4160, 4160), "{stats:?}");
@@ -228,6 +229,29 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
     assert!(matches!(error, None | Some(Error::Unsupported(_))), "{error:?}");
     drop((first, others));
     assert!(pool.shutdown(HANG).drained);
+}
+
+/// A device by hand is moved by the threads that wait. Where nothing is left that can move, their waits end.
+#[test]
+fn a_transfer_that_nothing_can_move_is_waited_for_no_longer() {
+    let (machine, device) = by_hand();
+    let (pool, memory) = (pool(&device, 1 << 20), device.alloc(64 << 10).unwrap());
+    let copier = Copier::builder(&pool, &device).depth(1).build().unwrap();
+    let start = || copier.upload(vec![7; 1000], memory.slice(..1000)).unwrap();
+    machine.hang(true);
+    // The first is on the wire, and of the others no chunk is taken.
+    for sent in [(); 3].map(|()| start()) {
+        let error = sent.wait().unwrap_err().error;
+        let Error::Transfer { cause, .. } = &error else { panic!("{error}") };
+        assert!(matches!(**cause, Error::Timeout(_)), "{error}");
+    }
+    machine.hang(false);
+    start().wait().unwrap();
+    let is_back = || {
+        device.reap();
+        checked(&pool).in_flight_bytes + checked(&pool).checked_out_bytes == 0
+    };
+    until(is_back, || format!("{pool:?}"));
 }
 
 /// From here on this thread is refused `membarrier`.

@@ -127,6 +127,7 @@ fn pieces_and_pages_of_any_length_are_in_their_places() {
             let by_ring = stats.has_kernels && stats.ring_bytes > 0 && stats.launches > 0;
             assert!(by_ring || ring == 0 || longest > 5000, "{stats:?}");
             assert!(stats.ring <= ring && (stats.launches == 0 || ring > 0), "{stats:?}");
+            assert!((stats.launches..=stats.chunks).contains(&stats.launched_chunks), "{stats:?}");
             drop((copier, down));
             all_back(&pool);
         }

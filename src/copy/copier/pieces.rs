@@ -353,6 +353,21 @@ mod tests {
         (prop_oneof![9 => one, 1 => even], prop::option::of(0_u64..3))
     }
 
+    /// A chunk of even pages is cut off without a look at each page.
+    #[test]
+    fn even_pages_are_a_few_stretches_of_a_chunk() {
+        const FULL: usize = 256 << 10;
+        for (len, stride, count) in [(1, 64, 40_000), (4096, 1 << 20, 400), (20_000, 20_000, 99)] {
+            let piece = Piece { host: std::ptr::null_mut(), len, count, stride, device: 64, group: 0, at: 0 };
+            let mut cursor = Cursor { left: (len * count) as u64, ..Cursor::default() };
+            while cursor.left > 0 {
+                let chunk = cut(&mut cursor, FULL, true, |n| (n == 0).then_some(piece));
+                assert!(chunk.stretches.len() < 5, "{len}: {:?}", chunk.stretches);
+                assert!(chunk.table_at() + chunk.table_len() <= FULL + BESIDE, "{len}: {} rows", chunk.rows);
+            }
+        }
+    }
+
     proptest! {
         /// Each byte of each piece is in one part, and goes to its place, between a segment or a
         /// slot and the device and between the pieces and the device. The table fits behind all of

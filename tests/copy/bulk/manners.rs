@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::support::{downloaded, in_use};
 use pinpool::copier::{Fill, Priority, Transfer};
@@ -115,16 +115,20 @@ fn at_most_so_many_bulk_chunks_are_on_the_wire_and_one_beside_the_foreground_whi
 
 #[test]
 fn progress_says_how_far_it_is_and_what_has_landed_is_used_beside_the_rest() {
-    const LEN: usize = 2 << 20;
-    const LANDED: usize = 300_000;
+    const LEN: usize = 8 << 20;
+    const LANDED: usize = 600_000;
     let rig = Rig::plain();
-    // All of it takes half a second. One thread sends the chunks in their order: of several any may be the first.
-    let copier = rig.builder().threads(1).rate(4 << 20).build().unwrap();
+    // All of it would take eight seconds. One thread sends the chunks in their order: of several any may be
+    // the first.
+    let copier = rig.builder().threads(1).rate(1 << 20).build().unwrap();
     let (bytes, memory) = (pattern(LEN, 6), rig.device.alloc(LEN).unwrap());
+    let since = Instant::now();
     let load = copier.upload(bytes.clone(), &memory).unwrap();
     assert!(load.wait_landed(LANDED as u64));
+    // The first of ten chunks goes at once.
+    assert!(since.elapsed() >= Duration::from_millis(500), "the rate is not kept: {:?}", since.elapsed());
     let progress = load.progress();
-    assert!(progress.done >= 300_000 && progress.landed_to >= 300_000 && !progress.over);
+    assert!(progress.done >= LANDED as u64 && progress.landed_to >= LANDED as u64 && !progress.over);
     assert!(progress.rate() > 0.0 && progress.remaining().is_some());
     // By a stream, which the load does not hold up.
     let (stream, other) = (rig.device.stream().unwrap(), rig.device.alloc(LANDED).unwrap());
@@ -134,7 +138,9 @@ fn progress_says_how_far_it_is_and_what_has_landed_is_used_beside_the_rest() {
     assert!(back == bytes[..LANDED]);
     let load = load.wait_timeout(Duration::ZERO).unwrap_err();
     assert!(matches!(load.error, Error::Timeout(_)), "all of it was beside the load");
-    let load = load.buffer.unwrap();
+    load.buffer.unwrap().cancel();
+    // To its end.
+    let load = rig.copier().upload(bytes, &memory).unwrap();
     assert!(load.wait_landed(LEN as u64));
     assert!(!load.wait_landed(LEN as u64 + 1), "there is no more");
     let progress = load.progress();
