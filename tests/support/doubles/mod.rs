@@ -60,11 +60,12 @@ pub fn simulated_elsewhere() -> bool {
     true
 }
 
-/// The simulation as a library: the one that `PINPOOL_TEST_SIM` names, else the one beside this executable. `None`: there
-/// is none.
+/// The simulation as a library: the one that `PINPOOL_TEST_SIM` names (empty: none), else the one beside this
+/// executable.
 pub fn library() -> Option<PathBuf> {
     let beside = || Some(std::env::current_exe().ok()?.parent()?.join("libpinpool_sim.so"));
-    named("PINPOOL_TEST_SIM").or_else(beside).filter(|path| path.exists())
+    let path = std::env::var_os("PINPOOL_TEST_SIM").map(PathBuf::from).or_else(beside);
+    path.filter(|path| path.exists())
 }
 
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
