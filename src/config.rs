@@ -217,7 +217,9 @@ impl PoolBuilder {
 
 impl std::fmt::Debug for PoolBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { devices, capacity, .. } = self;
-        write!(f, "PoolBuilder {{ devices: {devices:?}, capacity: {capacity}, .. }}")
+        f.debug_struct("PoolBuilder")
+            .field("devices", &self.devices)
+            .field("capacity", &self.capacity)
+            .finish_non_exhaustive()
     }
 }

@@ -298,7 +298,10 @@ impl AsMut<[u8]> for PinnedBuf {
 
 impl std::fmt::Debug for PinnedBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "PinnedBuf {{ len: {}, capacity: {}, .. }}", self.len, self.capacity())
+        f.debug_struct("PinnedBuf")
+            .field("len", &self.len)
+            .field("capacity", &self.capacity())
+            .finish_non_exhaustive()
     }
 }
 

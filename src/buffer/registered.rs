@@ -293,7 +293,10 @@ where
 
 impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Registered {{ len: {}, read_only: {}, .. }}", self.0.range.len, self.0.read_only)
+        f.debug_struct("Registered")
+            .field("len", &self.0.range.len)
+            .field("read_only", &self.0.read_only)
+            .finish_non_exhaustive()
     }
 }
 

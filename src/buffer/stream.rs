@@ -97,6 +97,9 @@ impl Drop for StreamBuf {
 
 impl std::fmt::Debug for StreamBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "StreamBuf {{ capacity: {}, claimed: {} }}", self.capacity(), self.claimed)
+        f.debug_struct("StreamBuf")
+            .field("capacity", &self.capacity())
+            .field("claimed", &self.claimed)
+            .finish()
     }
 }

@@ -24,8 +24,8 @@
 //!    large request needs neighbours, and these may be in any cache.)
 //!
 //! Steps 3 and 4 are for requests that cannot be served otherwise ([`ReclaimLevel`]). As long as
-//! the pool may grow, it grows and leaves its threads' caches alone: threads that took segments
-//! from each other for good would each wait ten times as long as for a hit. Where the pool can grow
+//! the pool may grow, it grows and leaves its threads' caches alone: threads that kept taking each
+//! other's segments would each wait ten times as long as for a hit. Where the pool can grow
 //! no more, every request may reclaim everything. So may one that does not wait for the growth,
 //! unless it is a copier's.
 

@@ -277,7 +277,10 @@ impl From<&Self> for DeviceSlice {
 
 impl fmt::Debug for DeviceSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { offset, len, .. } = self;
-        write!(f, "DeviceSlice {{ device: {:?}, offset: {offset}, len: {len} }}", self.device())
+        f.debug_struct("DeviceSlice")
+            .field("device", &self.device())
+            .field("offset", &self.offset)
+            .field("len", &self.len)
+            .finish()
     }
 }

@@ -7,7 +7,7 @@
 //! # How it works
 //!
 //! There are no threads and no devices. A stream is a queue; what is submitted is queued and nothing more. Queued work
-//! runs when a call finds out about it, and only as far as that needs: a query of an event first says "not ready" a few
+//! runs when a call finds out about it, and no more of it than the call needs: a query of an event first says "not ready" a few
 //! times, then runs what the event covers; synchronising runs all of it. So every copy is as late as the rules allow,
 //! and a program that reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot
 //! show is a copy that runs *while* the CPU works: for that there are real drivers and the host device's threads.)

@@ -197,7 +197,7 @@ pub struct World {
     pub struck: u64,
     /// Nothing runs while it is set.
     pub hung: bool,
-    /// Queries run nothing: work runs step by step (`control.rs`), and as far as a call that synchronises needs. Copies
+    /// Queries run nothing: work runs step by step (`control.rs`), or when a call that synchronises needs it. Copies
     /// of memory that is not page-locked are as late as others, and what is registered need only be mapped in some way.
     pub by_hand: bool,
     /// Whether new streams get the handles of destroyed ones.

@@ -1,6 +1,6 @@
 //! Loom models of copiers: every chunk is taken, and no worker sleeps through a job that starts; a
 //! caller that waits for a job is woken, and what it has lent is touched by no worker any more.
-//! Loom tells of a thread that sleeps for good.
+//! Loom reports a thread that is never woken.
 
 #![allow(unsafe_code)]
 

@@ -380,7 +380,8 @@ mod tests {
         ) {
             let (mut pieces, mut block): (Vec<Piece>, u64) = (Vec::new(), 0);
             for ((group, device, len, gap, count), behind) in made {
-                let mut piece = Piece { host: std::ptr::null_mut(), len, count, stride: len + gap, device, group, at: 0 };
+                let (host, stride) = (std::ptr::null_mut(), len + gap);
+                let mut piece = Piece { host, len, count, stride, device, group, at: 0 };
                 let last = pieces.last().copied().zip(behind);
                 if let Some((last, gap)) = last.filter(|_| count == 1) {
                     (piece.group, piece.device) = (last.group, last.device + last.len as u64 + gap);
@@ -399,8 +400,10 @@ mod tests {
             let mut cursor = Cursor { left, ..Cursor::default() };
             // Where each byte is on the host and on the device: ranges that are due, and that come.
             let due = pieces.iter().flat_map(|piece| {
-                let range = |n| (piece.host.addr() + n * piece.len, piece.device + (n * piece.stride) as u64, piece.len);
-                (0..piece.count).map(range)
+                (0..piece.count).map(|n| {
+                    let (host, device) = (n * piece.len, (n * piece.stride) as u64);
+                    (piece.host.addr() + host, piece.device + device, piece.len)
+                })
             });
             let mut due = due.filter(|range| range.2 > 0);
             let mut open = None;

@@ -4,7 +4,7 @@
 //! module keep the driver's conditions (driver API manual): a stream of the crate's, never the
 //! default one and never captured; no length of zero; no copy depends on another one of the batch.
 //!
-//! The call has two forms. That of CUDA 12.8, which later drivers have as well, also says where it
+//! The call has two forms. The form of CUDA 12.8, which later drivers have too, also says where it
 //! failed. The crate does not use that: after an error it is unknown which copies were submitted,
 //! so each is submitted again by itself. A copy that runs twice writes the same bytes twice, since
 //! its source is not written meanwhile; and each error then belongs to one copy.

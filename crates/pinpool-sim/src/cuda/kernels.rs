@@ -105,7 +105,7 @@ impl World {
         self.block(at, len).is_some_and(|(_, block, _)| block.context == context)
     }
 
-    /// Whether a queued kernel uses such memory, as far as its tables are there already.
+    /// Whether a queued kernel uses such memory, by those of its tables that are there already.
     pub(crate) fn kernel_uses(&self, launch: &Launch, uses: impl Fn(Place, usize, bool) -> bool) -> bool {
         let used = |at: usize, len| uses(Place::Device(at), len, true);
         launch.runs.iter().any(|run| {
