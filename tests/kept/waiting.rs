@@ -130,7 +130,7 @@ fn a_future_may_be_dropped_at_any_time() {
                 stats.checked_out_bytes + stats.in_flight_bytes == 0
             });
             assert_eq!(pool.stats().waiting, 0);
-            drop(pool.try_checkout(LEN).unwrap());
+            drop(pool.checkout_timeout(LEN, HANG).unwrap());
         };
         // Never polled.
         drop(pool.checkout_async(LEN));
