@@ -76,6 +76,8 @@ use std::ffi::c_void;
 
 pub use crate::device::acl::About;
 use crate::device::acl::Acl;
+#[doc(hidden)]
+pub use crate::device::acl::install;
 use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
@@ -166,19 +168,4 @@ pub fn about(device: &Device) -> Result<About> {
 
 fn acl(device: &Device) -> Result<&Acl, Error> {
     device.driver_of("no Ascend device, and has no AscendCL contexts or streams")
-}
-
-/// Installs a simulated library for the devices from `first` on, for tests. No part of the API.
-///
-/// # Errors
-/// The name of the first required call that `find` does not have.
-///
-/// # Safety
-/// `find` gives functions of the driver's signatures, which stay to the end of the process.
-#[doc(hidden)]
-pub unsafe fn install(
-    first: u32,
-    find: &dyn Fn(&'static str) -> Option<*const std::ffi::c_void>,
-) -> std::result::Result<(), &'static str> {
-    crate::device::acl::install(first, find)
 }

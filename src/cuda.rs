@@ -100,6 +100,8 @@ use std::ffi::c_void;
 
 use crate::device::Driver;
 use crate::device::cuda::Cuda;
+#[doc(hidden)]
+pub use crate::device::cuda::install;
 use crate::device::handle::{Device, kept};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
@@ -253,21 +255,6 @@ pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
     context.worker().call(move || maker.noting(cuda(&device)?.set_heap_limit(bytes)))
 }
 
-/// Installs a simulated driver for the devices from `first` on, for tests. No part of the API.
-///
-/// # Errors
-/// The name of the first required call that `find` does not have.
-///
-/// # Safety
-/// `find` gives functions of the driver's signatures, which stay to the end of the process.
-#[doc(hidden)]
-pub unsafe fn install(
-    first: u32,
-    find: &dyn Fn(&'static str) -> Option<*const std::ffi::c_void>,
-) -> std::result::Result<(), &'static str> {
-    crate::device::cuda::install(first, find)
-}
-
 /// The kernels that spread and collect bytes, for this repository's tests. No part of the API.
 #[doc(hidden)]
 pub mod spread {
@@ -292,7 +279,7 @@ pub mod spread {
     pub fn load(device: &Device) -> Result<()> {
         cuda(device)?;
         let (context, device) = (device.context().clone(), device.clone());
-        context.worker().call(move || device.context().noting(cuda(&device)?.load_spread()))
+        context.worker().call(move || device.context().noting(cuda(&device)?.load_spread()).map(drop))
     }
 
     /// Launches one for runs, each of them packed bytes, a table, and the number of its rows.
@@ -323,12 +310,12 @@ pub mod spread {
     /// A stream of high priority, which the caller destroys.
     ///
     /// # Errors
-    /// What the driver's `create_urgent_stream` says.
+    /// What the driver's `create_stream` says.
     pub fn urgent_stream(device: &Device) -> Result<*mut c_void> {
         cuda(device)?;
         let (context, device) = (device.context().clone(), device.clone());
         let made =
-            context.worker().call(move || device.context().noting(cuda(&device)?.create_urgent_stream()))?;
+            context.worker().call(move || device.context().noting(cuda(&device)?.create_stream(true)))?;
         Ok(Cuda::raw_stream(made))
     }
 }

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use stable_deref_trait::StableDeref;
 
 use super::Lend;
+use crate::device::Whose;
 use crate::device::context::Context as DeviceContext;
 use crate::device::handle::Device;
 use crate::error::{Error, Result, SubmitError};
@@ -169,9 +170,10 @@ impl Device {
         let maker = context.clone();
         let register = move || {
             let RegisteredRange { base, len } = { range };
+            let whose = if read_only { Whose::ProgramToRead } else { Whose::Program };
             // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is
             // dropped only after they were unregistered.
-            maker.noting(unsafe { maker.driver().register(base, len, read_only) })
+            maker.noting(unsafe { maker.driver().register(base, len, whose) })
         };
         let registered = match range.len {
             0 => Err(Error::empty()),

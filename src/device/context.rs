@@ -45,9 +45,9 @@ pub(crate) struct Context {
     aside: Mutex<Vec<EventHandle>>,
     holds: Arc<Holds>,
     /// The errors that the driver answered with.
-    errors: ErrorTally,
+    pub(crate) errors: ErrorTally,
     /// Times from a submit until it was seen complete, of a sample.
-    flights: Mutex<Histogram>,
+    pub(crate) flights: Mutex<Histogram>,
     /// The counts of streams that have ended: submitted, and completed.
     past: [AtomicU64; 2],
     /// Bytes of the copies that the driver accepted, to the device and from it. On a cache line of
@@ -59,9 +59,9 @@ impl Context {
     /// With a hand it is the context of a device that does nothing by itself: it has no threads,
     /// and whoever waits calls the hand.
     pub(crate) fn by_hand(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Arc<Self>> {
-        let holds = Arc::<Holds>::default();
+        let holds = Holds::new(hand.is_some());
         driver.ending().tell(&holds);
-        let worker = Arc::new(Worker::start(&driver, &holds, hand.is_some())?);
+        let worker = Arc::new(Worker::start(&driver, &holds)?);
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(Self {
@@ -90,7 +90,7 @@ impl Context {
 
     /// Whether the device does nothing by itself.
     pub(crate) fn is_by_hand(&self) -> bool {
-        self.hand.is_some()
+        self.holds.by_hand
     }
 
     /// Makes one piece of the outstanding work of a device by hand happen. `false`: none can, or
@@ -110,14 +110,6 @@ impl Context {
     /// What keeps the device open.
     pub(crate) fn holds(&self) -> &Arc<Holds> {
         &self.holds
-    }
-
-    pub(crate) fn errors(&self) -> &ErrorTally {
-        &self.errors
-    }
-
-    pub(crate) fn flights(&self) -> &Mutex<Histogram> {
-        &self.flights
     }
 
     /// The counts of streams that have ended: submitted, and completed.

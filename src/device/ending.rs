@@ -52,6 +52,9 @@ pub(crate) struct Holds {
     has_quarantined: AtomicBool,
     /// The error that the device was lost with.
     pub(crate) lost: OnceLock<Error>,
+    /// Whether the device does nothing by itself: it has no threads, so the thread that drops its
+    /// driver makes the last calls.
+    pub(crate) by_hand: bool,
     /// Drivers that have not made their last call: the one in use, and those of later opens, which
     /// found the device open already.
     drivers: Mutex<usize>,
@@ -59,6 +62,10 @@ pub(crate) struct Holds {
 }
 
 impl Holds {
+    pub(crate) fn new(by_hand: bool) -> Arc<Self> {
+        Arc::new(Self { by_hand, ..Self::default() })
+    }
+
     pub(crate) fn leaked(&self, things: usize) {
         self.leaks.add(things);
     }
@@ -97,8 +104,6 @@ impl Drop for Last {
 pub(crate) struct Ending {
     /// What keeps an adopted context alive, if the program gave something.
     keep_alive: OnceLock<KeepAlive>,
-    /// Set for a device without threads: the thread that drops the driver makes the last calls.
-    here: AtomicBool,
     /// Dropped after `keep_alive`, as the field behind it: that drop may make a driver call.
     last: OnceLock<Last>,
 }
@@ -106,11 +111,6 @@ pub(crate) struct Ending {
 impl Ending {
     pub(crate) fn new() -> Self {
         Self::default()
-    }
-
-    /// Lets the last calls be made on whichever thread drops the driver.
-    pub(crate) fn be_here(&self) {
-        self.here.store(true, Ordering::Relaxed);
     }
 
     /// Keeps the first of these. A later one is for the same context, and is not needed.
@@ -129,11 +129,12 @@ impl Ending {
         self.last.get().into_iter().for_each(|last| last.0.leaked(1));
     }
 
-    /// Makes the last calls: `let_go` says whether the device was let go of. With `here` it runs on
-    /// this thread, else on one of its own. Where no thread can be started the device is leaked.
-    /// What keeps an adopted context alive is dropped behind the calls.
-    pub(super) fn end(&mut self, device: &str, here: bool, let_go: impl FnOnce() -> bool + Send + 'static) {
+    /// Makes the last calls, on a thread of their own: `let_go` says whether the device was let go
+    /// of. Where no thread can be started the device is leaked. What keeps an adopted context alive
+    /// is dropped behind the calls.
+    pub(super) fn end(&mut self, device: &str, let_go: impl FnOnce() -> bool + Send + 'static) {
         let (kept, last) = (self.keep_alive.take(), Arc::new(self.last.take()));
+        let by_hand = last.as_ref().as_ref().is_some_and(|last| last.0.by_hand);
         let goes = last.clone();
         let end = move || {
             if !let_go() {
@@ -141,7 +142,7 @@ impl Ending {
             }
             drop(kept);
         };
-        if here || *self.here.get_mut() {
+        if by_hand {
             return end();
         }
         if let Err(error) = crate::os::thread::spawn(format!("pinpool-end-{device}"), end) {

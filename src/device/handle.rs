@@ -1,9 +1,8 @@
 //! The public [`Device`]: an opened device's context, and the reaper of its streams. `closing.rs`
 //! has [`Device::close`].
 //!
-//! A process-wide table has each open device under a key: a device opened by name under its
-//! driver's name, an adopted context under a key of its own. So a device that is opened twice is
-//! one device with one reaper. The table keeps no device open.
+//! A process-wide table has each open device, or adopted context, under its driver's name. So a
+//! device that is opened twice is one device with one reaper. The table keeps no device open.
 
 #![allow(unsafe_code)]
 
@@ -63,7 +62,7 @@ impl Drop for DeviceInner {
     }
 }
 
-/// The devices that are open, by key: the driver's name, or the key of an adopted context.
+/// The devices that are open, by their names.
 static OPENED: Mutex<Option<HashMap<String, Weak<DeviceInner>>>> = Mutex::new(None);
 
 impl Device {
@@ -83,7 +82,7 @@ impl Device {
             Err(_) => _ = span.record("device", &*clean(name, NAME)),
         });
         let driver = driver?;
-        Self::known(driver.name().to_owned(), driver, None)
+        Self::known(driver, None)
     }
 
     /// Opens a device that does nothing by itself, for this repository's tests. It has no threads
@@ -95,9 +94,7 @@ impl Device {
     #[doc(hidden)]
     pub fn by_hand(name: &str, advance: impl Fn() -> bool + Send + Sync + 'static) -> Result<Self> {
         crate::os::watch_forks()?;
-        let driver = family::driver(name)?;
-        driver.ending().be_here();
-        Self::known(driver.name().to_owned(), driver, Some(Hand::new(advance)))
+        Self::known(family::driver(name)?, Some(Hand::new(advance)))
     }
 
     /// Makes later opens of this device start it anew, though something that never ends keeps it
@@ -107,30 +104,29 @@ impl Device {
         OPENED.lock().get_or_insert_with(HashMap::new).remove(name);
     }
 
-    /// The device that is open under this key, or a new one.
-    fn known(key: String, driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Self> {
+    /// The device that is open under the driver's name, or a new one.
+    fn known(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Self> {
         // Outlives the lock: a driver that is not started ends after it, by driver calls.
-        let _kept = driver.clone();
+        let kept = driver.clone();
         let mut open = OPENED.lock();
         let open = open.get_or_insert_with(HashMap::new);
-        if let Some(inner) = open.get(&key).and_then(Weak::upgrade) {
+        if let Some(inner) = open.get(kept.name()).and_then(Weak::upgrade) {
             // The new driver may have a context to let go of, too: the open device waits for that.
             driver.ending().tell(inner.context.holds());
             return Ok(Self(inner));
         }
         let device = Self::start(Context::by_hand(driver, hand)?)?;
         open.retain(|_, inner| inner.strong_count() > 0);
-        open.insert(key, Arc::downgrade(&device.0));
+        open.insert(kept.name().to_owned(), Arc::downgrade(&device.0));
         Ok(device)
     }
 
     /// The device of an adopted context.
     pub(crate) fn adopted(context: AdoptedContext, keep_alive: Option<KeepAlive>) -> Result<Self> {
-        let (key, driver) = match context {
+        let device = match context {
             AdoptedContext::Default(name) => return Self::open(&name),
-            AdoptedContext::Other { key, driver } => (key, driver),
+            AdoptedContext::Other(driver) => Self::known(driver, None)?,
         };
-        let device = Self::known(key, driver, None)?;
         keep_alive.into_iter().for_each(|kept| device.context().driver().ending().keep(kept));
         Ok(device)
     }
@@ -315,7 +311,7 @@ mod tests {
         // No thread can have this name, so starting panics, and leaves the function as an error.
         let driver = node.named("no\0name");
         drop(node);
-        let opened = catch_unwind(AssertUnwindSafe(|| Device::known("no name".into(), driver, None)));
+        let opened = catch_unwind(AssertUnwindSafe(|| Device::known(driver, None)));
         assert!(!opened.is_ok_and(|device| device.is_ok()), "the device was opened");
         assert!(ended_freely.load(Ordering::SeqCst), "the driver ended under a lock");
     }

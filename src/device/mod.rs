@@ -157,12 +157,25 @@ pub(crate) enum HostKind {
     Managed,
 }
 
+/// Whose host memory is registered, and what the device may do with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Whose {
+    /// The crate's: whole pages, mapped privately and to be written to. So an error that says no
+    /// more than that they cannot be locked is of class
+    /// [`Transient`](crate::ErrorClass::Transient).
+    Crate,
+    /// The program's.
+    Program,
+    /// The program's, which the device only reads, and whose mapping may be read-only.
+    ProgramToRead,
+}
+
 /// A context that the program or another library made.
 pub(crate) enum AdoptedContext {
     /// The context that the crate works in when it opens the device with this name.
     Default(String),
-    /// Another one, under a key that is the same each time it is adopted.
-    Other { key: String, driver: std::sync::Arc<dyn Driver> },
+    /// Another one, whose driver has the same name each time that it is adopted.
+    Other(std::sync::Arc<dyn Driver>),
 }
 
 /// What a device must do. The module's page has the rules.
@@ -178,24 +191,19 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// This driver as its own type, for what only its vendor has.
     fn as_any(&self) -> &dyn Any;
 
-    /// Whether [`Driver::copy_blocking`] is as fast with ordinary as with page-locked memory.
-    fn takes_ordinary_memory(&self) -> bool {
-        false
-    }
-
     /// What is dropped after the last call for the device, on any thread.
     fn ending(&self) -> &ending::Ending;
 
     /// Called first on each thread of the crate that makes calls: the driver may set the thread up.
     fn enter_thread(&self) {}
 
-    /// The most bytes that one call of [`Driver::pin`] can pin.
+    /// The most bytes that one call of [`Driver::register`] can pin.
     fn longest_pin(&self) -> usize {
         usize::MAX
     }
 
     /// Whether pools take memory of the driver's where nothing else is asked for. Asked before each
-    /// region: a driver may find out by a [`pin`](Self::pin) that is not supported.
+    /// region: a driver may find out by a [`register`](Self::register) that is not supported.
     fn allocates(&self) -> bool {
         false
     }
@@ -210,33 +218,20 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// Locks the pages of `base..base + len` (multiples of the system's page size) and makes them
-    /// known to the device. On an error nothing is left locked. The crate itself has mapped them,
-    /// privately and to be written to: so an error that says no more than that they cannot be
-    /// locked is of class [`Transient`](crate::ErrorClass::Transient).
+    /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks
+    /// their pages. On an error nothing is left registered. A range that overlaps another one is
+    /// refused; one on the same page only where the driver knows whole pages alone (Ascend).
     ///
     /// # Safety
-    /// The range is mapped, writable, and stays mapped until [`Driver::unpin`] has succeeded.
-    unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        // SAFETY: `register` asks for the same.
-        unsafe { self.register(base, len, false) }
-    }
+    /// The range is mapped, writable unless the device is only to read it, and stays so until
+    /// [`Driver::unpin`] has succeeded.
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, whose: Whose) -> Result<()>;
 
-    /// Undoes a [`Driver::pin`] or [`Driver::register`]. After an error the range must never be
-    /// unmapped.
+    /// Undoes a [`Driver::register`]. After an error the range must never be unmapped.
     ///
     /// # Safety
     /// `base` and `len` are those of one successful call, undone once, and no copy uses the range.
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()>;
-
-    /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks
-    /// their pages. With `read_only` the device may only read them, and the mapping may be
-    /// read-only. On an error nothing is left registered. A range that overlaps another one is
-    /// refused; one on the same page only where the driver knows whole pages alone (Ascend).
-    ///
-    /// # Safety
-    /// The range is mapped, and stays so until [`Driver::unpin`] has succeeded.
-    unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
 
     /// [`Error::Unsupported`] with the reason, where the device cannot use memory of this kind.
     fn can_use(&self, _kind: HostKind) -> Result<()> {
@@ -277,16 +272,11 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
 
     /// Whether this device's copies can use memory that the crate did not allocate:
     /// [`Error::Argument`] if not, or what the driver says. Never blocks.
-    fn examine(&self, _ptr: DevicePtr, _len: usize) -> Result<()> {
-        Err(Error::Unsupported(format!("{} takes no memory of others", self.name())))
-    }
+    fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()>;
 
-    fn create_stream(&self) -> Result<StreamHandle>;
-
-    /// A new stream whose kernels are scheduled before others', where the device has priorities.
-    fn create_urgent_stream(&self) -> Result<StreamHandle> {
-        self.create_stream()
-    }
+    /// A new stream. An `urgent` one has its kernels scheduled before others', where the device has
+    /// priorities.
+    fn create_stream(&self, urgent: bool) -> Result<StreamHandle>;
 
     /// Destroys a stream that the crate made, once all its work is complete.
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()>;
@@ -318,9 +308,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Makes the kernels of [`Driver::spread`] ready. A failure is final: a later call returns the
-    /// same error. [`Error::Unsupported`] with the reason where the device has none.
-    fn load_spread(&self) -> Result<()> {
-        Err(Error::Unsupported(format!("{} has no kernels that spread bytes", self.name())))
+    /// same error. `Ok(false)`: there are none for devices of this family.
+    fn load_spread(&self) -> Result<bool> {
+        Ok(false)
     }
 
     /// Submits one kernel that copies the rows of at most [`SPREAD_RUNS`] runs. Where rows overlap

@@ -4,12 +4,12 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsString, c_void};
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use libloading::Library;
 
-use super::{AdoptedContext, Driver};
+use super::gate;
 use crate::error::{DeviceError, Error, Result};
 use crate::escape::unnamed;
 use crate::locks::Mutex;
@@ -60,24 +60,46 @@ pub(super) use entry_points;
 /// Looks an entry point up by its name. `None`: there is none of that name.
 pub(super) type Find<'a> = &'a dyn Fn(&'static str) -> Option<*const c_void>;
 
-/// Tables of entry points that a test handed in, each for the devices from a number on. Lower
-/// numbers are devices of the loaded library.
-pub(super) struct Installed<A: 'static>(Mutex<BTreeMap<u32, &'static A>>);
+/// A vendor's libraries: the one of this machine, which is loaded once, and those that tests have
+/// installed, each for the devices from a number on.
+pub(super) struct Libraries<A: 'static> {
+    loaded: OnceLock<std::result::Result<A, String>>,
+    installed: Mutex<BTreeMap<u32, &'static A>>,
+}
 
-impl<A> Installed<A> {
+impl<A> Libraries<A> {
     pub(super) const fn new() -> Self {
-        Self(Mutex::new(BTreeMap::new()))
+        Self { loaded: OnceLock::new(), installed: Mutex::new(BTreeMap::new()) }
     }
 
     /// Installs a table for the devices from `first` on.
-    pub(super) fn add(&self, first: u32, table: A) {
-        self.0.lock().insert(first, Box::leak(Box::new(table)));
+    pub(super) fn install(&self, first: u32, table: A) {
+        self.installed.lock().insert(first, Box::leak(Box::new(table)));
     }
 
-    /// The table for a device, or, where its number is not known, any.
-    pub(super) fn of(&self, ordinal: Option<u32>) -> Option<&'static A> {
-        let tables = self.0.lock();
-        tables.range(..=ordinal.unwrap_or(u32::MAX)).next_back().map(|(_, table)| *table)
+    /// The initialised library of the device with this number. `None`: the number is not known yet,
+    /// and any installed library comes before the machine's own.
+    ///
+    /// # Errors
+    /// As for [opening a device](Error#opening-a-device), with the words of `load` or `start`.
+    pub(super) fn get(
+        &'static self,
+        device: &str,
+        ordinal: Option<u32>,
+        load: fn() -> std::result::Result<A, String>,
+        start: fn(&A) -> std::result::Result<(), String>,
+    ) -> Result<&'static A> {
+        let unavailable = |why| Error::Unavailable { device: device.into(), why };
+        let installed =
+            self.installed.lock().range(..=ordinal.unwrap_or(u32::MAX)).next_back().map(|(_, api)| *api);
+        let api = match installed {
+            Some(api) => api,
+            None => self.loaded.get_or_init(load).as_ref().map_err(|why| unavailable(why.clone()))?,
+        };
+        // Each time: after a success it costs nothing, and what made it fail may have been mended.
+        start(api).map_err(unavailable)?;
+        gate::watch_exit();
+        Ok(api)
     }
 }
 
@@ -86,22 +108,28 @@ pub(super) fn named(variable: &str) -> Option<OsString> {
     std::env::var_os(variable).filter(|path| !path.is_empty())
 }
 
-/// Loads the first of these files that it can, looks up its entry points, never unloads it.
+/// Loads the library that an environment variable names, else the first of the usual files that it
+/// can. Looks up its entry points, and never unloads it.
 ///
 /// # Errors
 /// In words: with `remedy` where none can be loaded, with `stranger` where a call is missing.
 pub(super) fn load<A>(
-    files: &[OsString],
+    variable: &str,
+    usual: Vec<OsString>,
     remedy: &str,
     stranger: &str,
     resolve: fn(Find<'_>) -> std::result::Result<A, &'static str>,
 ) -> std::result::Result<A, String> {
+    let (files, remedy) = match named(variable) {
+        Some(file) => (vec![file], format!("{variable} names it; correct or unset that")),
+        None => (usual, format!("{remedy}, or name the library by {variable}")),
+    };
     let mut tried = Vec::new();
     for file in files {
         let shown = file.to_string_lossy();
         // SAFETY: the vendors' initialisers have no preconditions; the environment that names
         // another library is trusted (`crate::cuda` and `crate::acl` say so).
-        let library = match unsafe { Library::new(file) } {
+        let library = match unsafe { Library::new(&file) } {
             // Never unloaded: the library may have threads and exit handlers of its own by now.
             Ok(library) => ManuallyDrop::new(library),
             Err(error) => {
@@ -162,21 +190,16 @@ pub(super) fn wait_out(device: &str, wait: impl Fn() -> Result<()>) -> Result<()
     Ok(())
 }
 
-impl AdoptedContext {
-    pub(super) fn other(context: usize, driver: Arc<dyn Driver>) -> Self {
-        Self::Other { key: format!("{} context {context:#x}", driver.family()), driver }
-    }
-
-    /// The name of the device that works in an adopted context of `device`. Metrics know a device
-    /// by its name, so each address has a number, from 1 on, which a later context at the same
-    /// address has too: a server that makes contexts anew does not fill its metrics with names.
-    pub(super) fn name_on(device: &str, context: usize) -> Arc<str> {
-        static SEEN: Mutex<Vec<usize>> = Mutex::new(Vec::new());
-        let mut seen = SEEN.lock();
-        let place = seen.iter().position(|known| *known == context).unwrap_or_else(|| {
-            seen.push(context);
-            seen.len() - 1
-        });
-        format!("{device} (adopted context {})", place + 1).into()
-    }
+/// The name of the device that works in an adopted context of `device`, which no other context has
+/// while this one exists. Metrics know a device by its name, so each address has a number, from 1
+/// on, which a later context at the same address has too: a server that makes contexts anew does
+/// not fill its metrics with names.
+pub(super) fn name_on(device: &str, context: usize) -> Arc<str> {
+    static SEEN: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+    let mut seen = SEEN.lock();
+    let place = seen.iter().position(|known| *known == context).unwrap_or_else(|| {
+        seen.push(context);
+        seen.len() - 1
+    });
+    format!("{device} (adopted context {})", place + 1).into()
 }

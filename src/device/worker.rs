@@ -29,9 +29,9 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread of a device. A device by hand has none.
-    pub(crate) fn start(driver: &Arc<dyn Driver>, holds: &Arc<Holds>, is_by_hand: bool) -> Result<Self> {
-        if is_by_hand {
+    /// Starts the thread of a device, unless that is by hand.
+    pub(crate) fn start(driver: &Arc<dyn Driver>, holds: &Arc<Holds>) -> Result<Self> {
+        if holds.by_hand {
             return Ok(Self { thread: None, holds: holds.clone() });
         }
         let (jobs, queue) = unbounded::<WorkerJob>();
@@ -51,11 +51,6 @@ impl Worker {
             why: format!("no thread could be started: {e}"),
         })?;
         Ok(Self { thread: Some((spawned.thread().id(), jobs)), holds: holds.clone() })
-    }
-
-    /// Whether jobs run on the caller's thread.
-    pub(crate) fn is_inline(&self) -> bool {
-        self.thread.is_none()
     }
 
     /// Runs a job later; on a device by hand now, or when this thread may run foreign code.

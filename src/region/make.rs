@@ -21,8 +21,8 @@ use super::{
     BeforeUnpin, Extent, Owner, Pinned, REGION_ALIGN, Region, RegionId, RegionInfo, RegionOptions, Regions,
     Unpinned,
 };
-use crate::device::HostKind;
 use crate::device::context::Context;
+use crate::device::{HostKind, Whose};
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::{self, Owned, Span};
 use crate::os;
@@ -306,7 +306,7 @@ impl Regions {
 
     /// Has memory that went unpinned pinned after a pause.
     fn pin_again_after(self: &Arc<Self>, pause: Duration, owner: Weak<dyn Owner>) {
-        if self.context.worker().is_inline() || std::mem::replace(&mut self.progress.lock().again, true) {
+        if self.context.is_by_hand() || std::mem::replace(&mut self.progress.lock().again, true) {
             return;
         }
         let regions = Arc::downgrade(self);
@@ -451,9 +451,9 @@ fn paced<R>(call: impl FnOnce() -> R) -> (R, Duration) {
 /// # Safety
 /// As for [`Regions::pin_extent`].
 unsafe fn pin(context: &Context, start: NonNull<u8>, len: usize, is_adopted: bool) -> Result<()> {
-    let driver = context.driver();
+    let whose = if is_adopted { Whose::Program } else { Whose::Crate };
     // SAFETY: this function's contract.
-    unsafe { if is_adopted { driver.register(start, len, false) } else { driver.pin(start, len) } }
+    unsafe { context.driver().register(start, len, whose) }
 }
 
 /// Unpins an extent. Returns whether it is unpinned; one that is not is leaked.

@@ -7,7 +7,7 @@ use super::hold::Resource;
 use super::timeline::Timeline;
 use crate::device::confined::Confined;
 use crate::device::handle::Device;
-use crate::device::{Driver, StreamHandle, ending::KeepAlive};
+use crate::device::{StreamHandle, ending::KeepAlive};
 use crate::error::{Error, Result};
 
 /// An ordered queue of a device. Work on one stream happens in the order of its submission; streams
@@ -49,19 +49,19 @@ impl Device {
     /// # Errors
     /// What the driver says; the device's loss.
     pub fn stream(&self) -> Result<Stream> {
-        self.make_stream(|driver| driver.create_stream())
+        self.make_stream(false)
     }
 
     /// A stream whose kernels are scheduled before those of ordinary streams.
     pub(crate) fn urgent_stream(&self) -> Result<Stream> {
-        self.make_stream(|driver| driver.create_urgent_stream())
+        self.make_stream(true)
     }
 
-    fn make_stream(&self, make: fn(&dyn Driver) -> Result<StreamHandle>) -> Result<Stream> {
+    fn make_stream(&self, urgent: bool) -> Result<Stream> {
         let context = self.context().clone();
         context.alive()?;
         let maker = context.clone();
-        let handle = context.worker().call(move || maker.noting(make(&**maker.driver())))?;
+        let handle = context.worker().call(move || maker.noting(maker.driver().create_stream(urgent)))?;
         let timeline = Timeline::new(context, handle, true, true, None, self.listing().clone());
         Ok(Stream { timeline, device: self.clone() })
     }

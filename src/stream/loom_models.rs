@@ -24,7 +24,7 @@ use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
 use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, end_leases};
 use crate::device::context::{Context, Hand};
 use crate::device::ending::Ending;
-use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer, Whose};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
 use crate::region::Owner;
@@ -112,15 +112,16 @@ impl Driver for Late {
     fn allocate(&self, _: usize) -> Result<DevicePtr> {
         Ok(DevicePtr(0))
     }
-    fn create_stream(&self) -> Result<StreamHandle> {
+    fn create_stream(&self, _: bool) -> Result<StreamHandle> {
         Ok(StreamHandle(0))
     }
     nothing! {
         [unsafe] unpin(NonNull<u8>, usize);
-        [unsafe] register(NonNull<u8>, usize, bool);
+        [unsafe] register(NonNull<u8>, usize, Whose);
         [unsafe] free_host(NonNull<u8>, usize, HostKind);
         [unsafe] copy_blocking(StreamHandle, Transfer);
         [] free(DevicePtr);
+        [] examine(DevicePtr, usize);
         [] destroy_stream(StreamHandle);
         [] destroy_event(EventHandle);
         [] wait_event(StreamHandle, EventHandle);

@@ -125,7 +125,7 @@ impl Device {
         let [uploaded_bytes, downloaded_bytes] = context.copied();
         let (known, flight) = match crate::os::forked() {
             true => Default::default(),
-            false => (self.listing().known(), *context.flights().lock()),
+            false => (self.listing().known(), *context.flights.lock()),
         };
         let mut streams: Vec<StreamStats> = known.iter().map(|timeline| timeline.look()).collect();
         for stream in &streams {
@@ -137,7 +137,7 @@ impl Device {
             name: self.name().into(),
             lost: self.lost(),
             registered_bytes: context.holds().registered.get(),
-            errors: context.errors().read(),
+            errors: context.errors.read(),
             submitted,
             completed,
             uploaded_bytes,

@@ -18,7 +18,7 @@ pub const CALLS: [&str; 15] = [
     "cuMemHostUnregister",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
-    "cuStreamCreate",
+    "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
     "cuMemcpyHtoDAsync_v2",

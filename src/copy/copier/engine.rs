@@ -111,10 +111,9 @@ impl Engine {
         let (context, loading) = (device.context(), device.context().clone());
         // On the region thread: loading code may make the driver wait for the process's work.
         match context.worker().call(move || loading.driver().load_spread()) {
-            Ok(()) => {}
+            Ok(true) => {}
+            Ok(false) => return Ok(None),
             Err(error) if error.is_device_lost() => return Err(error),
-            // The host device's copies are the CPU's own.
-            Err(Error::Unsupported(_)) if context.driver().takes_ordinary_memory() => return Ok(None),
             Err(error) => {
                 foreign::info!(
                     target: "pinpool::copier", device = device.name(), %error,

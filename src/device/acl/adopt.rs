@@ -15,7 +15,7 @@
 //! The library has no number for a stream that no other stream has or had, so each adoption is a
 //! stream of its own. Nor does the library name a stream's context. But an event can only be
 //! recorded on a stream of the current context (107003), and recording one does no harm: the crate
-//! checks a stream in that way.
+//! checks a stream in that way, each by the same event. (A new recording replaces the old one.)
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use std::sync::Arc;
 use super::api::{AclApi, AclContext};
 use super::error::AclCode;
 use super::{Acl, AclCurrent, check, current_context, host, on_other_thread, stream};
-use crate::device::gate;
+use crate::device::vendor::name_on;
 use crate::device::{AdoptedContext, Driver, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
@@ -41,7 +41,6 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         ));
     }
     let api = AclApi::get(&name, None)?;
-    gate::watch_exit();
     let (theirs, own) = (context as usize, name.clone());
     // On another thread: one that has no current context is to keep none.
     let (ordinal, on_device) = on_other_thread(&name, move || {
@@ -57,9 +56,8 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     if host::is_default(context) {
         return Ok(AdoptedContext::Default(device));
     }
-    let name = AdoptedContext::name_on(&device, theirs);
-    let driver = Acl::start(api, name, ordinal, theirs, on_device, false);
-    Ok(AdoptedContext::other(theirs, driver))
+    let name = name_on(&device, theirs);
+    Ok(AdoptedContext::Other(Acl::start(api, name, ordinal, theirs, on_device, false)))
 }
 
 impl Acl {
@@ -77,21 +75,17 @@ impl Acl {
     /// `raw` is a stream that is alive, or null.
     pub(crate) unsafe fn recognise(&self, raw: *mut c_void) -> Result<StreamHandle> {
         let handle = StreamHandle(raw.expose_provenance() as u64);
-        let event = self.create_event()?;
-        let recorded = self.record(event, handle);
-        if let Err(error) = recorded {
-            // Destroying an event waits for nothing.
-            let destroyed = self.destroy_event(event);
-            return match error {
-                Error::Device(error) if error.code == i64::from(AclCode::STREAM_CONTEXT.0) => {
-                    destroyed.and(Err(Error::wrong_context(&self.name)))
-                }
-                error => Err(error),
-            };
+        let mut probe = self.probe.lock();
+        let event = match *probe {
+            Some(event) => event,
+            None => *probe.insert(self.create_event()?),
+        };
+        match self.record(event, handle) {
+            Err(Error::Device(error)) if error.code == i64::from(AclCode::STREAM_CONTEXT.0) => {
+                Err(Error::wrong_context(&self.name))
+            }
+            recorded => recorded.map(|()| handle),
         }
-        // It may be a long time before it is complete.
-        self.aside.lock().push(event);
-        Ok(handle)
     }
 
     pub(crate) fn raw_stream(on: StreamHandle) -> *mut c_void {

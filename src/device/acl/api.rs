@@ -19,12 +19,10 @@
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::path::PathBuf;
-use std::sync::OnceLock;
 
 use super::error::AclCode;
-use crate::device::gate::watch_exit;
-use crate::device::vendor::{Find, Installed, entry_points, load, named};
-use crate::error::{Error, Result};
+use crate::device::vendor::{Find, Libraries, entry_points, load, named};
+use crate::error::Result;
 
 // As in acl_rt.h: all handles are pointers.
 pub(super) type AclContext = *mut c_void;
@@ -62,7 +60,7 @@ const USUAL: [&str; 4] = [
     "/usr/local/Ascend/nnrt/latest",
 ];
 
-static INSTALLED: Installed<AclApi> = Installed::new();
+static LIBRARIES: Libraries<AclApi> = Libraries::new();
 
 entry_points! {
     AclApi -> AclCode;
@@ -111,62 +109,50 @@ fn usual() -> Vec<OsString> {
     std::iter::once(FILE.into()).chain(files).collect()
 }
 
-/// Installs a library for the devices from `first` on.
+/// Installs a simulated library for the devices from `first` on, for tests. No part of the API.
 ///
 /// # Errors
-/// The name of the first required call that is missing.
-pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
-    INSTALLED.add(first, AclApi::resolve(find)?);
+/// The name of the first required call that `find` does not have.
+///
+/// # Safety
+/// `find` gives functions of the driver's signatures, which stay to the end of the process.
+pub unsafe fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
+    LIBRARIES.install(first, AclApi::resolve(find)?);
     Ok(())
 }
 
 impl AclApi {
-    /// The initialised library of the device with this number: the one of this machine, which is
-    /// loaded once, or one that the program has installed. `None`: the number is not known yet.
+    /// The initialised library of the device with this number, where that is known.
     ///
     /// # Errors
     /// As for [opening a device](Error#opening-a-device).
     pub(super) fn get(device: &str, ordinal: Option<u32>) -> Result<&'static Self> {
-        static ACL_API: OnceLock<std::result::Result<AclApi, String>> = OnceLock::new();
-        let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = match INSTALLED.of(ordinal) {
-            Some(api) => api,
-            None => {
-                let loaded = ACL_API.get_or_init(|| Self::load(named(LIBRARY_VARIABLE)));
-                loaded.as_ref().map_err(|why| unavailable(why.clone()))?
-            }
-        };
-        // Each time: after a success the call does nothing, and after a failure the cause may have
-        // been mended. SAFETY: no configuration is given, which is allowed.
-        match unsafe { api.init.call(std::ptr::null()) } {
+        LIBRARIES.get(device, ordinal, Self::load, Self::start)
+    }
+
+    fn load() -> std::result::Result<Self, String> {
+        let remedy = "install CANN (toolkit or runtime), source its set_env.sh, set ASCEND_TOOLKIT_HOME";
+        let stranger = "it is no AscendCL, or one older than CANN 8.0; install a newer CANN";
+        load(LIBRARY_VARIABLE, usual(), remedy, stranger, Self::resolve)
+    }
+
+    /// Initialises the library. A call after a success does nothing.
+    fn start(&self) -> std::result::Result<(), String> {
+        // SAFETY: no configuration is given, which is allowed.
+        match unsafe { self.init.call(std::ptr::null()) } {
             AclCode::SUCCESS => {}
-            AclCode::REPEAT_INITIALIZE => api.expected(),
+            AclCode::REPEAT_INITIALIZE => self.expected(),
             code => {
-                let said = api.recent().map_or_else(String::new, |text| format!(": {text}"));
-                return Err(unavailable(format!(
+                let said = self.recent().map_or_else(String::new, |text| format!(": {text}"));
+                return Err(format!(
                     "aclInit failed with {} ({}){said}; is the driver loaded (npu-smi info), is a device visible \
                      (ASCEND_RT_VISIBLE_DEVICES, the container's /dev/davinci*), and may this user use it?",
                     code.0,
                     code.name()
-                )));
+                ));
             }
         }
-        watch_exit();
-        Ok(api)
-    }
-
-    /// Loads the library that was named, and else the first that is found.
-    fn load(named: Option<OsString>) -> std::result::Result<Self, String> {
-        let remedy = match &named {
-            Some(_) => format!("{LIBRARY_VARIABLE} names it; correct or unset that"),
-            None => format!(
-                "install CANN (toolkit or runtime), source its set_env.sh, set ASCEND_TOOLKIT_HOME, or name the \
-                 library by {LIBRARY_VARIABLE}"
-            ),
-        };
-        let files = named.map_or_else(usual, |file| vec![file]);
-        let stranger = "it is no AscendCL, or one older than CANN 8.0; install a newer CANN";
-        load(&files, &remedy, stranger, Self::resolve)
+        Ok(())
     }
 
     /// The library's own message about this thread's last error. Reading removes it.

@@ -118,7 +118,7 @@ impl Acl {
             if let Err(error) = copied {
                 // Where the device is lost or the process ends, the copy may still run.
                 if self.alive().is_err() {
-                    self.leaked();
+                    self.ending.leaked();
                     std::mem::forget(staging);
                 }
                 return Err(error);

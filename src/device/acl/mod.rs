@@ -55,7 +55,7 @@ use std::sync::{Arc, OnceLock};
 
 pub use self::adopt::About;
 pub(crate) use self::adopt::adopt;
-pub(crate) use self::api::install;
+pub use self::api::install;
 use self::api::{AclApi, AclContext, AclEvent, AclStream};
 use self::error::AclCode;
 use self::host::{LOCKED, LockedMemory, REGISTER_MAPPED, REGISTER_PAGE, is_locked, locked, refused};
@@ -63,7 +63,7 @@ use self::memory::{ALLOCATION_ALIGN, ALLOCATIONS};
 use super::ending::Ending;
 use super::gate;
 use super::vendor::no_such;
-use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
+use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer, Whose};
 use crate::error::{DeviceError, Error, Result};
 use crate::exit::{self, Pass};
 use crate::locks::Mutex;
@@ -97,8 +97,8 @@ pub(crate) struct Acl {
     context: AclContext,
     /// Whether the program runs on the device itself ("RC mode").
     on_device: bool,
-    /// Events that were recorded to check a stream. They are used again once they are complete.
-    aside: Mutex<Vec<EventHandle>>,
+    /// The event that is recorded to check a stream, once there is one. The lock is for that alone.
+    probe: Mutex<Option<EventHandle>>,
     /// Whether host memory may not start on a page: see `host`.
     pads: AtomicBool,
     /// Whether this is the device's default context, counted once. Another one is the program's.
@@ -251,7 +251,7 @@ impl Acl {
             ordinal,
             context: context as AclContext,
             on_device,
-            aside: Mutex::default(),
+            probe: Mutex::default(),
             pads: on_device.into(),
             default,
             lost: OnceLock::new(),
@@ -286,11 +286,6 @@ impl Acl {
     fn current(&self) -> Result<AclCurrent<'_>> {
         let pass = self.alive()?;
         self.noting(AclCurrent::enter(self.api, &self.name, self.context, Some(pass)))
-    }
-
-    /// Notes that something of the device's stays until the process ends.
-    fn leaked(&self) {
-        self.ending.leaked();
     }
 
     /// Waits until the device has nothing to do.
@@ -359,7 +354,7 @@ impl Driver for Acl {
         Ok(())
     }
 
-    unsafe fn register(&self, base: NonNull<u8>, len: usize, _read_only: bool) -> Result<()> {
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, _whose: Whose) -> Result<()> {
         let unsupported = |why: String| Err(Error::Unsupported(format!("{}: {why}", self.name)));
         let (Some(register), Some(_)) = (self.api.host_register, self.api.host_unregister) else {
             return unsupported(
@@ -419,7 +414,7 @@ impl Driver for Acl {
         if all == len && at.as_ptr().addr() % page != 0 {
             self.pads.store(true, Ordering::Relaxed);
             // SAFETY: allocated just now, and not in use.
-            unsafe { self.host_free_at(at) }.inspect_err(|_| self.leaked())?;
+            unsafe { self.host_free_at(at) }.inspect_err(|_| self.ending.leaked())?;
             all = len.saturating_add(page);
             at = self.host_malloc(all)?;
         }
@@ -477,7 +472,7 @@ impl Driver for Acl {
     fn allocate(&self, len: usize) -> Result<DevicePtr> {
         let mut at = self.malloc(len)?;
         if at % ALLOCATION_ALIGN != 0 {
-            self.free_at(at).inspect_err(|_| self.leaked())?;
+            self.free_at(at).inspect_err(|_| self.ending.leaked())?;
             at = self.malloc(len.saturating_add(ALLOCATION_ALIGN as usize))?;
         }
         let start = at.next_multiple_of(ALLOCATION_ALIGN);
@@ -500,7 +495,7 @@ impl Driver for Acl {
         fault.map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
     }
 
-    fn create_stream(&self) -> Result<StreamHandle> {
+    fn create_stream(&self, _urgent: bool) -> Result<StreamHandle> {
         let _current = self.current()?;
         let mut stream: AclStream = std::ptr::null_mut();
         // SAFETY: writes a handle.
@@ -528,14 +523,6 @@ impl Driver for Acl {
     }
 
     fn create_event(&self) -> Result<EventHandle> {
-        // A statement of its own, which ends with the lock: no call is made under it.
-        let aside = self.aside.lock().pop();
-        if let Some(event) = aside {
-            match self.query(event) {
-                Ok(true) => return Ok(event),
-                _ => self.aside.lock().push(event),
-            }
-        }
         let _current = self.current()?;
         let mut event: AclEvent = std::ptr::null_mut();
         // SAFETY: writes a handle.
@@ -577,18 +564,17 @@ impl Drop for Acl {
     fn drop(&mut self) {
         // A lost device stays set, like everything else there.
         if self.lost.get().is_some() {
-            return self.leaked();
+            return self.ending.leaked();
         }
-        for event in std::mem::take(&mut *self.aside.lock()) {
-            // The program's earlier work may still run; destroying an event waits for nothing.
-            if let Err(error) = self.destroy_event(event) {
-                self.leaked();
-                crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
-            }
+        // The program's earlier work may still run; destroying an event waits for nothing.
+        let destroyed = self.probe.get_mut().take().map_or(Ok(()), |event| self.destroy_event(event));
+        if let Err(error) = destroyed {
+            self.ending.leaked();
+            crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
         }
         if self.default {
             let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);
-            self.ending.end(&self.name, false, move || reset(api, &name, ordinal));
+            self.ending.end(&self.name, move || reset(api, &name, ordinal));
         }
     }
 }

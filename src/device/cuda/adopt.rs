@@ -23,7 +23,7 @@ use std::sync::Arc;
 use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
 use super::{Cuda, CudaCurrent, check, stream};
 use crate::device::confined::Confined;
-use crate::device::gate;
+use crate::device::vendor::name_on;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
@@ -48,7 +48,6 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
         ));
     }
     let api = CudaApi::get(&name, None)?;
-    gate::watch_exit();
     let said = |call, code| check(api, &name, call, code);
     let device = {
         // One pass for all of it: the context that is pushed is popped.
@@ -67,9 +66,8 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     if is_primary(api, &name, device, context)? {
         return Ok(AdoptedContext::Default(format!("cuda:{ordinal}")));
     }
-    let name = AdoptedContext::name_on(&format!("cuda:{ordinal}"), context as usize);
-    let driver = Cuda::new(api, name, ordinal, device, context, false);
-    Ok(AdoptedContext::other(context as usize, Arc::new(driver)))
+    let name = name_on(&format!("cuda:{ordinal}"), context as usize);
+    Ok(AdoptedContext::Other(Arc::new(Cuda::new(api, name, ordinal, device, context, false))))
 }
 
 /// The ordinal of the device with this handle, as [`super::driver`] counts.

@@ -12,12 +12,11 @@
 //! names another one, for systems with the driver in an odd place and for tests; then nothing else
 //! is tried. It is read once in a process. A loaded library is never unloaded.
 
-use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
-use std::sync::OnceLock;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use crate::device::gate::{self, Entry, Refused};
-use crate::device::vendor::{Find, Installed, entry_points, load, named};
-use crate::error::{Error, ErrorClass, Result};
+use crate::device::vendor::{Find, Libraries, entry_points, load};
+use crate::error::{ErrorClass, Result};
 
 // As in cuda.h.
 pub(crate) type CUdevice = c_int;
@@ -80,7 +79,7 @@ impl CudaCode {
     }
 }
 
-static INSTALLED: Installed<CudaApi> = Installed::new();
+static LIBRARIES: Libraries<CudaApi> = Libraries::new();
 
 entry_points! {
     CudaApi -> CudaCode;
@@ -110,7 +109,7 @@ entry_points! {
     mem_alloc = "cuMemAlloc_v2": fn(*mut CUdeviceptr, usize);
     mem_free = "cuMemFree_v2": fn(CUdeviceptr);
     pointer_attributes = "cuPointerGetAttributes": fn(c_uint, *const c_int, *const *mut c_void, CUdeviceptr);
-    stream_create = "cuStreamCreate": fn(*mut CUstream, c_uint);
+    stream_create = "cuStreamCreateWithPriority": fn(*mut CUstream, c_uint, c_int);
     stream_destroy = "cuStreamDestroy_v2": fn(CUstream);
     stream_synchronize = "cuStreamSynchronize": fn(CUstream);
     stream_wait_event = "cuStreamWaitEvent": fn(CUstream, CUevent, c_uint);
@@ -130,7 +129,6 @@ entry_points! {
     module_unload = "cuModuleUnload": fn(CUmodule);
     module_function = "cuModuleGetFunction": fn(*mut CUfunction, CUmodule, *const c_char);
     priority_range = "cuCtxGetStreamPriorityRange": fn(*mut c_int, *mut c_int);
-    stream_create_with_priority = "cuStreamCreateWithPriority": fn(*mut CUstream, c_uint, c_int);
     launch_kernel = "cuLaunchKernel": fn(
         CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
         *mut *mut c_void, *mut *mut c_void,
@@ -164,50 +162,32 @@ entry_points! {
     }
 }
 
-/// Installs a driver for the devices from `first` on.
+/// Installs a simulated driver for the devices from `first` on, for tests. No part of the API.
 ///
 /// # Errors
-/// The name of the first required call that is missing.
-pub(crate) fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
-    INSTALLED.add(first, CudaApi::resolve(find)?);
+/// The name of the first required call that `find` does not have.
+///
+/// # Safety
+/// `find` gives functions of the driver's signatures, which stay to the end of the process.
+pub unsafe fn install(first: u32, find: Find<'_>) -> std::result::Result<(), &'static str> {
+    LIBRARIES.install(first, CudaApi::resolve(find)?);
     Ok(())
 }
 
 impl CudaApi {
-    /// The initialised driver of the device with this number: the one of this machine, which is
-    /// loaded once, or one that the program has installed. `None`: the number is not known yet.
+    /// The initialised driver of the device with this number, where that is known.
     ///
     /// # Errors
     /// As for [opening a device](Error#opening-a-device).
     pub(crate) fn get(device: &str, ordinal: Option<u32>) -> Result<&'static Self> {
-        static CUDA_API: OnceLock<std::result::Result<CudaApi, String>> = OnceLock::new();
-        let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = match INSTALLED.of(ordinal) {
-            Some(api) => api,
-            None => {
-                let loaded = CUDA_API.get_or_init(|| Self::load(named(LIBRARY_VARIABLE)));
-                loaded.as_ref().map_err(|why| unavailable(why.clone()))?
-            }
-        };
-        // Each time: after a success it costs nothing, and a failure may have been mended.
-        api.start().map_err(unavailable)?;
-        gate::watch_exit();
-        Ok(api)
+        LIBRARIES.get(device, ordinal, Self::load, Self::start)
     }
 
-    /// Loads the library that was named, or the system's.
-    fn load(named: Option<OsString>) -> std::result::Result<Self, String> {
-        let remedy = match named {
-            Some(_) => format!("{LIBRARY_VARIABLE} names it; correct or unset that"),
-            None => format!(
-                "install NVIDIA's driver, give the container access to the GPU (--gpus all), or name the library by \
-                 {LIBRARY_VARIABLE}"
-            ),
-        };
-        let file = named.unwrap_or_else(|| "libcuda.so.1".into());
+    fn load() -> std::result::Result<Self, String> {
+        let remedy = "install NVIDIA's driver, give the container access to the GPU (--gpus all)";
         let stranger =
             format!("it is no CUDA driver, or one older than CUDA {}; install a newer one", version(OLDEST));
-        load(&[file], &remedy, &stranger, Self::resolve)
+        load(LIBRARY_VARIABLE, vec!["libcuda.so.1".into()], remedy, &stranger, Self::resolve)
     }
 
     /// Initialises the driver, if it is new enough.

@@ -27,6 +27,7 @@ use std::ffi::c_int;
 
 use super::Cuda;
 use super::api::CudaCode;
+use crate::device::Whose;
 use crate::device::vendor::advise;
 use crate::error::{Error, Result};
 
@@ -87,25 +88,18 @@ impl Cuda {
     }
 }
 
-/// The remedy where pinning memory of the crate's own is refused with that code.
-pub(super) fn pin_remedy(code: CudaCode) -> Option<&'static str> {
-    match code {
-        INVALID_VALUE => Some(
-            "the system could not pin these pages: memory is short, fragmented or being moved; try again, pin less in one \
-             call (PoolBuilder::extent), or go on without (Unpinned::Allow)",
-        ),
-        code => remedy(code, false),
-    }
-}
-
 /// The remedy where registering is refused with that code.
-pub(super) fn remedy(code: CudaCode, read_only: bool) -> Option<&'static str> {
+pub(super) fn remedy(code: CudaCode, whose: Whose) -> Option<&'static str> {
     match code {
         ALREADY_REGISTERED => Some(
             "a part of it is registered already, by this crate, the runtime or another library: register it once and share the \
              value (Arc), or copy by way of a pool's buffer",
         ),
-        INVALID_VALUE if read_only => Some(
+        INVALID_VALUE if whose == Whose::Crate => Some(
+            "the system could not pin these pages: memory is short, fragmented or being moved; try again, pin less in one \
+             call (PoolBuilder::extent), or go on without (Unpinned::Allow)",
+        ),
+        INVALID_VALUE if whose == Whose::ProgramToRead => Some(
             "a part of it is not mapped for reading, or the driver allocated it itself, and then it is pinned as it is",
         ),
         INVALID_VALUE => Some(

@@ -56,14 +56,14 @@ use std::sync::{Arc, OnceLock};
 pub(crate) use self::adopt::adopt;
 #[cfg(feature = "cudarc")]
 pub(crate) use self::adopt::{LEGACY, PER_THREAD};
-pub(crate) use self::api::install;
+pub use self::api::install;
 use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
 use self::host::*;
 use super::ending::Ending;
 use super::vendor::{advise, no_such, wait_out};
 use super::{
     DevicePtr, Driver, EventHandle, GraphEnd, HostAllocFlags, HostKind, SpreadRun, SpreadWay, StreamHandle,
-    Transfer,
+    Transfer, Whose,
 };
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::exit::{self, Pass};
@@ -343,15 +343,21 @@ impl Driver for Cuda {
         self.allocates.load(Ordering::Relaxed)
     }
 
-    unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, whose: Whose) -> Result<()> {
         let _current = self.relaxed()?;
+        // Where the device lacks the flag, memory that can be written to is registered without it.
+        let flags = match whose == Whose::ProgramToRead && self.has(READ_ONLY_REGISTER)? {
+            true => REGISTER_PORTABLE | REGISTER_READ_ONLY,
+            false => REGISTER_PORTABLE,
+        };
         // SAFETY: the caller promises that the range is mapped, and stays so.
-        let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, REGISTER_PORTABLE) };
-        self.said("cuMemHostRegister", code).map_err(|error| match (code, advised(error, pin_remedy(code))) {
-            (INVALID_VALUE, Error::Device(error)) => {
+        let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, flags) };
+        let advised = |error| advised(error, remedy(code, whose));
+        self.said("cuMemHostRegister", code).map_err(|error| match (code, advised(error)) {
+            (INVALID_VALUE, Error::Device(error)) if whose == Whose::Crate => {
                 Error::Device(DeviceError { class: ErrorClass::Transient, ..error })
             }
-            (NOT_SUPPORTED, error) => {
+            (NOT_SUPPORTED, error) if whose == Whose::Crate => {
                 // Relaxed: a thread that does not see it yet asks the driver once more.
                 if !self.allocates.swap(true, Ordering::Relaxed) {
                     crate::foreign::warn!(
@@ -371,18 +377,6 @@ impl Driver for Cuda {
         // SAFETY: the caller promises that it is registered, and that no copy uses it.
         let code = unsafe { self.api.host_unregister.call(base.as_ptr().cast()) };
         self.said("cuMemHostUnregister", code)
-    }
-
-    unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
-        let _current = self.relaxed()?;
-        // Where the device lacks the flag, memory that can be written to is registered without it.
-        let flags = match read_only && self.has(READ_ONLY_REGISTER)? {
-            true => REGISTER_PORTABLE | REGISTER_READ_ONLY,
-            false => REGISTER_PORTABLE,
-        };
-        // SAFETY: the caller promises that the range is mapped, and stays so.
-        let code = unsafe { self.api.host_register.call(base.as_ptr().cast(), len, flags) };
-        self.said("cuMemHostRegister", code).map_err(|error| advised(error, remedy(code, read_only)))
     }
 
     fn can_use(&self, kind: HostKind) -> Result<()> {
@@ -480,26 +474,18 @@ impl Driver for Cuda {
         self.fault(ptr.0, len, &found).map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
     }
 
-    fn create_stream(&self) -> Result<StreamHandle> {
+    fn create_stream(&self, urgent: bool) -> Result<StreamHandle> {
         let _current = self.relaxed()?;
+        // The greatest priority is the lowest number, and 0 is that of other streams.
+        let (mut least, mut priority): (c_int, c_int) = (0, 0);
+        if urgent {
+            // SAFETY: writes two numbers.
+            let code = unsafe { self.api.priority_range.call(&raw mut least, &raw mut priority) };
+            self.said("cuCtxGetStreamPriorityRange", code)?;
+        }
         let mut stream: CUstream = std::ptr::null_mut();
         // SAFETY: writes a handle.
-        let code = unsafe { self.api.stream_create.call(&raw mut stream, NON_BLOCKING) };
-        self.said("cuStreamCreate", code).map(|()| StreamHandle(stream as usize as u64))
-    }
-
-    fn create_urgent_stream(&self) -> Result<StreamHandle> {
-        let _current = self.relaxed()?;
-        // The greatest priority is the lowest number.
-        let (mut least, mut greatest): (c_int, c_int) = (0, 0);
-        // SAFETY: writes two numbers.
-        self.said("cuCtxGetStreamPriorityRange", unsafe {
-            self.api.priority_range.call(&raw mut least, &raw mut greatest)
-        })?;
-        let mut stream: CUstream = std::ptr::null_mut();
-        // SAFETY: writes a handle.
-        let code =
-            unsafe { self.api.stream_create_with_priority.call(&raw mut stream, NON_BLOCKING, greatest) };
+        let code = unsafe { self.api.stream_create.call(&raw mut stream, NON_BLOCKING, priority) };
         self.said("cuStreamCreateWithPriority", code).map(|()| StreamHandle(stream as usize as u64))
     }
 
@@ -575,8 +561,8 @@ impl Driver for Cuda {
         }
     }
 
-    fn load_spread(&self) -> Result<()> {
-        self.load_kernels()
+    fn load_spread(&self) -> Result<bool> {
+        self.load_kernels().map(|()| true)
     }
 
     unsafe fn spread(&self, handle: StreamHandle, way: SpreadWay, runs: &[SpreadRun]) -> Result<()> {
@@ -654,8 +640,7 @@ impl Drop for Cuda {
         let (api, device, primary) = (self.api, self.device, self.primary);
         // A number, so that the closure can go to another thread.
         let (context, kernels) = (self.context as usize, kernels);
-        // The calls may block. A thread of the crate makes them; any other has a new thread do so.
-        self.ending.end(&self.name, CUDA_THREAD.get(), move || {
+        self.ending.end(&self.name, move || {
             if let Some(kernels) = kernels {
                 kernels.unload(api, context as CUcontext);
             }

@@ -91,7 +91,6 @@ struct Closing {
     device: Weak<DeviceInner>,
     pools: Arc<Mutex<Vec<Weak<CentralPool>>>>,
     listing: Arc<Listing>,
-    by_hand: bool,
     /// What was in the way at the last look.
     held: HeldBy,
     /// Whether the last driver call was made.
@@ -193,9 +192,11 @@ impl Closing {
             self.held = HeldBy { forked: true, ..HeldBy::default() };
             return Err(CloseError(self));
         }
-        // The crate's own threads do not wait: they are among what is waited for.
+        // The crate's own threads do not wait: they are among what is waited for. A device by hand
+        // is moved by no thread any more.
         let now = Instant::now();
-        let end = if crate::sync::own().is_none() { now.checked_add(timeout) } else { Some(now) };
+        let may_wait = crate::sync::own().is_none() && !self.holds.by_hand;
+        let end = if may_wait { now.checked_add(timeout) } else { Some(now) };
         loop {
             let poll = Instant::now() + CLOSE_POLL;
             self.ended = self.holds.wait(end.map_or(poll, |end| end.min(poll)));
@@ -206,13 +207,9 @@ impl Closing {
                 let is_clean = self.held.leaked == 0 && self.held.lost.is_none();
                 return if is_clean { Ok(()) } else { Err(CloseError(self)) };
             }
-            // No thread moves a device by hand any more, but one in its last calls goes on.
-            let HeldBy { handles, busy_streams, buffers, memory_bytes, registered_bytes, .. } = self.held;
-            let is_kept = handles + busy_streams + memory_bytes + registered_bytes > 0 || buffers > 0;
             // The device may have ended during the look.
             let is_late = end.is_some_and(|end| Instant::now() >= end);
-            let is_over = is_late || (self.by_hand && is_kept) || self.is_hopeless();
-            if is_over && !self.holds.wait(now) {
+            if (is_late || self.is_hopeless()) && !self.holds.wait(now) {
                 return Err(CloseError(self));
             }
         }
@@ -252,7 +249,6 @@ impl Device {
             device: Arc::downgrade(&self.0),
             pools: self.0.pools.clone(),
             listing: self.listing().clone(),
-            by_hand: context.is_by_hand(),
             held: HeldBy::default(),
             ended: false,
         });

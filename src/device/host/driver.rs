@@ -14,7 +14,7 @@ use super::node::{HostFunction, Kernel, Node, State, Work};
 use super::{Call, Failure, HostNode};
 use crate::device::address::AddressFault;
 use crate::device::ending::Ending;
-use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer, Whose};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::foreign::Owned;
 use crate::locks::MutexGuard;
@@ -236,10 +236,6 @@ impl Driver for HostDriver {
         &self.ending
     }
 
-    fn takes_ordinary_memory(&self) -> bool {
-        true
-    }
-
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
         let left = self.enter(Call::Unpin)?.0.leave(&range(base, len), (self.device, None));
         left.or_else(|text| self.refuse(Call::Unpin, text))?;
@@ -248,7 +244,7 @@ impl Driver for HostDriver {
         os::unlock(pages, len).or_else(|error| self.refuse(Call::Unpin, error.to_string()))
     }
 
-    unsafe fn register(&self, base: NonNull<u8>, len: usize, _read_only: bool) -> Result<()> {
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, _whose: Whose) -> Result<()> {
         drop(self.enter(Call::Pin)?);
         self.lock(Call::Pin, base, len, None)
     }
@@ -306,7 +302,7 @@ impl Driver for HostDriver {
         self.place(&state, ptr, len).map(drop)
     }
 
-    fn create_stream(&self) -> Result<StreamHandle> {
+    fn create_stream(&self, _urgent: bool) -> Result<StreamHandle> {
         let (mut state, _) = self.enter(Call::CreateStream)?;
         self.node.create(&mut state, self.device, self.id).map(StreamHandle).map_err(|error| {
             let text = format!("no thread for the stream: {error}");

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::device::{DevicePtr, Driver, EventHandle, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, StreamHandle, Transfer, Whose};
 use crate::error::ErrorClass;
 use crate::foreign::Owned;
 
@@ -25,7 +25,7 @@ impl Rig {
     fn new(config: HostConfig, len: usize) -> Self {
         let node = HostNode::new(config.memory(64 << 20)).unwrap();
         let driver = node.driver(0).unwrap();
-        let (stream, event) = (driver.create_stream().unwrap(), driver.create_event().unwrap());
+        let (stream, event) = (driver.create_stream(false).unwrap(), driver.create_event().unwrap());
         let (memory, host) = (driver.allocate(len).unwrap(), (0..len).map(|_| AtomicU8::new(1)).collect());
         Self { node, driver, stream, event, memory, host }
     }
@@ -103,7 +103,7 @@ fn memory_stays_pinned_while_a_copy_uses_it() {
     let rig = Rig::new(HostConfig::new().devices(2), 8);
     let (other, base) = (rig.node.driver(1).unwrap(), NonNull::from(&rig.host[0]).cast());
     // SAFETY: the memory lives until the end.
-    unsafe { other.register(base, 8, false).unwrap() };
+    unsafe { other.register(base, 8, Whose::Program).unwrap() };
     // SAFETY: as above, and the call is refused where a copy or another device uses it.
     let unpin = |driver: &Arc<dyn Driver>| unsafe { driver.unpin(base, 8) };
     let block = rig.node.0.state.lock().memory[&rig.memory.0].clone();
@@ -143,7 +143,7 @@ fn faults_due_together_strike_one_after_the_other_and_traces_have_all_calls() {
 #[test]
 fn late_copies_are_overtaken_and_killed_devices_release_who_waits() {
     let rig = Rig::new(HostConfig::new().late(Duration::from_secs(3600), 1), 8);
-    let (quick, before) = (rig.driver.create_stream().unwrap(), rig.driver.create_event().unwrap());
+    let (quick, before) = (rig.driver.create_stream(false).unwrap(), rig.driver.create_event().unwrap());
     rig.download().unwrap();
     rig.driver.record(rig.event, rig.stream).unwrap();
     rig.driver.record(before, quick).unwrap();
@@ -227,7 +227,7 @@ fn threads_end_with_their_streams_and_with_the_driver() {
     let Rig { node, driver, stream, event, host, .. } = Rig::new(HostConfig::new(), 8);
     node.hang(0);
     driver.record(event, stream).unwrap();
-    driver.wait_event(driver.create_stream().unwrap(), event).unwrap();
+    driver.wait_event(driver.create_stream(false).unwrap(), event).unwrap();
     assert_eq!((users(&node), node.queued(0)), (4, 2));
     drop(driver);
     until(|| users(&node) == 1);
@@ -239,7 +239,7 @@ fn threads_end_with_their_streams_and_with_the_driver() {
 #[test]
 fn copies_within_a_device_that_cross_do_not_deadlock() {
     let rig = Rig::new(HostConfig::new(), 3 << 20);
-    let (half, other) = (DevicePtr(rig.memory.0 + (3 << 19)), rig.driver.create_stream().unwrap());
+    let (half, other) = (DevicePtr(rig.memory.0 + (3 << 19)), rig.driver.create_stream(false).unwrap());
     for _ in 0..20 {
         for (stream, src, dst) in [(rig.stream, rig.memory, half), (other, half, rig.memory)] {
             // SAFETY: no host memory is used.
@@ -267,7 +267,7 @@ fn memory_that_cannot_be_locked_is_not_pinned_although_a_copy_uses_it() {
     unsafe { rig.driver.copy(rig.stream, Transfer::Download { src: rig.memory, dst, len: LEN }).unwrap() };
     for _ in 0..2 {
         // SAFETY: the memory stays until the end of the test.
-        let refused = unsafe { rig.driver.register(base, LEN, false) }.unwrap_err();
+        let refused = unsafe { rig.driver.register(base, LEN, Whose::Program) }.unwrap_err();
         assert!(matches!(refused, Error::MemLock { .. }), "{refused}");
         assert_eq!(rig.node.live(0).pinned_bytes, 0);
     }

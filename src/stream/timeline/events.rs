@@ -149,7 +149,7 @@ impl Timeline {
         state.failed = failed;
         (state.record_failures, state.ask_failures) = (0, 0);
         if seq > self.completed.load(Ordering::Relaxed) {
-            state.complete(seq, self.context.flights(), &mut after);
+            state.complete(seq, &self.context.flights, &mut after);
             // Release: pairs with the acquire in `is_complete`. Stored under the lock, after the
             // entries were completed.
             self.completed.store(seq, Ordering::Release);

@@ -71,7 +71,9 @@ fn what_a_link_should_give_on_a_gpu() {
 fn a_device_that_fails_is_told() {
     let Some(library) = simulation() else { return };
     let machine = Machine::healthy();
-    for call in ["cuStreamCreate", "cuMemAlloc_v2", "cuMemcpyHtoDAsync_v2", "cuMemHostRegister_v2"] {
+    for call in
+        ["cuStreamCreateWithPriority", "cuMemAlloc_v2", "cuMemcpyHtoDAsync_v2", "cuMemHostRegister_v2"]
+    {
         let mut command = machine.doctor("cuda:0", "1MiB");
         // CUDA_ERROR_ILLEGAL_ADDRESS, after which the device is lost.
         command.env(doubles::PATH, &library).env(doubles::SETUP, format!("fail {call} 1 700 false"));
