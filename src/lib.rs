@@ -129,9 +129,9 @@
 
 // Which feature a thing needs stands beside it on docs.rs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// The models (`loom`) use a part of the crate. Without fences (`pinpool_rmw`) the system's barrier
-// has no caller, and without a vendor's feature some code is only that vendor's.
-#![cfg_attr(any(loom, pinpool_rmw, not(all(feature = "acl", feature = "cuda"))), allow(dead_code))]
+// The models (`loom`) use a part of the crate, and without a vendor's feature some code is only that
+// vendor's.
+#![cfg_attr(any(loom, not(all(feature = "acl", feature = "cuda"))), allow(dead_code))]
 // Code of the program is called by way of `foreign` alone, and locks are those of `locks`.
 #![cfg_attr(not(test), deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types))]
 

@@ -10,19 +10,18 @@
 //! side is `membarrier(PRIVATE_EXPEDITED)`, a full fence on every core that runs a thread of the
 //! process.
 //!
-//! There are three modes: some environments lack that call, some tools do not know it:
+//! There are two modes, since some environments lack that call:
 //!
-//! | mode | when | `light` | `heavy` |
+//! | mode | when | the frequent side | the rare side |
 //! | --- | --- | --- | --- |
 //! | membarrier | the kernel registered it | compiler fence | the call |
-//! | fences | loom, kernels without the call, `PINPOOL_FENCES=1` | `fence(SeqCst)` | `fence(SeqCst)` |
-//! | read-modify-write | sanitizers (`--cfg pinpool_rmw`) | see `freelist::cache` | see there |
-//!
-//! (Loom models only fences as sequentially consistent. Sanitizers do not model fences at all.)
+//! | fences | kernels without the call, `PINPOOL_FENCES=1` | `fence(SeqCst)` | `fence(SeqCst)` |
 //!
 //! Only the first mode exercises the pairing of `light` with the system call.
 //! `tests/core/threads.rs` runs that on real threads. Models follow the first mode's code, with
 //! fences in place of the call; some models follow the second mode's (`model_fenced`).
+//! ThreadSanitizer does not model fences. It needs none here: what orders the two sides' accesses
+//! to the memory are releases and acquires, and the fences only keep both from going on at once.
 //!
 //! A sandbox (seccomp) that is installed after a pool was built can refuse the call. Then nothing
 //! is known of owners, which have executed no fence, and the process ends, with the reason on
@@ -153,27 +152,22 @@ pub(crate) fn yield_now() {
 }
 
 /// Whether this process fences with a system call, so that [`light`] may be a compiler fence. A
-/// pool asks this when it is built. After `false` its gate keeps `mode::FENCED` set.
+/// pool asks this when it is built. After `false` its owners execute fences.
+#[cfg(not(loom))]
 pub(crate) fn asymmetric() -> bool {
-    // Models follow the code that uses the call, with fences on both sides in its place.
-    #[cfg(all(test, loom))]
-    {
-        !THREAD_FENCED.get()
-    }
-    #[cfg(all(any(loom, pinpool_rmw), not(all(test, loom))))]
-    {
-        cfg!(loom)
-    }
-    #[cfg(not(any(loom, pinpool_rmw)))]
-    {
-        static REGISTERED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-        let register = || {
-            let fences = std::env::var_os("PINPOOL_FENCES").is_some_and(|value| value == "1");
-            !fences && crate::os::barrier::membarrier_register()
-        };
-        // The call is tried each time: a sandbox may have been installed since the last time.
-        *REGISTERED.get_or_init(register) && crate::os::barrier::membarrier()
-    }
+    static REGISTERED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    let register = || {
+        let fences = std::env::var_os("PINPOOL_FENCES").is_some_and(|value| value == "1");
+        !fences && crate::os::barrier::membarrier_register()
+    };
+    // The call is tried each time: a sandbox may have been installed since the last time.
+    *REGISTERED.get_or_init(register) && crate::os::barrier::membarrier()
+}
+
+/// Models follow the code that uses the call, with fences on both sides in its place.
+#[cfg(loom)]
+pub(crate) fn asymmetric() -> bool {
+    !THREAD_FENCED.get()
 }
 
 /// The frequent side's fence where [`asymmetric`] holds: a compiler fence, except in models. Pairs
@@ -190,7 +184,7 @@ pub(crate) fn light() {
 /// full fence on the frequent side. Ends the process if the call is refused.
 pub(crate) fn heavy(both: bool) {
     fence(Ordering::SeqCst);
-    #[cfg(not(any(loom, pinpool_rmw)))]
+    #[cfg(not(loom))]
     if !both && !crate::os::barrier::membarrier() {
         crate::os::barrier::die(
             "the system call membarrier is refused, although it was granted when the pool was built: a buffer could \
@@ -198,7 +192,7 @@ pub(crate) fn heavy(both: bool) {
              PINPOOL_FENCES=1.",
         );
     }
-    #[cfg(any(loom, pinpool_rmw))]
+    #[cfg(loom)]
     let _ = both;
 }
 
@@ -266,7 +260,7 @@ pub(crate) fn step() {
     CROSSING.fetch_add(1, Ordering::Relaxed);
 }
 
-#[cfg(all(test, loom))]
+#[cfg(loom)]
 std::thread_local! {
     /// The running model is of a machine without the call.
     static THREAD_FENCED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };

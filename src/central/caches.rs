@@ -36,7 +36,7 @@ use std::time::Instant;
 use super::{Arena, CentralPool, Core, Fresh, Want, lease, queue, tag};
 use crate::arena::set_of;
 use crate::freelist::cache::HeldCache;
-use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed, mode};
+use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed};
 use crate::segment::{Class, Placement};
 
 /// The most segments of a class that a thread cache has room for, and the least.
@@ -289,9 +289,9 @@ impl CentralPool {
         if !any_cached {
             return false;
         }
-        self.gate.quiesce(mode::INSPECT, &core.table);
+        self.gate.quiesce(&core.table);
         let any = self.reclaim_quiet(core);
-        self.gate.readmit(mode::INSPECT, &core.table);
+        self.gate.readmit(&core.table);
         core.stats.reclaims += u64::from(any);
         any
     }

@@ -7,7 +7,7 @@
 
 use std::collections::HashSet;
 
-use super::{CentralPool, Core, mode};
+use super::{CentralPool, Core};
 use crate::freelist::{Descriptor, listed};
 use crate::segment::{CLASSES, Class};
 
@@ -19,9 +19,9 @@ impl CentralPool {
     /// The first violation, in words.
     pub(crate) fn check(&self, mut visit: impl FnMut(Option<u16>, usize)) -> std::result::Result<(), String> {
         let mut core = self.lock();
-        self.gate.quiesce(mode::INSPECT, &core.table);
+        self.gate.quiesce(&core.table);
         let result = self.check_quiet(core.as_is(), &mut visit);
-        self.gate.readmit(mode::INSPECT, &core.table);
+        self.gate.readmit(&core.table);
         drop(core);
         result
     }

@@ -19,9 +19,10 @@
 //!
 //! A buffer holds a bare pointer to its central pool: a reference count would cost more than a hit.
 //! All buffers together hold one strong count, *the outstanding reference*, which the core keeps.
-//! When the pool closes, the mode word makes every return slow from then on. So the segments out
-//! are counted exactly, and the last one's return drops the outstanding reference. A buffer that
-//! never comes back (leaked, or quarantined) keeps the central pool until the process ends.
+//! When the pool closes, owners are shut out of their thread caches for ever, and every return is
+//! slow. So the segments out are counted exactly, and the last one's return drops the outstanding
+//! reference. A buffer that never comes back (leaked, or quarantined) keeps the central pool until
+//! the process ends.
 //!
 //! # Invariants
 //!
@@ -64,7 +65,7 @@ use std::time::Instant;
 use crate::arena::Arena;
 use crate::device::context::Context;
 use crate::error::{Error, Result};
-use crate::freelist::{CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, listed, mode};
+use crate::freelist::{CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, listed};
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, Mutex, MutexGuard};
@@ -261,7 +262,7 @@ impl CentralPool {
 
     /// Whether the pool was closed.
     pub(crate) fn closed(&self) -> bool {
-        self.gate.mode() & mode::CLOSED != 0
+        self.gate.is_closed()
     }
 
     pub(crate) fn config(&self) -> &CentralConfig {
@@ -450,7 +451,7 @@ impl CentralPool {
         if core.left.is_some() {
             return;
         }
-        self.gate.quiesce(mode::CLOSED, &core.table);
+        self.gate.close(&core.table);
         self.reclaim_quiet(&mut core);
         while let Some(head) = core.queue.head() {
             core.end(head, Err(Error::Closed));

@@ -47,7 +47,7 @@ use std::time::{Duration, Instant};
 
 use super::growth::least;
 use super::queue::{Size, Ticket, Waiter, bytes, give_all, take_all, window_pages};
-use super::{CentralPool, Core, Fresh, Wake, Want, mode, sum};
+use super::{CentralPool, Core, Fresh, Wake, Want, sum};
 use crate::arena::{ClassSet, PageRange, Window, WindowId, set_of};
 use crate::error::{Error, Result, Shortage, Waited};
 use crate::foreign::Task;
@@ -236,7 +236,7 @@ impl CentralPool {
     /// Chooses windows for the waiters that have none, and at a look others for those that do not
     /// empty; closes the classes whose returns must be looked at.
     fn arrange(&self, core: &mut Core, look: bool) {
-        self.gate.quiesce(mode::INSPECT, &core.table);
+        self.gate.quiesce(&core.table);
         self.reclaim_quiet(core);
         core.serve();
         if look {
@@ -250,7 +250,7 @@ impl CentralPool {
         }
         self.close_classes(core, classes);
         self.closed.set_ranges(core.arena.window_addresses());
-        self.gate.readmit(mode::INSPECT, &core.table);
+        self.gate.readmit(&core.table);
     }
 
     fn close_classes(&self, core: &mut Core, classes: [ClassSet; 2]) {

@@ -10,21 +10,21 @@
 //!
 //! ```text
 //!   owner (each checkout and return)              cold side (rare; under the central pool's lock)
-//!   busy = 1                                      mode |= bits; of each thread cache: permit = null
+//!   busy = 1                                      of each thread cache: permit = null
 //!   light fence (the compiler only)               heavy fence (membarrier: a full fence on every running thread)
 //!   if permit != my pool { busy = 0; slow path }  wait until every busy == 0
 //!   work on the cache's lists                     work on the caches' lists
-//!   busy = 0                (release)             mode &= !bits; if mode == 0, of each thread cache:
-//!                                                                            permit = the pool (release)
+//!   busy = 0                (release)             of each thread cache: permit = the pool (release)
 //! ```
 //!
 //! If the owner's load of `permit` comes after the heavy fence, it finds null, and the owner stays
 //! out. If it comes before, then the owner's `busy = 1` is visible to the cold side, which waits
 //! for the owner to leave. The value of `permit` is the address of the pool's gate: one comparison
-//! tells that the cache belongs to this pool and that the cold side does not work on it.
+//! tells that the cache belongs to this pool and that the cold side does not work on it. When the
+//! pool is closed, no cache gets its permit back.
 //!
-//! [`crate::sync`] describes the fence and its three modes. Without `membarrier` the bit
-//! [`mode::FENCED`] is set: no cache has a permit, and owners fence ([`Gate::enter`]).
+//! [`crate::sync`] describes the fence and its two modes. Without `membarrier` owners fence, and
+//! their permits have another value ([`Gate::enter`]).
 //!
 //! # What a hit writes
 //!
@@ -39,8 +39,8 @@
 //! # Revoking the permits of some thread caches, or of all
 //!
 //! An owner without a permit takes the slow path once, and one whose list was emptied misses once
-//! more. So where a few thread caches are enough, only these lose their permits ([`Gate::revoke`]);
-//! [`super::CacheTable`] knows the idle ones. The mode stays, and other owners go on.
+//! more. So where a few thread caches are enough, only these lose their permits ([`Gate::revoke`]),
+//! and other owners go on; [`super::CacheTable`] knows the idle ones.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -50,17 +50,7 @@ use super::descriptor::{Chain, Descriptor};
 use super::transfer::TransferCache;
 use super::{LISTS, list_of, listed};
 use crate::segment::Class;
-use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
-
-/// Why the owners of thread caches are kept out: the bits of a gate's mode word.
-pub(crate) mod mode {
-    /// The pool is closed: every return is slow, and the last one frees the central pool.
-    pub(crate) const CLOSED: u32 = 1;
-    /// The cold side works on the thread caches now.
-    pub(crate) const INSPECT: u32 = 4;
-    /// Without an asymmetric fence owners fence themselves. Alone this bit keeps none out.
-    pub(crate) const FENCED: u32 = 8;
-}
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 
 /// One class's list in a thread cache, in a cache line of its own. Only the cache's holder writes
 /// the fields, by a load and a store, both relaxed; a snapshot reads them at any time.
@@ -105,7 +95,7 @@ pub(crate) struct ThreadCache {
     /// First, so that the address of a list is one addition. The last list stands for segments that
     /// have no list: its limit is 0.
     class_lists: [ClassList; LISTS + 1],
-    /// The gate whose thread caches the owner may enter now: the cache's own gate, or null.
+    /// The permit of the cache's own gate while the owner may enter, else null.
     permit: AtomicPtr<Gate>,
     /// 1 while the owner is inside, or tries to enter.
     busy: AtomicU32,
@@ -218,8 +208,7 @@ impl Drop for ThreadCache {
 impl ThreadCache {
     pub(super) fn new(gate: &Gate) -> Self {
         Self {
-            // Relaxed: the mode changes under the central pool's lock, which the caller holds.
-            permit: AtomicPtr::new(gate.permit(gate.mode.load(Ordering::Relaxed))),
+            permit: AtomicPtr::new(gate.permit_now()),
             busy: AtomicU32::default(),
             requested: AtomicU64::default(),
             returned: AtomicU64::default(),
@@ -507,29 +496,39 @@ impl HeldCache<'_> {
     }
 }
 
-/// The pool's mode word, and the way into its thread caches.
+/// The way into the thread caches of a pool.
 ///
 /// A gate does not move as long as it has thread caches, since these know it by its address.
 #[derive(Debug)]
 pub(crate) struct Gate {
-    mode: AtomicU32,
+    /// Every return is slow from then on, and the last one frees the central pool.
+    closed: AtomicBool,
+    /// There is no asymmetric fence: owners execute a fence of their own.
+    is_fenced: bool,
 }
 
 impl Gate {
     pub(crate) fn new(asymmetric: bool) -> Self {
-        Self { mode: AtomicU32::new(if asymmetric { 0 } else { mode::FENCED }) }
+        Self { closed: AtomicBool::new(false), is_fenced: !asymmetric }
     }
 
-    /// The bits that are set, less [`mode::FENCED`].
-    pub(crate) fn mode(&self) -> u32 {
-        // Acquire: pairs with the read-modify-writes by which the cold side sets and clears bits. A
-        // caller that decides by it outside of the lock looks again inside.
-        self.mode.load(Ordering::Acquire) & !mode::FENCED
+    /// Whether [`Gate::close`] was called.
+    pub(crate) fn is_closed(&self) -> bool {
+        // Acquire: pairs with the release in `close`. A caller that decides by it outside of the
+        // lock looks again inside.
+        self.closed.load(Ordering::Acquire)
     }
 
-    /// The value of a thread cache's permit in this mode.
-    fn permit(&self, mode: u32) -> *mut Self {
-        if mode == 0 { std::ptr::from_ref(self).cast_mut() } else { std::ptr::null_mut() }
+    /// The permit of an owner that may come in: the gate's address. Where owners fence it is that
+    /// of the byte behind, which is no gate's, so that only [`Gate::enter`] finds it valid.
+    fn permit(&self) -> *mut Self {
+        std::ptr::from_ref(self).cast_mut().wrapping_byte_add(self.is_fenced.into())
+    }
+
+    /// The permit to give a thread cache: none once the pool is closed.
+    fn permit_now(&self) -> *mut Self {
+        // Relaxed: it changes under the central pool's lock, which the caller holds.
+        if self.closed.load(Ordering::Relaxed) { std::ptr::null_mut() } else { self.permit() }
     }
 
     /// The way in for the owner of a thread cache of any pool. `None`: the cache belongs to another
@@ -546,44 +545,29 @@ impl Gate {
         if std::ptr::eq(cache.permit.load(Ordering::Acquire), self) { Some(inside) } else { None }
     }
 
-    /// [`Gate::enter_by_permit`], also for gates in [`mode::FENCED`], whose owners fence here.
+    /// [`Gate::enter_by_permit`], also for gates whose owners execute a fence, which they do here.
     #[inline(never)]
     pub(crate) fn enter<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
-        // Relaxed: the bit never changes.
-        if self.mode.load(Ordering::Relaxed) & mode::FENCED == 0 {
+        if !self.is_fenced {
             return self.enter_by_permit(cache);
         }
-        if !cache.belongs_to(self) {
-            return None;
-        }
-        // As in `enter_by_permit`, but the fence below, or the read-modify-write, orders it before
-        // the load of the mode.
+        // As in `enter_by_permit`, with a full fence on both sides.
         cache.busy.store(1, Ordering::Relaxed);
         let inside = EnteredCache(HeldCache { cache });
-        #[cfg(pinpool_rmw)]
-        // A read-modify-write in place of a fence, for tools that do not model fences. Either it
-        // follows the cold side's read-modify-write in the word's modification order and sees its
-        // bits. Or it precedes it, and then (release, acquire) the cold side sees busy = 1.
-        let seen = self.mode.fetch_add(0, Ordering::AcqRel);
-        #[cfg(not(pinpool_rmw))]
-        let seen = {
-            // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce`.
-            crate::sync::fence(Ordering::SeqCst);
-            // Acquire: pairs with the release in `readmit`, as in `enter_by_permit`.
-            self.mode.load(Ordering::Acquire)
-        };
-        if seen == mode::FENCED { Some(inside) } else { None }
+        // Store busy, fence, load permit: pairs with store permit, fence, load busy in `quiesce`.
+        crate::sync::fence(Ordering::SeqCst);
+        // Acquire: pairs with the release in `readmit`, as in `enter_by_permit`.
+        let permit = cache.permit.load(Ordering::Acquire);
+        if std::ptr::eq(permit, self.permit()) { Some(inside) } else { None }
     }
 
-    /// Shuts the owners of these thread caches out: sets `bits`, revokes their permits, and waits
-    /// until none is inside. The caller holds the central pool's lock. They stay out, and the cold
-    /// side may hold their caches, until [`Gate::readmit`] admits them.
-    pub(crate) fn quiesce(&self, bits: u32, caches: &[Arc<ThreadCache>]) {
-        // AcqRel: pairs with `enter` under `pinpool_rmw`; elsewhere the fence orders it.
-        let mode = self.mode.fetch_or(bits, Ordering::AcqRel);
-        // Relaxed: before the fence, which pairs with `light` in `enter_by_permit`.
+    /// Shuts the owners of these thread caches out: revokes their permits, and waits until none is
+    /// inside. The caller holds the central pool's lock. They stay out, and the cold side may hold
+    /// their caches, until [`Gate::readmit`] admits them.
+    pub(crate) fn quiesce(&self, caches: &[Arc<ThreadCache>]) {
+        // Relaxed: before the fence, which pairs with the owner's in `enter_by_permit` or `enter`.
         caches.iter().for_each(|cache| cache.permit.store(std::ptr::null_mut(), Ordering::Relaxed));
-        crate::sync::heavy(mode & mode::FENCED != 0);
+        crate::sync::heavy(self.is_fenced);
         for cache in caches {
             // Acquire: pairs with the release by which the owner leaves (`EnteredCache`'s drop).
             while cache.busy.load(Ordering::Acquire) != 0 {
@@ -592,24 +576,23 @@ impl Gate {
         }
     }
 
-    /// Clears `bits`, and admits these owners again if no other bit is left. Under the lock.
-    pub(crate) fn readmit(&self, bits: u32, caches: &[Arc<ThreadCache>]) {
-        // Release: pairs with the acquires of the mode in `enter` and `mode`.
-        if self.mode.fetch_and(!bits, Ordering::Release) & !bits == 0 {
-            // Release: pairs with the acquire in `enter_by_permit`.
-            caches.iter().for_each(|cache| cache.permit.store(self.permit(0), Ordering::Release));
-        }
+    /// Admits these owners again, unless the pool is closed. Under the central pool's lock.
+    pub(crate) fn readmit(&self, caches: &[Arc<ThreadCache>]) {
+        // Release: pairs with the acquires in `enter_by_permit` and `enter`.
+        caches.iter().for_each(|cache| cache.permit.store(self.permit_now(), Ordering::Release));
+    }
+
+    /// Shuts the owners of all thread caches out for ever. Under the central pool's lock.
+    pub(crate) fn close(&self, caches: &[Arc<ThreadCache>]) {
+        // Release: pairs with the acquire in `is_closed`.
+        self.closed.store(true, Ordering::Release);
+        self.quiesce(caches);
     }
 
     /// Runs `work` on some thread caches while other owners go on. Under the central pool's lock.
-    ///
-    /// In [`mode::FENCED`] owners look at the mode, which is one for all: all are kept out.
     pub(crate) fn revoke(&self, caches: &[Arc<ThreadCache>], work: impl FnMut(HeldCache<'_>)) {
-        // Relaxed: the bit never changes.
-        let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
-        let bits = if fenced { mode::INSPECT } else { 0 };
-        self.quiesce(bits, caches);
+        self.quiesce(caches);
         caches.iter().map(|cache| HeldCache { cache }).for_each(work);
-        self.readmit(bits, caches);
+        self.readmit(caches);
     }
 }

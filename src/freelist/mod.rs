@@ -34,7 +34,7 @@ pub(crate) mod descriptor;
 mod table;
 pub(crate) mod transfer;
 
-pub(crate) use cache::{Gate, ThreadCache, mode};
+pub(crate) use cache::{Gate, ThreadCache};
 pub(crate) use descriptor::{Chain, Descriptor, Word, state};
 pub(crate) use table::CacheTable;
 pub(crate) use transfer::TransferCache;

@@ -62,7 +62,7 @@ impl PoolBuilder {
         if initial > 0 {
             pool.0.central.plan_bytes(initial);
             pool.0.central.pin(initial);
-            let pinning = pool.0.regions.wait(None, |p| p.ready > 0)?;
+            let pinning = pool.0.regions.wait(None, 1)?;
             if let Some(error) = pinning.error.filter(|_| pinning.ready == 0) {
                 return Err(error);
             }

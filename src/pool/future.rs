@@ -6,7 +6,6 @@ use std::future::Future;
 use std::marker::PhantomData;
 use std::panic::Location;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
@@ -15,7 +14,6 @@ use crate::buffer::PinnedBuf;
 use crate::central::{self, Fresh};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
-use crate::locks::Mutex;
 use crate::timer::Planned;
 
 /// The future of [`Pool::checkout_async`] and [`Pool::checkout_many_async`]. Dropped before it is
@@ -48,16 +46,12 @@ enum Stage {
     Over,
 }
 
-/// How a task is woken at its deadline. Dropped, it wakes none.
-struct Alarm {
-    /// The task that polled last.
-    task: Arc<Mutex<Option<Task>>>,
-    planned: Planned,
-}
+/// The wake at the deadline, of the task that polled last. Dropped, it wakes none.
+struct Alarm(Planned);
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        crate::timer::cancel(self.planned);
+        crate::timer::cancel(self.0);
     }
 }
 
@@ -125,18 +119,9 @@ impl<T> Checkout<T> {
     /// Looks at the deadline of a request that waits, and has the task woken then.
     fn poll_late(&mut self, key: usize, cx: &Context<'_>) -> Poll<Result<Vec<Fresh>>> {
         let Some(deadline) = self.deadline else { return Poll::Pending };
-        let task = Task::of(cx.waker());
-        // Before the clock is looked at: an alarm that rings in between has woken the task of an
-        // earlier poll, and the time is seen to be over.
-        let alarm = self.alarm.get_or_insert_with(|| {
-            let to_wake = Arc::<Mutex<Option<Task>>>::default();
-            let task = to_wake.clone();
-            let wake = move || to_wake.lock().take().into_iter().for_each(Task::wake);
-            Alarm { task, planned: crate::timer::at_time(deadline, wake) }
-        });
-        // Dropped after the unlock, since the task may be dropped with it.
-        let _before = alarm.task.lock().replace(task);
         if Instant::now() < deadline {
+            let task = Task::of(cx.waker());
+            self.alarm = Some(Alarm(crate::timer::at_time(deadline, move || task.wake())));
             return Poll::Pending;
         }
         self.stage = Stage::Over;

@@ -25,7 +25,7 @@ impl Pool {
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
         let since = Instant::now();
         let deadline = timeout.and_then(|t| since.checked_add(t));
-        self.0.regions.wait(deadline, |_| false).map_err(|error| error.waited(since))
+        self.0.regions.wait(deadline, usize::MAX).map_err(|error| error.waited(since))
     }
 
     /// The pool's regions, for a program that registers them elsewhere (RDMA).

@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use stable_deref_trait::StableDeref;
 
-use super::make::{RegionSource, page};
-use super::{Extent, Owner, Region, RegionInfo, Regions};
+use super::make::{Source, page, undo};
+use super::{Extent, Owner, RegionInfo, Regions, info};
 use crate::amount::amount;
 use crate::error::{Error, Result, SubmitError};
 use crate::foreign::Owned;
@@ -76,34 +76,34 @@ impl Regions {
         let Adoptee { memory, base, len: whole } = adoptee;
         self.begin(whole);
         let mut context = self.context();
-        let begun = |context: &_| Region::new(base, RegionSource::Adopted(None), context);
-        let (mut region, mut came, mut times) = (begun(&context), 0, Vec::new());
+        let (mut extents, mut came, id) = (Vec::new(), 0, self.next_id());
         while came < whole {
-            // The region stays here, with what it lists: a job that panics loses what it owns.
-            let (regions, part) = (self.clone(), begun(&context));
+            // SAFETY: within the value.
+            let at = unsafe { base.add(came) };
             let len = self.options.extent.min(whole - came);
+            let mut extent = Extent::new(id, at, len, Source::Adopted(None), &context);
+            // The others stay here: a job that panics loses what it owns.
+            let regions = self.clone();
             let called = context.worker().call(move || {
                 // SAFETY: whole pages of the adoption's memory, kept until they were unregistered.
-                Ok(unsafe { regions.pin_extent(&part.context, part.at(came), len, true) })
+                Ok(unsafe { regions.pin_extent(&mut extent) }.map(|()| extent))
             });
             let (error, is_known) = match called {
-                Ok((Ok(pinned), took)) => {
-                    region.extents.push(Extent { offset: came, len, pinned });
+                Ok(Ok(extent)) => {
+                    extents.push(extent);
                     came += len;
-                    times.push([took, took]);
                     continue;
                 }
                 // The device was found to be lost by this very call, before it has pinned anything.
-                Ok((Err(error), _)) if came == 0 && self.goes_on_after(Some(&error)) => {
+                Ok(Err(error)) if came == 0 && self.goes_on_after(Some(&error)) => {
                     context = self.context();
-                    region = begun(&context);
                     continue;
                 }
-                Ok((Err(error), _)) => (error, true),
+                Ok(Err(error)) => (error, true),
                 // The job panicked, and may have pinned its extent or not.
                 Err(error) => (error, false),
             };
-            let undone = context.worker().call(move || Ok(region.undo()));
+            let undone = context.worker().call(move || Ok(undo(&extents)));
             // The caller gets the error; it is no failure of the pool's own growth.
             self.ended(whole, None, Some(owner));
             if is_known && undone == Ok(true) {
@@ -115,13 +115,12 @@ impl Regions {
             std::mem::forget(memory);
             return Err(SubmitError { error, buffer: None });
         }
-        region.source = RegionSource::Adopted(Some(Owned::new(memory)));
-        let extents = region.extents.clone();
-        let info = self.add(region);
-        for (extent, times) in extents.into_iter().zip(times) {
-            // SAFETY: within the region.
-            let start = unsafe { info.base.add(extent.offset) };
-            self.hand_over(info.id, start, extent, times, owner);
+        extents[0].source = Source::Adopted(Some(Owned::new(memory)));
+        let info = info(&extents);
+        let bases: Vec<NonNull<u8>> = extents.iter().map(|extent| extent.base).collect();
+        self.progress.lock().regions.insert(id, extents);
+        for base in bases {
+            self.hand_over(id, base, owner);
         }
         self.ended(0, None, Some(owner));
         Ok(info)

@@ -4,23 +4,17 @@
 //! The loop goes extent by extent, each a job of its own on the region thread, so that other jobs
 //! wait for one extent at most. A mapping is made in one piece, touched by several threads
 //! ([`touch`](super::touch)) and pinned extent by extent: by far the fastest way. Memory from the
-//! driver comes in separate allocations: each extent is one, and a region of its own. Drivers
-//! promise no alignment, and hand out small allocations from shared pages. So an allocation that
-//! does not start on a page is made again with one page more, and its whole pages are used.
+//! driver comes in separate allocations: each extent is one, and a region of its own.
 //!
 //! Freeing happens on the region thread, like everything that can synchronise a device. Memory that
 //! cannot be freed is leaked and logged, since the device may still reach it.
 
-use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::touch::Toucher;
-use super::{
-    BeforeUnpin, Extent, Owner, Pinned, REGION_ALIGN, Region, RegionId, RegionInfo, RegionOptions, Regions,
-    Unpinned,
-};
+use super::{BeforeUnpin, Extent, Owner, Pinned, REGION_ALIGN, RegionId, RegionOptions, Regions, Unpinned};
 use crate::device::context::Context;
 use crate::device::{HostKind, Whose};
 use crate::error::{Error, ErrorClass, Result};
@@ -28,7 +22,7 @@ use crate::foreign::{self, Owned, Span};
 use crate::os;
 use crate::segment::PAGE;
 
-/// The pause between two calls that pin or unpin is the first call's time, divided by this.
+/// The pause after a call that pins or unpins is the call's time, divided by this.
 pub(super) const ROOM: u32 = 32;
 /// After a call that is shorter there is no pause: no other caller has waited long.
 const SHORT_CALL: Duration = Duration::from_micros(200);
@@ -37,13 +31,13 @@ const SHORT_CALL: Duration = Duration::from_micros(200);
 const AGAIN: Duration = Duration::from_millis(100);
 const MOST_AGAIN: Duration = Duration::from_secs(60);
 
-/// Where a region came from.
-pub(super) enum RegionSource {
-    /// A mapping of the pool's.
+/// Where an extent came from.
+pub(super) enum Source {
+    /// A part of a mapping of the pool's.
     Mapped,
-    /// One allocation of the driver's, in which the region lies.
+    /// One allocation of the driver's, in which the extent lies.
     Driver { base: NonNull<u8>, len: usize, kind: HostKind },
-    /// A value of the program's, which the region owns once all of it is pinned.
+    /// A value of the program's. The region's first extent owns it, once all of them are pinned.
     Adopted(#[expect(dead_code, reason = "owned, until it is dropped")] Option<Owned<Box<dyn Send>>>),
 }
 
@@ -61,13 +55,13 @@ struct Making {
 
 /// Where memory that is being made comes from.
 enum Supply {
-    /// A mapping, which is a region already.
+    /// A mapping, which becomes one region.
     Mapped { id: RegionId, base: NonNull<u8>, toucher: Toucher },
     /// Allocations of the driver's.
     Driver(HostKind),
 }
 
-// SAFETY: only the address keeps it from being Send, and the mapping is the region's.
+// SAFETY: only the address keeps it from being Send, and the mapping is its own.
 unsafe impl Send for Making {}
 
 /// The unit in which the pool can use memory, in bytes.
@@ -110,19 +104,14 @@ impl Regions {
         // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the
         // rest is unmapped by `finish`, after the toucher was dropped.
         let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
-        let region = Region::new(base, RegionSource::Mapped, context);
-        let id = self.add(Region { node, ..region }).id;
-        Ok(Supply::Mapped { id, base, toucher })
+        Ok(Supply::Mapped { id: self.next_id(), base, toucher })
     }
 
-    /// Lists a region. Extents may follow.
-    pub(super) fn add(&self, mut region: Region) -> RegionInfo {
+    /// The number of a new region.
+    pub(super) fn next_id(&self) -> RegionId {
         let mut progress = self.progress.lock();
         progress.last_id += 1;
-        region.id = RegionId(progress.last_id);
-        let info = region.info();
-        progress.regions.push(region);
-        info
+        RegionId(progress.last_id)
     }
 
     /// Makes the next extent, and leaves the rest to another job.
@@ -150,57 +139,48 @@ impl Regions {
             ),
         };
         let _entered = span.enter();
-        let before = Instant::now();
-        if let Supply::Mapped { toucher, .. } = &mut making.supply {
-            toucher.wait(making.came + len);
-        }
-        let touching = before.elapsed();
         // Foreign code is put off until the extent is listed.
         let deferral = foreign::defer();
-        let (id, start, pinned, took) = match &mut making.supply {
-            Supply::Mapped { id, base, .. } => {
+        let extent = match &mut making.supply {
+            Supply::Mapped { id, base, toucher } => {
+                let before = Instant::now();
+                toucher.wait(making.came + len);
+                let touching = before.elapsed();
                 // SAFETY: within the mapping.
-                let start = unsafe { base.add(making.came) };
-                // SAFETY: the extent is mapped until the region's end has unpinned it.
-                let (pinned, took) = unsafe { self.pin_extent(&context, start, len, false) };
-                let extent = Extent { offset: making.came, len, pinned: pinned? };
-                self.progress.lock().region(*id).into_iter().for_each(|region| region.extents.push(extent));
-                (*id, start, extent.pinned, took)
+                let base = unsafe { base.add(making.came) };
+                let mut extent = Extent::new(*id, base, len, Source::Mapped, &context);
+                extent.node = self.options.node;
+                // SAFETY: the extent is mapped until its end has unpinned it.
+                unsafe { self.pin_extent(&mut extent)? };
+                extent.times[0] += touching;
+                extent
             }
-            Supply::Driver(kind) => {
-                let (allocated, took) = paced(|| self.allocate(&context, len, *kind));
-                let (start, source, pinned) = allocated?;
-                let mut region = Region::new(start, source, &context);
-                region.extents.push(Extent { offset: 0, len, pinned });
-                (self.add(region).id, start, pinned, took)
-            }
+            Supply::Driver(kind) => self.allocate(&context, len, *kind)?,
         };
+        let (id, base) = (extent.region, extent.base);
+        self.progress.lock().regions.entry(id).or_default().push(extent);
         drop(deferral);
         making.came += len;
-        let extent = Extent { offset: 0, len, pinned };
-        let go_on = self.hand_over(id, start, extent, [touching + took, took], &making.owner);
-        Ok(go_on && making.came < making.len)
+        Ok(self.hand_over(id, base, &making.owner) && making.came < making.len)
     }
 
-    /// Hands an extent over of a region that is listed, once. `times` are the time spent on making
-    /// it, and that of the call that pinned it. Returns whether more is wanted.
+    /// Hands the extent over that begins here in a listed region, once. Returns whether more is
+    /// wanted.
     pub(super) fn hand_over(
         self: &Arc<Self>,
         id: RegionId,
-        start: NonNull<u8>,
-        extent: Extent,
-        times: [Duration; 2],
+        base: NonNull<u8>,
         owner: &Arc<dyn Owner>,
     ) -> bool {
-        let Extent { len, pinned, .. } = extent;
-        // SAFETY: within a region that is listed, which goes when the owner has it removed.
-        let go_on = unsafe { owner.add_extent(id, start, len, pinned == Pinned::Yes) };
         let mut progress = self.progress.lock();
-        let mut again = false;
+        let Some(&mut Extent { len, pinned, times, .. }) = progress.extent(id, base) else { return false };
+        drop(progress);
+        // SAFETY: it is listed, and goes when the owner has its region removed.
+        let go_on = unsafe { owner.add_extent(id, base, len, pinned == Pinned::Yes) };
+        let mut progress = self.progress.lock();
         // `ready` is what can be checked out. The region may have been removed already.
-        if let Some(region) = progress.region(id) {
-            region.ready += len;
-            again = region.unpinned().next().is_some();
+        if let Some(extent) = progress.extent(id, base).filter(|extent| !extent.is_going) {
+            extent.is_ready = true;
             progress.pinning.ready += len;
         }
         let pinning = &mut progress.pinning;
@@ -208,31 +188,27 @@ impl Regions {
         pinning.made += len;
         pinning.longest_call = pinning.longest_call.max(times[1]);
         drop(progress);
-        if again {
+        if pinned == Pinned::NotYet {
             self.pin_again_after(AGAIN, Arc::downgrade(owner));
         }
         self.changed.notify_all();
         go_on
     }
 
-    /// Pins memory where it is; [`unpin`] undoes it. Returns also how long the call took.
+    /// Pins an extent where it is; [`Extent::undo`] undoes it.
     ///
     /// # Safety
-    /// The memory is whole pages that nobody has pinned, and stays until it was unpinned.
-    pub(super) unsafe fn pin_extent(
-        &self,
-        context: &Context,
-        start: NonNull<u8>,
-        len: usize,
-        is_adopted: bool,
-    ) -> (Result<Pinned>, Duration) {
+    /// As for [`Extent::pin`].
+    pub(super) unsafe fn pin_extent(&self, extent: &mut Extent) -> Result<()> {
         // SAFETY: this function's contract.
-        let (pinned, took) = paced(|| unsafe { pin(context, start, len, is_adopted) });
-        let pinned = match context.noting(pinned) {
-            Err(error) if self.goes_on_unpinned(context, len, &error) => Ok(Pinned::NotYet),
-            pinned => pinned.map(|()| Pinned::Yes),
-        };
-        (pinned, took)
+        let (pinned, took) = paced(|| unsafe { extent.pin() });
+        extent.times = [took; 2];
+        match extent.context.noting(pinned) {
+            Ok(()) => extent.pinned = Pinned::Yes,
+            Err(error) if self.goes_on_unpinned(&extent.context, extent.len, &error) => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
     }
 
     /// Whether memory that was refused with this error is used unpinned.
@@ -247,35 +223,36 @@ impl Regions {
         goes_on
     }
 
-    /// Allocates one extent: its first byte, what it is a part of, and whether it is pinned.
-    fn allocate(
-        &self,
-        context: &Context,
-        len: usize,
-        kind: HostKind,
-    ) -> Result<(NonNull<u8>, RegionSource, Pinned)> {
+    /// Allocates one extent, which is a region of its own.
+    fn allocate(&self, context: &Arc<Context>, len: usize, kind: HostKind) -> Result<Extent> {
         let ask = |len| context.noting(context.driver().allocate_host(len, kind));
         let locked = matches!(kind, HostKind::Locked(_));
-        // An allocation that does not start on a page is made again with one page more.
-        let asked = ask(len).and_then(|base| {
+        let (asked, took) = paced(|| {
+            let base = ask(len)?;
             if base.as_ptr().addr() % page() == 0 {
                 return Ok((base, len));
             }
+            // Drivers promise no alignment, and hand out small allocations from shared pages. One that
+            // does not start on a page is made again with one page more, for its whole pages.
             free(context, base, len, kind);
             ask(len + page()).map(|base| (base, len + page()))
         });
-        let (allocated, whole) = match asked {
+        let (base, source, pinned) = match asked {
+            Ok((allocated, whole)) => {
+                let front = allocated.as_ptr().addr().next_multiple_of(page()) - allocated.as_ptr().addr();
+                // SAFETY: less than a page; unless it is 0, there is a page more than the extent.
+                let base = unsafe { allocated.add(front) };
+                let pinned = if locked { Pinned::Yes } else { Pinned::Never };
+                (base, Source::Driver { base: allocated, len: whole, kind }, pinned)
+            }
             // Plain memory takes its place.
             Err(error) if locked && self.goes_on_unpinned(context, len, &error) => {
-                return Ok((map(len)?, RegionSource::Mapped, Pinned::NotYet));
+                (map(len)?, Source::Mapped, Pinned::NotYet)
             }
-            asked => asked?,
+            Err(error) => return Err(error),
         };
-        let front = allocated.as_ptr().addr().next_multiple_of(page()) - allocated.as_ptr().addr();
-        // SAFETY: less than a page; unless it is 0, the allocation has a page more than the extent.
-        let base = unsafe { allocated.add(front) };
-        let pinned = if locked { Pinned::Yes } else { Pinned::Never };
-        Ok((base, RegionSource::Driver { base: allocated, len: whole, kind }, pinned))
+        let extent = Extent::new(self.next_id(), base, len, source, context);
+        Ok(Extent { pinned, times: [took; 2], ..extent })
     }
 
     /// No more extents: unmaps the rest of a mapping. The extents that are done stay.
@@ -285,12 +262,9 @@ impl Regions {
         let allocates = matches!(supply, Supply::Mapped { .. })
             && matches!(error, Some(Error::Unsupported(_)))
             && self.kind(&context).is_some();
-        if let Supply::Mapped { id, base, toucher } = supply {
+        if let Supply::Mapped { base, toucher, .. } = supply {
             // The toucher's threads end before any of it is unmapped.
             drop(toucher);
-            if came == 0 {
-                self.progress.lock().regions.retain(|region| region.id != id);
-            }
             if came < len {
                 // SAFETY: the failed extent and the rest: mapped, not pinned, never handed out.
                 unmap(&context, unsafe { base.add(came) }, len - came);
@@ -320,11 +294,8 @@ impl Regions {
 
     /// Tries the extents that went unpinned again, each in a job, behind those already `refused`.
     fn pin_again(self: &Arc<Self>, pause: Duration, refused: usize, owner: Weak<dyn Owner>) {
-        let of = |region: &Region| -> Vec<(Arc<Context>, RegionId, Extent)> {
-            region.unpinned().map(|extent| (region.context.clone(), region.id, *extent)).collect()
-        };
-        let found = self.progress.lock().staying().flat_map(|region| of(region)).nth(refused);
-        let Some((context, id, extent)) = found else {
+        let found = self.progress.lock().unpinned().nth(refused).map(Extent::part);
+        let Some(part) = found else {
             if refused > 0 {
                 self.pin_again_after((pause * 2).min(MOST_AGAIN), owner);
             }
@@ -332,23 +303,24 @@ impl Regions {
         };
         let regions = self.clone();
         // By the device that is to unpin it.
-        context.clone().worker().send(move || {
-            let is_refused = !regions.try_again(&context, id, extent, &owner);
+        part.context.clone().worker().send(move || {
+            let is_refused = !regions.try_again(&part, &owner);
             regions.pin_again(pause, refused + usize::from(is_refused), owner);
         });
     }
 
-    /// Pins an extent that is still unpinned. `false`: it was refused, and may be pinned later.
-    fn try_again(&self, context: &Context, id: RegionId, extent: Extent, owner: &Weak<dyn Owner>) -> bool {
-        let known = self.progress.lock().region(id).and_then(|region| {
-            let is_unpinned = region.unpinned().any(|other| other.offset == extent.offset);
-            is_unpinned.then(|| (region.at(extent.offset), region.is_adopted()))
-        });
+    /// Pins the extent of which this is a [part](Extent::part), if it is still unpinned. `false`:
+    /// it was refused, and may be pinned later.
+    fn try_again(&self, part: &Extent, owner: &Weak<dyn Owner>) -> bool {
+        let &Extent { region, base, len, ref context, .. } = part;
+        let is_open = |e: &&mut Extent| !e.is_going && e.pinned == Pinned::NotYet;
         // Else its region goes, or another job has pinned it.
-        let Some((start, is_adopted)) = known else { return true };
+        if self.progress.lock().extent(region, base).filter(is_open).is_none() {
+            return true;
+        }
         // SAFETY: it is mapped: its region goes by a later job of this thread.
-        let (result, took) = paced(|| unsafe { pin(context, start, extent.len, is_adopted) });
-        let (device, bytes) = (context.name(), extent.len);
+        let (result, took) = paced(|| unsafe { part.pin() });
+        let device = context.name();
         let pinned = match result {
             // It was counted when the extent was made.
             Err(error) if error.class() == ErrorClass::Transient => return false,
@@ -356,25 +328,22 @@ impl Regions {
                 Ok(()) => Pinned::Yes,
                 Err(error) => {
                     foreign::warn!(
-                        target: "pinpool::region::unpinned", device, bytes, %error,
+                        target: "pinpool::region::unpinned", device, bytes = len, %error,
                         "memory that is not pinned cannot be: it is not tried again"
                     );
                     Pinned::Never
                 }
             },
         };
-        {
-            let mut progress = self.progress.lock();
-            progress.pinning.longest_call = progress.pinning.longest_call.max(took);
-            // Also of a region that goes meanwhile.
-            let region = progress.regions.iter_mut().find(|region| region.id == id);
-            let extents = region.into_iter().flat_map(|region| &mut region.extents);
-            extents.filter(|other| other.offset == extent.offset).for_each(|extent| extent.pinned = pinned);
-        }
+        let mut progress = self.progress.lock();
+        progress.pinning.longest_call = progress.pinning.longest_call.max(took);
+        // Also of a region that goes meanwhile.
+        progress.extent(region, base).into_iter().for_each(|extent| extent.pinned = pinned);
+        drop(progress);
         if pinned == Pinned::Yes {
-            owner.upgrade().into_iter().for_each(|owner| owner.pinned_after_all(start));
+            owner.upgrade().into_iter().for_each(|owner| owner.pinned_after_all(base));
             foreign::info!(
-                target: "pinpool::region::unpinned", device, bytes,
+                target: "pinpool::region::unpinned", device, bytes = len,
                 "memory that was not pinned is pinned after all"
             );
         }
@@ -382,92 +351,87 @@ impl Regions {
     }
 }
 
-impl Region {
-    /// The extents that went unpinned and that the driver may yet pin where they are.
-    fn unpinned(&self) -> impl Iterator<Item = &Extent> {
-        // Those of the program's value are handed over by the thread that gives it.
-        let is_open = !self.is_adopted() || self.ready == self.len();
-        self.extents.iter().filter(move |extent| is_open && extent.pinned == Pinned::NotYet)
+impl Extent {
+    /// A second value of this extent that does not keep an adopted value, for a call on another
+    /// thread.
+    fn part(&self) -> Self {
+        let source =
+            if matches!(self.source, Source::Adopted(_)) { Source::Adopted(None) } else { Source::Mapped };
+        Self::new(self.region, self.base, self.len, source, &self.context)
     }
 
-    fn is_adopted(&self) -> bool {
-        matches!(self.source, RegionSource::Adopted(_))
+    /// Pins the memory where it is.
+    ///
+    /// # Safety
+    /// The memory is whole pages that nobody has pinned, and stays until it was unpinned.
+    unsafe fn pin(&self) -> Result<()> {
+        let whose = match self.source {
+            Source::Adopted(_) => Whose::Program,
+            _ => Whose::Crate,
+        };
+        // SAFETY: this function's contract.
+        unsafe { self.context.driver().register(self.base, self.len, whose) }
     }
 
-    pub(super) fn at(&self, offset: usize) -> NonNull<u8> {
-        // SAFETY: callers pass offsets of the region's extents.
-        unsafe { self.base.add(offset) }
-    }
-
-    /// Gives back the region, which nothing can reach any more, on the region thread.
-    pub(super) fn go(self, before_unpin: Option<&BeforeUnpin>) {
-        if let Some(before) = before_unpin {
-            let info = self.info();
-            _ = foreign::call("before_unpin panicked: the region goes all the same", || before(&info));
+    /// Unpins the memory. Returns whether it is unpinned; if not, it is leaked.
+    ///
+    /// # Safety
+    /// It is [pinned](Self::pin), and nothing can reach it any more.
+    unsafe fn unpin(&self) -> bool {
+        let (context, len) = (&self.context, self.len);
+        // SAFETY: this function's contract.
+        let (unpinned, _) = paced(|| unsafe { context.driver().unpin(self.base, len) });
+        if let Err(error) = &unpinned {
+            leak(context, len, error, "memory cannot be unpinned");
         }
-        match self.source {
-            RegionSource::Driver { base, len, kind } => free(&self.context, base, len, kind),
-            _ if self.undo() => {}
-            source => std::mem::forget(source),
-        }
+        unpinned.is_ok()
     }
 
-    /// Unpins the region's extents, and unmaps them if the pool mapped them. `false`: one stays
-    /// pinned, and the memory must stay too.
-    pub(super) fn undo(&self) -> bool {
-        let mut clean = true;
-        for extent in &self.extents {
-            let start = self.at(extent.offset);
-            // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
-            if extent.pinned == Pinned::Yes && !unsafe { unpin(&self.context, start, extent.len) } {
-                clean = false;
-            } else if matches!(self.source, RegionSource::Mapped) {
-                // One extent after the other: no thread can map memory while some is unmapped.
-                unmap(&self.context, start, extent.len);
-            }
+    /// Unpins the extent, which nothing can reach any more, and unmaps or frees it if it is the
+    /// pool's. `false`: it stays pinned, and the memory must stay too.
+    fn undo(&self) -> bool {
+        if let Source::Driver { base, len, kind } = self.source {
+            free(&self.context, base, len, kind);
+            return true;
         }
-        clean
+        // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
+        if self.pinned == Pinned::Yes && !unsafe { self.unpin() } {
+            return false;
+        }
+        if matches!(self.source, Source::Mapped) {
+            unmap(&self.context, self.base, self.len);
+        }
+        true
     }
 }
 
-thread_local! {
-    /// When the last call that pinned or unpinned on this thread ended, and how long it took.
-    static LAST: Cell<Option<(Instant, Duration)>> = const { Cell::new(None) };
+/// Gives back a region, which nothing can reach any more, on the region thread.
+pub(super) fn give_back(extents: Vec<Extent>, before_unpin: Option<&BeforeUnpin>) {
+    if let Some(before) = before_unpin {
+        let region = super::info(&extents);
+        _ = foreign::call("before_unpin panicked: the region goes all the same", || before(&region));
+    }
+    if !undo(&extents) {
+        extents.into_iter().for_each(|extent| std::mem::forget(extent.source));
+    }
 }
 
-/// Makes a call that pins or unpins, after a pause in which other callers get the driver's locks.
-/// Returns how long the call took.
+/// [Undoes](Extent::undo) a region's extents, one after the other, since no thread can map memory
+/// while some is unmapped. `false`: a part stays pinned, and an adopted value must stay too.
+pub(super) fn undo(extents: &[Extent]) -> bool {
+    extents.iter().fold(true, |clean, extent| extent.undo() & clean)
+}
+
+/// Makes a call that pins or unpins, and then a pause, in which other callers get the driver's
+/// locks. Returns how long the call took.
 fn paced<R>(call: impl FnOnce() -> R) -> (R, Duration) {
-    if let Some((over, took)) = LAST.get().filter(|(_, took)| *took > SHORT_CALL) {
-        std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
-    }
     let before = Instant::now();
     let result = call();
     let took = before.elapsed();
-    LAST.set(Some((Instant::now(), took)));
-    (result, took)
-}
-
-/// # Safety
-/// As for [`Regions::pin_extent`].
-unsafe fn pin(context: &Context, start: NonNull<u8>, len: usize, is_adopted: bool) -> Result<()> {
-    let whose = if is_adopted { Whose::Program } else { Whose::Crate };
-    // SAFETY: this function's contract.
-    unsafe { context.driver().register(start, len, whose) }
-}
-
-/// Unpins an extent. Returns whether it is unpinned; one that is not is leaked.
-///
-/// # Safety
-/// [`pin`] has pinned it, and nothing can reach it any more.
-unsafe fn unpin(context: &Context, start: NonNull<u8>, len: usize) -> bool {
-    let driver = context.driver();
-    // SAFETY: this function's contract.
-    let (unpinned, _) = paced(|| unsafe { driver.unpin(start, len) });
-    if let Err(error) = &unpinned {
-        leak(context, len, error, "memory cannot be unpinned");
+    if took > SHORT_CALL {
+        std::thread::sleep(took / ROOM);
     }
-    unpinned.is_ok()
+    (result, took)
 }
 
 /// Counts and logs memory that stays.

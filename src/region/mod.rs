@@ -54,6 +54,7 @@ mod adopted;
 mod make;
 mod touch;
 
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -65,7 +66,7 @@ use crate::device::{Driver, HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
 pub use crate::segment::RegionId;
 pub(crate) use adopted::Adoptee;
-use make::{RegionSource, page};
+use make::{Source, page};
 pub use touch::HugePages;
 
 /// Regions that the pool maps itself start on a multiple of this, so that huge pages can back them.
@@ -258,12 +259,23 @@ impl Pinning {
     }
 }
 
-/// A part of a region that one call has pinned, or was to pin.
-#[derive(Clone, Copy)]
+/// Memory that one call has pinned, or was to pin. The extents of a region are neighbours in memory
+/// and have one context.
 struct Extent {
-    offset: usize,
+    region: RegionId,
+    base: NonNull<u8>,
     len: usize,
     pinned: Pinned,
+    node: Option<u32>,
+    source: Source,
+    /// The device that made it, and that is to undo it.
+    context: Arc<Context>,
+    /// The time spent on making it, and that of the call that pinned it.
+    times: [Duration; 2],
+    /// It was handed over. Then its bytes count in [`Pinning::ready`].
+    is_ready: bool,
+    /// The region thread has been told to give it back, and has not begun to.
+    is_going: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -274,44 +286,29 @@ enum Pinned {
     Never,
 }
 
-struct Region {
-    id: RegionId,
-    base: NonNull<u8>,
-    extents: Vec<Extent>,
-    node: Option<u32>,
-    /// Of the bytes counted in [`Pinning::ready`], those of this region.
-    ready: usize,
-    /// The region thread has been told to give it back, and has not begun to.
-    is_going: bool,
-    source: RegionSource,
-    /// The device that made the region, and that is to undo it.
-    context: Arc<Context>,
+// SAFETY: an extent owns its memory.
+unsafe impl Send for Extent {}
+
+impl Extent {
+    /// One that is not pinned yet.
+    fn new(region: RegionId, base: NonNull<u8>, len: usize, source: Source, context: &Arc<Context>) -> Self {
+        let (context, pinned, node, times) = (context.clone(), Pinned::NotYet, None, Default::default());
+        Self { region, base, len, pinned, node, source, context, times, is_ready: false, is_going: false }
+    }
 }
 
-// SAFETY: a region owns its memory.
-unsafe impl Send for Region {}
-
-impl Region {
-    /// A region that is not listed yet, without extents.
-    fn new(base: NonNull<u8>, source: RegionSource, context: &Arc<Context>) -> Self {
-        let (id, extents, context) = (RegionId(0), Vec::new(), context.clone());
-        Self { id, base, extents, node: None, ready: 0, is_going: false, source, context }
-    }
-
-    /// Bytes that are done.
-    fn len(&self) -> usize {
-        self.extents.iter().map(|e| e.len).sum()
-    }
-
-    fn info(&self) -> RegionInfo {
-        let pinned = self.extents.iter().filter(|e| e.pinned == Pinned::Yes).map(|e| e.len).sum();
-        RegionInfo { id: self.id, base: self.base, len: self.len(), pinned, node: self.node }
-    }
+/// The region of these extents: all that it has, of which there is one at least.
+fn info(extents: &[Extent]) -> RegionInfo {
+    let &Extent { region: id, base, node, .. } = &extents[0];
+    let pinned = extents.iter().filter(|extent| extent.pinned == Pinned::Yes);
+    let [len, pinned] = [extents.iter().map(|e| e.len).sum(), pinned.map(|e| e.len).sum()];
+    RegionInfo { id, base, len, pinned, node }
 }
 
 #[derive(Default)]
 struct RegionProgress {
-    regions: Vec<Region>,
+    /// All that came and was not given back, by regions, each in the order of addresses.
+    regions: BTreeMap<RegionId, Vec<Extent>>,
     /// The last number given to a region.
     last_id: u64,
     pinning: Pinning,
@@ -324,13 +321,19 @@ struct RegionProgress {
 }
 
 impl RegionProgress {
-    /// The regions that do not go.
-    fn staying(&mut self) -> impl Iterator<Item = &mut Region> {
-        self.regions.iter_mut().filter(|region| !region.is_going)
+    /// The extent of a region that begins here.
+    fn extent(&mut self, id: RegionId, base: NonNull<u8>) -> Option<&mut Extent> {
+        self.regions.get_mut(&id)?.iter_mut().rev().find(|extent| extent.base == base)
     }
 
-    fn region(&mut self, id: RegionId) -> Option<&mut Region> {
-        self.staying().find(|region| region.id == id)
+    /// The extents that went unpinned and that their drivers may yet pin where they are.
+    fn unpinned(&self) -> impl Iterator<Item = &Extent> {
+        // The owner learns how an extent is when that is handed over.
+        self.extents().filter(|e| e.is_ready && !e.is_going && e.pinned == Pinned::NotYet)
+    }
+
+    fn extents(&self) -> impl Iterator<Item = &Extent> {
+        self.regions.values().flatten()
     }
 }
 
@@ -396,9 +399,9 @@ impl Regions {
 
     /// Whether the memory at this address is the driver's managed memory.
     pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
-        let managed = |r: &Region| matches!(r.source, RegionSource::Driver { kind: HostKind::Managed, .. });
-        let has = |r: &Region| at.addr().get().wrapping_sub(r.base.addr().get()) < r.len();
-        self.progress.lock().regions.iter().any(|r| has(r) && managed(r))
+        let managed = |e: &Extent| matches!(e.source, Source::Driver { kind: HostKind::Managed, .. });
+        let has = |e: &Extent| at.addr().get().wrapping_sub(e.base.addr().get()) < e.len;
+        self.progress.lock().extents().any(|e| has(e) && managed(e))
     }
 
     /// Whether another device takes over after this error.
@@ -457,15 +460,11 @@ impl Regions {
 
     /// Whether these regions keep the device of this context open.
     pub(crate) fn keep(&self, context: u64) -> bool {
-        self.context.id() == context || self.progress.lock().regions.iter().any(|r| r.context.id() == context)
+        self.context.id() == context || self.progress.lock().extents().any(|e| e.context.id() == context)
     }
 
-    /// Waits until nothing is being pinned, or until `enough` returns `true`.
-    pub(crate) fn wait(
-        &self,
-        deadline: Option<Instant>,
-        enough: impl Fn(&Pinning) -> bool,
-    ) -> Result<Pinning> {
+    /// Waits until nothing is being pinned, or until the pool can serve from `enough` bytes.
+    pub(crate) fn wait(&self, deadline: Option<Instant>, enough: usize) -> Result<Pinning> {
         crate::os::check_fork()?;
         let since = Instant::now();
         let mut progress = self.progress.lock();
@@ -475,7 +474,7 @@ impl Regions {
                 "a wait for memory on the thread that pins it; wait on a thread of your own".into(),
             ));
         }
-        while progress.busy > 0 && !enough(&progress.pinning) {
+        while progress.busy > 0 && progress.pinning.ready < enough {
             match deadline {
                 Some(deadline) if self.changed.wait_until(&mut progress, deadline) => {
                     return Err(Error::Timeout(since.elapsed().into()));
@@ -492,28 +491,33 @@ impl Regions {
         if crate::os::forked() {
             return Vec::new();
         }
-        self.progress.lock().staying().map(|region| region.info()).filter(|r| r.len > 0).collect()
+        let progress = self.progress.lock();
+        progress
+            .regions
+            .values()
+            .filter(|extents| !extents[0].is_going)
+            .map(|extents| info(extents))
+            .collect()
     }
 
     /// Has a region given back to which no extents are added any more, and that nothing can reach.
     pub(crate) fn remove(self: &Arc<Self>, id: RegionId) {
         let mut progress = self.progress.lock();
         let RegionProgress { regions, pinning, .. } = &mut *progress;
-        let Some(region) = regions.iter_mut().find(|r| r.id == id) else { return };
-        region.is_going = true;
-        pinning.wanted -= region.len();
-        pinning.ready -= region.ready;
-        let (context, regions) = (region.context.clone(), Arc::downgrade(self));
+        let Some(extents) = regions.get_mut(&id) else { return };
+        for extent in &mut *extents {
+            extent.is_going = true;
+            pinning.wanted -= extent.len;
+            pinning.ready -= if extent.is_ready { extent.len } else { 0 };
+        }
+        let (context, regions) = (extents[0].context.clone(), Arc::downgrade(self));
         drop(progress);
         // The region stays in the list until then, so that the thread finds what it has pinned
         // meanwhile. Where the pool is gone by then, its end has given the region back.
         context.worker().send(move || {
             let Some(regions) = regions.upgrade() else { return };
-            let mut progress = regions.progress.lock();
-            let at = progress.regions.iter().position(|r| r.id == id);
-            let region = at.map(|at| progress.regions.remove(at));
-            drop(progress);
-            region.into_iter().for_each(|region| region.go(regions.before_unpin.as_deref()));
+            let extents = regions.progress.lock().regions.remove(&id);
+            extents.into_iter().for_each(|extents| make::give_back(extents, regions.before_unpin.as_deref()));
         });
     }
 }
@@ -525,9 +529,9 @@ impl Drop for Regions {
             // The drop of an adopted value is the program's code, and may do anything.
             return std::mem::forget(regions);
         }
-        for region in regions {
-            let (context, before) = (region.context.clone(), self.before_unpin.clone());
-            context.worker().send(move || region.go(before.as_deref()));
+        for extents in regions.into_values() {
+            let (context, before) = (extents[0].context.clone(), self.before_unpin.clone());
+            context.worker().send(move || make::give_back(extents, before.as_deref()));
         }
     }
 }

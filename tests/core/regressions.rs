@@ -281,8 +281,7 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
             let mut command = process::command("a_sandbox_that_comes_late_makes_no_second_owner");
             let output = command.env(PART, part).env("PINPOOL_FENCES", fences).output().unwrap();
             let text = format!("{part}: {output:?}");
-            // Sanitizers build pools that need no barrier.
-            if part == "late" && !cfg!(pinpool_rmw) {
+            if part == "late" {
                 assert_eq!(ExitStatus::signal(&output.status), Some(libc::SIGABRT), "{text}");
                 assert!(text.contains("pinpool: the system call membarrier is refused"), "{text}");
                 assert!(text.contains("PINPOOL_FENCES=1"), "{text}");
