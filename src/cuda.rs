@@ -222,7 +222,7 @@ pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
         context.alive()?;
         // An adoption of the handle is to give this very stream.
         if let Some(id) = context.noting(cuda.stream_id(handle))? {
-            stream.device().known_stream(id, || timeline.clone());
+            stream.device().listing().identify(timeline, id);
         }
         timeline.share();
     }

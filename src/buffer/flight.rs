@@ -33,7 +33,7 @@ impl<B: Lend> InFlight<B> {
 
     /// Makes later work of `stream` start only after this copy or hold is complete.
     pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
-        if self.is_seen_done()? {
+        if self.ticket.timeline.is_complete(self.ticket.seq)? {
             return Ok(());
         }
         stream.follow(&self.ticket.timeline)
@@ -50,11 +50,6 @@ impl<B: Lend> InFlight<B> {
     /// The error with which the stream was lost; else [as every call](Error#every-call).
     pub fn is_done(&self) -> Result<bool> {
         self.ticket.timeline.poll_complete(self.ticket.seq)
-    }
-
-    /// Whether the device is known to be done, without asking it.
-    pub(crate) fn is_seen_done(&self) -> Result<bool> {
-        self.ticket.timeline.is_complete(self.ticket.seq)
     }
 
     fn finish(&mut self) -> Result<B> {
@@ -95,12 +90,7 @@ impl<B: Lend> Future for InFlight<B> {
         match this.ticket.timeline.wake_later(this.ticket.seq, &mut this.waker, cx.waker()) {
             Ok(true) => Poll::Ready(this.finish()),
             Ok(false) => Poll::Pending,
-            Err(error) => {
-                if let Some(value) = this.value.take() {
-                    value.abandon(KEY);
-                }
-                Poll::Ready(Err(error))
-            }
+            Err(error) => Poll::Ready(Err(error)),
         }
     }
 }

@@ -334,27 +334,3 @@ unsafe impl BufMut for PinnedBuf {
         self.spare_capacity_mut().into()
     }
 }
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use crate::{Device, Lend, Pool, Unpinned};
-
-    /// Segments of a thread that takes several lie one behind the other.
-    #[test]
-    fn a_buffer_that_is_filled_up_leaves_its_neighbours_alone() {
-        let device = Device::open("host").unwrap();
-        let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
-        let mut bufs = [(); 3].map(|()| pool.checkout(4096).unwrap());
-        for len in [4000, 4096, 4096] {
-            bufs.iter_mut().zip(1..).for_each(|(buf, value)| buf.try_resize(len, value).unwrap());
-        }
-        for (buf, value) in bufs.iter().zip(1..) {
-            assert_eq!(buf[..], [value; 4096]);
-        }
-    }
-
-    #[test]
-    fn work_without_a_buffer_has_no_bytes() {
-        assert!(().bytes(crate::sealed::KEY).is_empty());
-    }
-}

@@ -246,22 +246,6 @@ impl<T: Send + Sync + 'static> Registered<T> {
     }
 }
 
-impl<T> Registered<T>
-where
-    T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
-{
-    /// Where a device is to write: start and length.
-    pub(crate) fn landing(&mut self) -> Result<(*mut u8, usize)> {
-        if self.0.read_only {
-            return Err(Error::Unsupported(
-                "the value was registered for reading only; register it with Device::register".into(),
-            ));
-        }
-        let bytes: &mut [u8] = self;
-        Ok((bytes.as_mut_ptr(), bytes.len()))
-    }
-}
-
 impl<T> Deref for Registered<T>
 where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,

@@ -8,7 +8,6 @@ use super::PinnedBuf;
 use crate::central::Segment;
 use crate::error::{Error, Result};
 use crate::freelist::state;
-use crate::stream::hold::Resource;
 use crate::stream::timeline::Timeline;
 
 /// A stream-ready buffer: a device may still use it, but only for work that comes earlier on this
@@ -55,18 +54,12 @@ impl StreamBuf {
         &self.segment
     }
 
-    /// What is handed to the timeline, which must be this buffer's own.
-    pub(crate) fn into_resource(self) -> (Resource, Segment) {
-        let (_, segment) = self.into_parts();
-        (Resource::Segment(segment.alias()), segment)
-    }
-
-    /// Takes the buffer apart, which is not dropped.
-    fn into_parts(self) -> (Arc<Timeline>, Segment) {
-        let this = ManuallyDrop::new(self);
-        // SAFETY: read once; `this` is never dropped.
-        let timeline = unsafe { std::ptr::read(&this.timeline) };
-        (timeline, this.segment.alias())
+    /// Takes the segment out of the buffer, which is not dropped.
+    pub(crate) fn into_segment(self) -> Segment {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: dropped once: `this` is never dropped, and not used any more.
+        unsafe { std::ptr::drop_in_place(&raw mut this.timeline) };
+        this.segment.alias()
     }
 
     /// Waits until the earlier work is done, and gives the buffer, host-ready and empty.
@@ -78,10 +71,11 @@ impl StreamBuf {
         if let Some(seq) = self.timeline.claimed_until(&self.segment) {
             self.timeline.wait(seq, None)?;
         }
-        let (timeline, segment) = self.into_parts();
+        let alive = self.timeline.context().alive();
+        let segment = self.into_segment();
         if segment.descriptor().word().state() != state::HOST {
             // The timeline has quarantined it.
-            return Err(timeline.context().alive().err().unwrap_or(Error::Closed));
+            return Err(alive.err().unwrap_or(Error::Closed));
         }
         // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer
         // owned the segment, and no byte counts as written.

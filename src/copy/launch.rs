@@ -51,8 +51,7 @@ where
         )));
     };
     let memory: Vec<_> = reads.iter().chain(&writes).map(DeviceSlice::allocation).collect();
-    let begun = timeline.begin(Resource::Nothing, Some(Arc::new(memory)));
-    let submission = begun.map_err(|(error, _)| error)?;
+    let submission = timeline.begin(Resource::Nothing, Some(Arc::new(memory)))?;
     let ranges = |slices: &[DeviceSlice]| -> Vec<(DevicePtr, usize)> {
         slices.iter().map(|slice| (slice.ptr(), slice.len())).collect()
     };

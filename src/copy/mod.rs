@@ -107,10 +107,9 @@ pub trait Landing: Sized + Send {
     /// Start and capacity, if this stream may write there.
     #[doc(hidden)]
     fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
-    /// What goes on the timeline, and what the handle gives back.
+    /// What is lent to the device, and comes back.
     #[doc(hidden)]
-    #[allow(private_interfaces)]
-    fn land(self, _: Key) -> (Resource, Self::Landed);
+    fn land(self, _: Key) -> Self::Landed;
 }
 
 impl Landing for PinnedBuf {
@@ -122,9 +121,8 @@ impl Landing for PinnedBuf {
         Ok((self.as_mut_ptr(), self.capacity()))
     }
 
-    #[allow(private_interfaces)]
-    fn land(self, key: Key) -> (Resource, Self) {
-        (self.lend(key), self)
+    fn land(self, _: Key) -> Self {
+        self
     }
 }
 
@@ -140,12 +138,10 @@ impl Landing for StreamBuf {
         Ok((self.segment().base().as_ptr(), self.segment().len()))
     }
 
-    #[allow(private_interfaces)]
-    fn land(self, _: Key) -> (Resource, PinnedBuf) {
-        let (resource, segment) = self.into_resource();
+    fn land(self, _: Key) -> PinnedBuf {
         // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched
         // only when it has landed, and nothing of it counts as written until then.
-        (resource, unsafe { PinnedBuf::new(segment, 0) })
+        unsafe { PinnedBuf::new(self.into_segment(), 0) }
     }
 }
 
@@ -157,12 +153,17 @@ where
 
     fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
         stream.may_use(self)?;
-        self.landing()
+        if self.is_read_only() {
+            return Err(Error::Unsupported(
+                "the value was registered for reading only; register it with Device::register".into(),
+            ));
+        }
+        let bytes: &mut [u8] = self;
+        Ok((bytes.as_mut_ptr(), bytes.len()))
     }
 
-    #[allow(private_interfaces)]
-    fn land(self, key: Key) -> (Resource, Self) {
-        (self.lend(key), self)
+    fn land(self, _: Key) -> Self {
+        self
     }
 }
 
@@ -223,7 +224,7 @@ impl Stream {
         src: B,
         memory: Option<Arc<dyn Retain>>,
     ) -> Result<(Submission<'_>, InFlight<B>), SubmitError<B>> {
-        let begun = self.timeline().begin(src.lend(KEY), memory).map_err(|(error, _)| error);
+        let begun = self.timeline().begin(src.lend(KEY), memory);
         let (submission, src) = SubmitError::unless(begun, src)?;
         Ok((submission, InFlight::new(self.ticket(NOT_YET), src, None)))
     }
@@ -236,13 +237,13 @@ impl Stream {
         memory: Option<Arc<dyn Retain>>,
         written: usize,
     ) -> Result<(Submission<'_>, InFlight<L::Landed>)> {
-        let (resource, landed) = landing.land(KEY);
-        match self.timeline().begin(resource, memory) {
+        let landed = landing.land(KEY);
+        match self.timeline().begin(landed.lend(KEY), memory) {
             Ok(submission) => Ok((submission, InFlight::new(self.ticket(NOT_YET), landed, Some(written)))),
             // Lost since we looked. Nothing was submitted: a fresh segment goes back, and a claimed
             // one is with the timeline, which has quarantined it.
-            Err((error, resource)) => {
-                if let Resource::Segment(segment) = resource {
+            Err(error) => {
+                if let Resource::Segment(segment) = landed.lend(KEY) {
                     std::mem::forget(landed);
                     self.timeline().unclaim(segment);
                 }
@@ -290,8 +291,7 @@ impl Stream {
         self.timeline().not_capturing("a copy within the device", OUTSIDE)?;
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
         let memory = Arc::new(vec![src.allocation(), dst.allocation()]);
-        let begun = self.timeline().begin(Resource::Nothing, Some(memory));
-        let submission = begun.map_err(|(error, _)| error)?;
+        let submission = self.timeline().begin(Resource::Nothing, Some(memory))?;
         // SAFETY: no host memory; the entry keeps the device memory.
         let result = unsafe { self.driver_copy(transfer) };
         let ticket = self.ticket(submission.commit());

@@ -22,7 +22,6 @@ use crate::device::{AdoptedContext, ending::KeepAlive, family};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
 use crate::locks::Mutex;
-use crate::stream::timeline::Timeline;
 use crate::stream::timeline::reaper::Listing;
 pub use closing::{CloseError, HeldBy};
 
@@ -50,8 +49,6 @@ pub struct Device(Arc<DeviceInner>);
 struct DeviceInner {
     context: Arc<Context>,
     listing: Arc<Listing>,
-    /// The adopted streams, by the driver's number for each, which no other stream has or had.
-    streams: Mutex<HashMap<u64, Weak<Timeline>>>,
     /// The pools that may keep memory which the device pinned.
     pools: Arc<Mutex<Vec<Weak<CentralPool>>>>,
 }
@@ -143,20 +140,7 @@ impl Device {
 
     pub(crate) fn start(context: Arc<Context>) -> Result<Self> {
         let listing = Listing::start(&context)?;
-        let (streams, pools) = (Mutex::default(), Arc::default());
-        Ok(Self(Arc::new(DeviceInner { context, listing, streams, pools })))
-    }
-
-    /// The timeline of the adopted stream with this number, or a new one.
-    pub(crate) fn known_stream(&self, id: u64, make: impl FnOnce() -> Arc<Timeline>) -> Arc<Timeline> {
-        let mut streams = self.0.streams.lock();
-        if let Some(timeline) = streams.get(&id).and_then(Weak::upgrade) {
-            return timeline;
-        }
-        let timeline = make();
-        streams.retain(|_, timeline| timeline.strong_count() > 0);
-        streams.insert(id, Arc::downgrade(&timeline));
-        timeline
+        Ok(Self(Arc::new(DeviceInner { context, listing, pools: Arc::default() })))
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {

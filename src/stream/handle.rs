@@ -62,8 +62,8 @@ impl Device {
         context.alive()?;
         let maker = context.clone();
         let handle = context.worker().call(move || maker.noting(maker.driver().create_stream(urgent)))?;
-        let timeline = Timeline::new(context, handle, true, true, None, self.listing().clone());
-        Ok(Stream { timeline, device: self.clone() })
+        let make = || Timeline::new(context, handle, true, None, self.listing().clone());
+        Ok(Stream { timeline: self.listing().know(None, make), device: self.clone() })
     }
 }
 
@@ -79,14 +79,9 @@ impl Stream {
         keep_alive: Option<KeepAlive>,
         confined: Option<Confined>,
     ) -> Self {
-        let make = || {
-            let (context, listing) = (device.context().clone(), device.listing().clone());
-            Timeline::new(context, handle, false, id.is_some(), confined, listing)
-        };
-        let timeline = match id {
-            Some(id) => device.known_stream(id, make),
-            None => make(),
-        };
+        let (context, listing) = (device.context().clone(), device.listing());
+        let make = || Timeline::new(context, handle, false, confined, listing.clone());
+        let timeline = listing.know(id, make);
         if let Some(keep_alive) = keep_alive {
             timeline.keep(keep_alive);
         }
@@ -147,7 +142,7 @@ impl Stream {
     /// crate, where the wait could never end.
     pub fn synchronize(&self) -> Result<()> {
         self.timeline.not_capturing("waiting for the stream", "end the capture first")?;
-        let nothing = self.timeline.begin(Resource::Nothing, None).map_err(|(error, _)| error)?;
+        let nothing = self.timeline.begin(Resource::Nothing, None)?;
         self.timeline.wait(nothing.commit(), None)
     }
 }

@@ -190,7 +190,7 @@ impl Setup {
         // A model has no threads of the crate, and queries move this driver.
         let context = Context::by_hand(driver.clone(), Some(Hand::new(|| false))).unwrap();
         let listing = Arc::new(Listing::default());
-        let timeline = Timeline::new(context, StreamHandle(0), true, true, None, listing.clone());
+        let timeline = Timeline::new(context, StreamHandle(0), true, None, listing.clone());
         let config = CentralConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,
@@ -218,11 +218,11 @@ impl Setup {
     }
 
     /// What `Stream::upload` does, step by step.
-    fn submit(&self, resource: Resource, segment: Segment) -> InFlight<PinnedBuf> {
+    fn upload(&self, segment: Segment) -> InFlight<PinnedBuf> {
         step();
         let ticket = Ticket { timeline: self.timeline.clone(), seq: u64::MAX };
         let src = segment.base().as_ptr().cast_const();
-        let submission = self.timeline.begin(resource, None).unwrap();
+        let submission = self.timeline.begin(Resource::Segment(segment.alias()), None).unwrap();
         // SAFETY: the segment is on the timeline now; the buffer is used only after completion.
         let mut flight = InFlight::new(ticket, unsafe { PinnedBuf::new(segment, 0) }, None);
         step();
@@ -232,10 +232,6 @@ impl Setup {
         step();
         flight.submitted(submission.commit());
         flight
-    }
-
-    fn upload(&self, segment: Segment) -> InFlight<PinnedBuf> {
-        self.submit(Resource::Segment(segment.alias()), segment)
     }
 
     /// Takes every free segment and writes to it, as the next owner would.
@@ -475,8 +471,7 @@ fn loom_claim_waited_for() {
 #[test]
 fn loom_claim_used() {
     claim_model("claim: submitted again", |setup, claimed, segment| {
-        let (resource, own) = claimed.into_resource();
-        let flight = setup.submit(resource, own);
+        let flight = setup.upload(claimed.into_segment());
         setup.end(flight, &segment, 2);
     });
 }

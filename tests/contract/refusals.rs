@@ -19,6 +19,7 @@ pub fn refusals(on: &Subject) {
     argument(&refusal(stream.upload_part(full(), 5..5, &memory), &sent), "nothing to copy");
     let unwritten = stream.upload(pool.checkout(8).unwrap(), &memory);
     argument(&refusal(unwritten, &[]), "no byte of the buffer was written");
+    argument(&stream.upload((), &memory).unwrap_err().error, "no byte of the buffer was written");
     argument(&refusal(stream.download(memory.slice(3..3), full()), &sent), "nothing to copy");
     let landing = pool.checkout(999).unwrap();
     let error = refusal(stream.download(&memory, landing), &[]);

@@ -291,9 +291,8 @@ impl Copier {
         let looked = self.survey_pages(each);
         let ((survey, pieces, lens), blocks) = SubmitError::unless(looked, blocks)?;
         // Dropping the places of many pages takes long, so it comes when the copies have begun.
-        let (lent, _places): (Vec<_>, Vec<P>) =
-            blocks.into_iter().map(|(block, places)| ((block.lend(KEY), block), places)).unzip();
-        let plan = Paged::new(Direction::Up, pieces, lent.into_iter().zip(lens));
+        let (blocks, _places): (Vec<B>, Vec<P>) = blocks.into_iter().unzip();
+        let plan = Paged::new(Direction::Up, pieces, blocks.into_iter().zip(lens));
         Ok(self.run(Direction::Up, survey, None, plan))
     }
 
@@ -312,9 +311,9 @@ impl Copier {
         let each = blocks.iter_mut().map(|(places, landing)| (landing.target(stream, KEY), &*places));
         let looked = self.survey_pages(each);
         let ((survey, pieces, lens), blocks) = SubmitError::unless(looked, blocks)?;
-        let lend = |(places, landing): (P, L)| (landing.land(KEY), places);
-        let (lent, _places): (Vec<_>, Vec<P>) = blocks.into_iter().map(lend).unzip();
-        let plan = Paged::new(Direction::Down, pieces, lent.into_iter().zip(lens));
+        let land = |(places, landing): (P, L)| (landing.land(KEY), places);
+        let (blocks, _places): (Vec<_>, Vec<P>) = blocks.into_iter().map(land).unzip();
+        let plan = Paged::new(Direction::Down, pieces, blocks.into_iter().zip(lens));
         Ok(self.run(Direction::Down, survey, None, plan))
     }
 

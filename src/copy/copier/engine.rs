@@ -279,7 +279,7 @@ impl Engine {
                 (Resource::Object(Arc::new(Lent { all, back: back.clone() })), None, Some(back))
             }
         };
-        let submission = timeline.begin(resource, Some(memories)).map_err(|(error, _)| error)?;
+        let submission = timeline.begin(resource, Some(memories))?;
         let mut buf = buf.map(|buf| InFlight::new(ticket.clone(), buf, written));
         let (context, mut failed) = (self.device.context(), None);
         // Copies of one call have no order: those that write the same bytes go in different calls.

@@ -24,7 +24,7 @@ use crate::error::{Error, Result, SubmitError};
 use crate::locks::Mutex;
 use crate::sealed::KEY;
 use crate::segment::PAGE;
-use crate::stream::hold::{Resource, Retain};
+use crate::stream::hold::Retain;
 
 /// Places that are equal modulo this many bytes are copied by accesses of as many bytes.
 const WIDTH: u64 = 16;
@@ -279,14 +279,14 @@ pub(super) struct Paged<B: Lend> {
 }
 
 impl<B: Lend> Paged<B> {
-    /// `lent`: of each block, how the device has it, what the handle gives back, and its bytes.
+    /// `blocks`: each, as the handle gives it back, and its bytes.
     pub(super) fn new(
         direction: Direction,
         pieces: Vec<Piece>,
-        lent: impl Iterator<Item = ((Resource, B), usize)>,
+        blocks: impl Iterator<Item = (B, usize)>,
     ) -> Self {
-        let lent = lent.map(|((resource, value), len)| {
-            (resource.shared(), (value, (direction == Direction::Down).then_some(len)))
+        let lent = blocks.map(|(value, len)| {
+            (value.lend(KEY).shared(), (value, (direction == Direction::Down).then_some(len)))
         });
         let (blocks, values): (Vec<_>, Vec<_>) = lent.unzip();
         Self { pieces, values: Mutex::new(values), blocks: Mutex::new(blocks) }

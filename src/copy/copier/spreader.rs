@@ -135,7 +135,7 @@ impl Spreader {
         let ring = entries.first().map(|entry| entry.ring.clone() as Arc<dyn Retain>);
         let submission = match timeline.begin(keep, ring) {
             Ok(submission) => submission,
-            Err((error, _)) => return Err((entries, error)),
+            Err(error) => return Err((entries, error)),
         };
         let runs: Vec<SpreadRun> = entries.iter().map(|entry| entry.run).collect();
         let context = timeline.context();

@@ -24,7 +24,7 @@ impl Timeline {
         let closing = {
             let mut state = self.state.lock();
             let is_due = match elsewhere {
-                None => state.open_entries > 0 || state.is_uncovered(),
+                None => state.has_open() || state.is_uncovered(),
                 Some(_) => state.has_failed(),
             };
             if !is_due {
@@ -62,22 +62,12 @@ impl Timeline {
         closing.record(Some(waiter))
     }
 
-    /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that
-    /// is alive the event may still be recorded later, so it is neither used again nor destroyed.
-    fn keep_back(&self, event: EventHandle) {
-        if self.context.poisoned().is_some() {
-            self.context.recycle(event);
-        } else {
-            self.context.holds().leaked(1);
-        }
-    }
-
     /// Recording failed. The reaper tries again, since a later event covers the same entries.
     fn not_recorded(&self, error: &Error) {
         let give_up = {
             let mut state = self.state.lock();
-            if state.open_entries > 0 && self.lost.get().is_none() {
-                state.close();
+            if state.has_open() && self.lost.get().is_none() {
+                state.open += 1;
             }
             // On a device with a limited number of events, recorded ones are free again as the
             // stream goes on.
@@ -119,8 +109,6 @@ impl Timeline {
                 Err(error) if error.class() == ErrorClass::Capture && self.is_shared() => {
                     let mut state = self.state.lock();
                     if let Some(mark) = state.take_mark(seq) {
-                        let completed = self.completed.load(Ordering::Relaxed);
-                        state.covered = state.marks.back().map_or(completed, |last| last.seq);
                         state.fail(mark.event);
                     }
                     break;
@@ -174,18 +162,17 @@ impl Timeline {
                     device = self.context.name(),
                     stream = self.number,
                     %error,
-                    entries = state.entries.len() - state.pending,
+                    entries = state.entries.len(),
                     "a stream is lost; what is in flight on it is quarantined"
                 );
             }
-            let marks = std::mem::take(&mut state.marks);
+            std::mem::take(&mut state.marks).into_iter().for_each(|mark| state.fail(mark.event));
             if state.quarantine(self.context.poisoned().is_some(), &mut after) {
                 // They keep the device open. (Quarantined segments do that by way of their pool.)
                 self.context.holds().note_quarantined();
             }
             after.wakes = std::mem::take(&mut state.waiting);
             drop(state);
-            marks.into_iter().for_each(|mark| self.keep_back(mark.event));
             after.run();
         });
     }
@@ -197,13 +184,10 @@ impl Timeline {
             return false;
         }
         self.look_at(Some(self.state.lock()), |state| {
-            let (seen, pending) = (state.seen, state.pending);
-            state.seen = state.open;
+            let seen = std::mem::replace(&mut state.seen, state.open);
             // Of what is in flight, this look finds what was submitted after the last one.
-            let found = state.entries.iter_mut().rev().skip(pending).take_while(|entry| entry.seq >= seen);
-            let mut clock = None;
-            let mut now_once = || *clock.get_or_insert_with(Instant::now);
-            found.for_each(|entry| _ = entry.since.get_or_insert_with(&mut now_once));
+            let (found, at) = (state.entries.iter_mut().rev(), Instant::now());
+            found.take_while(|entry| entry.seq >= seen).for_each(|entry| _ = entry.since.get_or_insert(at));
             now || seen == state.open
         })
     }
@@ -223,8 +207,7 @@ impl Timeline {
         state: Option<MutexGuard<'_, TimelineState>>,
         wants: impl FnOnce(&mut TimelineState) -> bool,
     ) -> bool {
-        let due =
-            state.is_some_and(|mut state| wants(&mut state) && state.open_entries > 0 || state.has_failed());
+        let due = state.is_some_and(|mut state| wants(&mut state) && state.has_open() || state.has_failed());
         if let Some(error) = self.context.poisoned() {
             self.lose(error);
         }
@@ -264,18 +247,8 @@ impl Timeline {
     /// did. For the reaper, which has the list.
     pub(crate) fn unlist(&self) -> bool {
         let mut state = self.state.lock();
-        let idle = state.is_idle();
-        if idle {
-            (state.listed, state.idle_looks) = (false, 0);
-        }
-        idle
-    }
-
-    /// How many looks of the reaper in a row, this one among them, found nothing in flight.
-    pub(super) fn count_idle(&self) -> u32 {
-        let mut state = self.state.lock();
-        state.idle_looks = if state.is_idle() { state.idle_looks + 1 } else { 0 };
-        state.idle_looks
+        state.listed = !state.is_idle();
+        !state.listed
     }
 
     /// Whether nothing is in flight.
@@ -312,14 +285,14 @@ impl<'a> Closing<'a> {
         let event = context.event().inspect_err(|error| timeline.not_recorded(error))?;
         {
             let mut state = timeline.state.lock();
-            let nothing = state.open_entries == 0 && !state.is_uncovered() && waiter.is_none();
+            let nothing = !state.has_open() && !state.is_uncovered() && waiter.is_none();
             if nothing || timeline.lost.get().is_some() {
                 drop(state);
                 context.recycle(event);
                 return timeline.not_lost();
             }
             self.mark = Some(Mark { seq: state.open, event });
-            state.close();
+            state.open += 1;
         }
         let stream = timeline.elsewhere().map_or(timeline.stream, |confined| confined.covering);
         if let Err(error) = context.noting(context.driver().record(event, stream)) {
@@ -340,13 +313,9 @@ impl Drop for Closing<'_> {
         let mut state = self.timeline.state.lock();
         state.under_way -= 1;
         let Some(mark) = self.mark else { return };
-        if self.timeline.lost.get().is_some() {
-            drop(state);
-            self.timeline.keep_back(mark.event);
-        } else if self.recorded {
+        if self.recorded && self.timeline.lost.get().is_none() {
             let at = state.marks.partition_point(|other| other.seq < mark.seq);
             state.marks.insert(at, mark);
-            state.covered = state.covered.max(mark.seq);
             state.record_failures = 0;
         } else {
             state.fail(mark.event);
@@ -365,12 +334,6 @@ impl Drop for Asking<'_> {
 }
 
 impl TimelineState {
-    /// Opens the next sequence number.
-    fn close(&mut self) {
-        self.open += 1;
-        (self.open_entries, self.open_bytes) = (0, 0);
-    }
-
     /// Removes the mark of a number, unless the stream was lost.
     fn take_mark(&mut self, seq: u64) -> Option<Mark> {
         let at = self.marks.iter().position(|mark| mark.seq == seq)?;
@@ -382,9 +345,15 @@ impl TimelineState {
         self.failed.push((self.open - 1, event));
     }
 
+    /// The highest number that a recorded event covers which was not seen complete. 0: none.
+    pub(super) fn covered(&self) -> u64 {
+        self.marks.back().map_or(0, |mark| mark.seq)
+    }
+
     /// Whether entries of closed numbers wait for an event that is not recorded.
     pub(super) fn is_uncovered(&self) -> bool {
-        self.covered + 1 < self.open && self.entries.len() > self.pending
+        let closed = self.entries.iter().rfind(|entry| entry.seq < self.open);
+        closed.is_some_and(|entry| entry.seq > self.covered())
     }
 
     /// Whether an event failed, and no thread is about to record another one.
@@ -416,7 +385,7 @@ impl TimelineState {
         }
     }
 
-    /// Quarantines every entry with a sequence number. A pending entry follows when it joins.
+    /// Quarantines all that is in flight. What is being submitted follows when it joins.
     ///
     /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go
     /// of. Otherwise the copies may still be queued, and their device memory is leaked, since a
@@ -424,7 +393,7 @@ impl TimelineState {
     /// segments.
     fn quarantine(&mut self, dead: bool, after: &mut After) -> bool {
         let mut keeps = false;
-        for entry in self.entries.drain(..self.entries.len() - self.pending) {
+        for entry in self.entries.drain(..) {
             if let Some(flown) = entry.flown {
                 flown.count(-1, -isize::from(flown.is_claimed()));
                 give_up(&flown.segment, &mut after.quarantined);
@@ -436,7 +405,6 @@ impl TimelineState {
             after.released.extend(free);
         }
         self.moves += 1;
-        (self.open_entries, self.open_bytes) = (0, 0);
         keeps
     }
 }

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use super::{PENDING, Timeline, TimelineState};
+use super::{Timeline, TimelineState};
 use crate::central::Segment;
 use crate::sync::Ordering;
 
@@ -66,13 +66,6 @@ pub struct StreamStats {
 }
 
 impl Timeline {
-    /// Whether another thread is asking, completing or recording an event at this moment.
-    pub(crate) fn is_busy(&self) -> bool {
-        // Acquire: pairs with the release of the role of asking, so that what the last asker
-        // completed is seen.
-        self.asking.load(Ordering::Acquire) || self.state.lock().under_way > 0
-    }
-
     /// Bytes of a central pool that are in flight here, how many of these are claimed, and a count
     /// of all changes so far.
     pub(crate) fn flight(&self, central: u64) -> (usize, usize, u64) {
@@ -89,7 +82,7 @@ impl Timeline {
             stream: self.number(),
             submitted: state.submitted,
             completed: state.completed,
-            in_flight: state.entries.len(),
+            in_flight: state.entries.len() + state.submitting.len(),
             in_flight_bytes,
             claimed_bytes,
             seq: state.open,
@@ -105,13 +98,14 @@ impl Timeline {
     pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(&Segment, u64, EventState, Option<Instant>)) {
         let state = self.state.lock();
         let closed = if state.under_way == 0 { EventState::Failing } else { EventState::Due };
-        for entry in &state.entries {
-            let (seq, event) = match entry.seq {
-                PENDING => (state.open, EventState::Submitting),
-                seq if seq <= state.covered => (seq, EventState::Recorded),
-                seq if seq < state.open => (seq, closed),
-                seq => (seq, EventState::Due),
-            };
+        let event = |seq| match seq {
+            seq if seq <= state.covered() => EventState::Recorded,
+            seq if seq < state.open => closed,
+            _ => EventState::Due,
+        };
+        let in_flight = state.entries.iter().map(|entry| (entry, entry.seq, event(entry.seq)));
+        let submitting = state.submitting.iter().map(|entry| (entry, state.open, EventState::Submitting));
+        for (entry, seq, event) in in_flight.chain(submitting) {
             let mut visit = |segment: &Segment| visit(segment, seq, event, entry.since);
             entry.flown.iter().for_each(|flown| visit(&flown.segment));
             entry.host.iter().for_each(|hold| hold.for_each_segment(&mut visit));
@@ -122,7 +116,7 @@ impl Timeline {
 impl TimelineState {
     /// Bytes in flight and of these the claimed ones, of one central pool or of all.
     fn flight(&self, central: Option<u64>) -> (usize, usize) {
-        let all = self.entries.iter().filter_map(|entry| entry.flown.as_ref());
+        let all = self.entries.iter().chain(&self.submitting).filter_map(|entry| entry.flown.as_ref());
         let own = all.filter(|flown| central.is_none_or(|number| number == flown.segment.central().number()));
         own.fold((0, 0), |(bytes, claimed), flown| {
             (bytes + flown.bytes, claimed + if flown.is_claimed() { flown.bytes } else { 0 })

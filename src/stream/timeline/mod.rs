@@ -59,16 +59,16 @@
 //!
 //! # Invariants
 //!
-//! - `entries` has what is in flight, in the order of sequence numbers, and behind that the
-//!   `pending` entries whose driver call is under way. These have no number yet.
+//! - `entries` has what is in flight, in the order of sequence numbers. `submitting` has the entries
+//!   whose driver call is under way, without a number.
 //! - A segment in flight is that of one entry. While it is claimed, its claimer and the timeline
 //!   change its word under the timeline's lock only.
 //! - `completed` only grows. The driver is asked only about marks whose event was recorded.
-//! - `marks` has the recorded events, in the order of sequence numbers. Closed numbers above
-//!   `covered` have none: a thread is recording it, or has failed to, and then another event is
-//!   due.
-//! - A lost timeline (`lost`) has no marks and no entries but pending ones, and it gets no event
-//!   any more. An entry that joins it is quarantined by the thread that submitted it.
+//! - `marks` has the recorded events, in the order of sequence numbers. What is in flight under
+//!   closed numbers above the last mark has none: a thread is recording it, or has failed to, and
+//!   then another event is due.
+//! - A lost timeline (`lost`) has nothing in flight and no marks, and it gets no event any more.
+//!   What was being submitted is quarantined by the thread that submitted it.
 //!
 //! # Files, in the order to read them
 //!
@@ -116,13 +116,10 @@ const EVENT_TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// would be noticeable beside the cost of recording an event.
 const TIMED: u64 = 16;
 
-/// The sequence number of an entry whose driver call is under way.
-const PENDING: u64 = u64::MAX;
-
 /// What was submitted: it keeps what its copy uses until its sequence number is complete.
 #[derive(Debug)]
 struct TimelineEntry {
-    /// The sequence number, or [`PENDING`].
+    /// The sequence number, once the driver's call has returned.
     seq: u64,
     /// How many entries came before it: by this its submission finds it.
     number: u64,
@@ -140,25 +137,21 @@ struct TimelineEntry {
 struct TimelineState {
     /// The open sequence number. They start at 1, so that `completed` = 0 covers nothing.
     open: u64,
-    open_entries: usize,
-    open_bytes: usize,
-    /// The highest number that a recorded event covers.
-    covered: u64,
     /// Threads that name the stream to the driver: a number is due, or a closed one's event.
     under_way: u32,
     /// Failures of recording after which no event was recorded, and of asking, none of them
     /// passing. After both, nothing was seen complete.
     record_failures: u32,
     ask_failures: u32,
-    /// What is in flight, oldest first; behind it `pending` entries that are being submitted,
-    /// unordered.
+    /// What is in flight, oldest first.
     entries: VecDeque<TimelineEntry>,
-    pending: usize,
+    /// What is being submitted, in any order.
+    submitting: Vec<TimelineEntry>,
     /// The recorded events that are not known to be complete.
     marks: VecDeque<Mark>,
-    /// Events whose recording failed, or that a capture had, and the highest closed number at that
-    /// time. They may be recorded all the same, so they are used again when an event that was
-    /// recorded later is complete.
+    /// Events whose recording failed, that a capture had, or that a lost timeline had, and the
+    /// highest closed number at that time. They may be recorded all the same, so they are used
+    /// again when an event that was recorded later is complete.
     failed: Vec<(u64, EventHandle)>,
     /// Threads and tasks that wait, by their sequence numbers and by numbers that are used once.
     waiting: BTreeMap<(u64, u64), Wake>,
@@ -172,10 +165,8 @@ struct TimelineState {
     completed: u64,
     /// Whether the timeline is on the reaper's list.
     listed: bool,
-    /// The open sequence number at the reaper's last look, and how many looks in a row found
-    /// nothing in flight.
+    /// The open sequence number at the reaper's last look.
     seen: u64,
-    idle_looks: u32,
 }
 
 /// A recorded event, which covers all sequence numbers up to its own.
@@ -197,8 +188,6 @@ pub(crate) struct Timeline {
     /// only, which is enough: the program gets the handle, and so can begin a capture, only after
     /// the flag was set. (Not loom's type: in no model a read without the lock matters.)
     shared: std::sync::atomic::AtomicBool,
-    /// Whether segments in flight here may be claimed: only if the stream has no other timeline.
-    claims: bool,
     /// Whether the crate made the stream, and so destroys it.
     destroy: bool,
     /// The thread that submits to the stream, if only one can.
@@ -217,23 +206,20 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
-    /// The timeline of a stream. `own`: the crate made it; else the program did. `claims`: it has
-    /// no other timeline.
+    /// The timeline of a stream. `own`: the crate made it; else the program did.
     pub(crate) fn new(
         context: Arc<Context>,
         stream: StreamHandle,
         own: bool,
-        claims: bool,
         confined: Option<Confined>,
         listing: Arc<Listing>,
     ) -> Arc<Self> {
         static NUMBERS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-        let timeline = Arc::new(Self {
+        Arc::new(Self {
             number: NUMBERS.fetch_add(1, std::sync::atomic::Ordering::Relaxed),
             context,
             stream,
             shared: std::sync::atomic::AtomicBool::new(!own),
-            claims,
             destroy: own,
             confined,
             keep_alive: OnceLock::new(),
@@ -242,9 +228,7 @@ impl Timeline {
             lost: OnceLock::new(),
             asking: AtomicBool::new(false),
             state: Mutex::new(TimelineState { open: 1, ..TimelineState::default() }),
-        });
-        timeline.listing.know(&timeline);
-        timeline
+        })
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {
@@ -329,20 +313,16 @@ impl Timeline {
 
     // --- submitting ------------------------------------------------------------------------------
 
-    /// Enters what is about to be handed to the driver. On an error the driver was not called, and
-    /// the resource comes back.
+    /// Enters what is about to be handed to the driver. After an error it is not in flight.
     pub(crate) fn begin(
         self: &Arc<Self>,
         retained: Resource,
         memory: Option<Arc<dyn Retain>>,
-    ) -> std::result::Result<Submission<'_>, (Error, Resource)> {
-        if let Err(error) = self.context.alive().and_then(|()| self.nameable()) {
-            return Err((error, retained));
-        }
+    ) -> Result<Submission<'_>> {
+        self.context.alive()?;
+        self.nameable()?;
         let mut state = self.state.lock();
-        if let Some(error) = self.lost.get() {
-            return Err((error.clone(), retained));
-        }
+        self.not_lost()?;
         let (mut flown, mut host) = (None, None);
         match retained {
             Resource::Segment(segment) => {
@@ -357,13 +337,10 @@ impl Timeline {
         }
         state.moves += 1;
         let number = state.submitted;
-        // Loom's models take no time.
-        let timed = !cfg!(loom) && number % TIMED == 0;
         state.submitted += 1;
-        let since = timed.then(Instant::now);
+        let since = (number % TIMED == 0).then(Instant::now);
         let memory = memory.map(Hold::new);
-        state.pending += 1;
-        state.entries.push_back(TimelineEntry { seq: PENDING, number, flown, host, memory, since });
+        state.submitting.push(TimelineEntry { seq: 0, number, flown, host, memory, since });
         // Foreign code is put off from here until the entry has its sequence number.
         let deferral = foreign::defer();
         Ok(Submission { timeline: self, number: Some(number), patient: false, _deferral: deferral })
@@ -377,9 +354,7 @@ impl Timeline {
         let shared = self.is_shared();
         let seq = state.open;
         state.join(number, seq);
-        let lingers = (!shared || patient && self.confined.is_none())
-            && state.open_entries < SEQ_ENTRIES
-            && state.open_bytes < SEQ_BYTES;
+        let lingers = (!shared || patient && self.confined.is_none()) && !state.is_full();
         let list = !std::mem::replace(&mut state.listed, true);
         let closing = (!lingers).then(|| Closing::new(self, &mut state));
         drop(state);
@@ -407,7 +382,7 @@ impl Timeline {
     /// segment has the length `len` from then on.
     pub(crate) fn claim(&self, central: &CentralPool, class: Class, len: usize) -> Option<Segment> {
         // During a capture, newly submitted work does not come after what is in flight.
-        if !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
+        if !self.is_capturing().is_ok_and(|capturing| !capturing) {
             return None;
         }
         let mut state = self.state.lock();
@@ -420,9 +395,7 @@ impl Timeline {
                 && central.may_claim(class, segment.base())
                 && flown.exchange(state::DETACHED, state::CLAIMED)
         };
-        let pending = state.pending;
-        let entries = state.entries.iter_mut().rev().skip(pending);
-        let flown = entries.filter_map(|entry| entry.flown.as_mut()).find(fits)?;
+        let flown = state.entries.iter_mut().rev().filter_map(|entry| entry.flown.as_mut()).find(fits)?;
         flown.segment.rebook(len);
         flown.count(0, 1);
         let alias = flown.segment.alias();
@@ -499,19 +472,27 @@ impl Drop for Timeline {
 impl TimelineState {
     fn is_idle(&self) -> bool {
         // (A later event may have been published before one that is still being recorded.)
-        self.entries.is_empty() && self.under_way == 0 && self.marks.is_empty()
+        self.entries.is_empty() && self.submitting.is_empty() && self.under_way == 0 && self.marks.is_empty()
     }
 
-    /// Gives a pending entry its sequence number, the highest so far.
+    /// An entry that was being submitted is in flight. Its sequence number is the highest so far.
     fn join(&mut self, number: u64, seq: u64) {
-        let first = self.entries.len() - self.pending;
-        let Some(at) = self.entries.range(first..).position(|entry| entry.number == number) else { return };
-        self.entries.swap(first, first + at);
-        self.pending -= 1;
-        let entry = &mut self.entries[first];
-        entry.seq = seq;
-        self.open_entries += 1;
-        self.open_bytes += entry.flown.as_ref().map_or(0, |flown| flown.bytes);
+        let Some(at) = self.submitting.iter().position(|entry| entry.number == number) else { return };
+        let entry = self.submitting.swap_remove(at);
+        self.entries.push_back(TimelineEntry { seq, ..entry });
+    }
+
+    /// Whether the open sequence number has entries.
+    fn has_open(&self) -> bool {
+        self.entries.back().is_some_and(|entry| entry.seq == self.open)
+    }
+
+    /// Whether the open sequence number has as many entries or bytes as it may have.
+    fn is_full(&self) -> bool {
+        let open = self.entries.iter().rev().take_while(|entry| entry.seq == self.open);
+        let bytes = |entry: &TimelineEntry| entry.flown.as_ref().map_or(0, |flown| flown.bytes);
+        let (count, sum) = open.fold((0, 0), |(count, sum), entry| (count + 1, sum + bytes(entry)));
+        count >= SEQ_ENTRIES || sum >= SEQ_BYTES
     }
 
     /// The entry with a claimed segment. `None`: it is not claimed, or was seen complete.

@@ -57,6 +57,8 @@ struct Listed {
     /// When there was news of it.
     since: Instant,
     next_look: Instant,
+    /// How many looks in a row found nothing in flight.
+    idle_looks: u32,
 }
 
 /// The listed timelines.
@@ -64,8 +66,6 @@ struct Listed {
 struct Queue {
     /// In the order of their next looks.
     listed: VecDeque<Listed>,
-    /// The reaper sleeps, since nothing is listed.
-    asleep: bool,
     /// The reaper was woken from its pause.
     rung: bool,
     closing: bool,
@@ -76,8 +76,9 @@ struct Queue {
 pub(crate) struct Listing {
     queue: Mutex<Queue>,
     doorbell: Condvar,
-    /// The device's timelines, for statistics.
-    known: Mutex<Vec<Weak<Timeline>>>,
+    /// The device's timelines, each with the driver's number of its stream if that is known. No
+    /// other stream has or had the number.
+    known: Mutex<Vec<(Weak<Timeline>, Option<u64>)>>,
 }
 
 impl Listing {
@@ -85,8 +86,10 @@ impl Listing {
     pub(super) fn list(&self, timeline: &Arc<Timeline>) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
-        queue.plan(Listed { timeline: timeline.clone(), since: now, next_look: now + SHORTEST_PAUSE });
-        if queue.asleep {
+        let (timeline, next_look) = (timeline.clone(), now + SHORTEST_PAUSE);
+        queue.plan(Listed { timeline, since: now, next_look, idle_looks: 0 });
+        // The reaper sleeps only while nothing is listed.
+        if queue.listed.len() == 1 {
             self.doorbell.notify_one();
         }
     }
@@ -137,15 +140,28 @@ impl Listing {
         self.doorbell.notify_one();
     }
 
-    pub(super) fn know(&self, timeline: &Arc<Timeline>) {
+    /// The timeline of the stream with this number, or a new one.
+    pub(crate) fn know(&self, id: Option<u64>, make: impl FnOnce() -> Arc<Timeline>) -> Arc<Timeline> {
         let mut known = self.known.lock();
-        known.retain(|timeline| timeline.strong_count() > 0);
-        known.push(Arc::downgrade(timeline));
+        known.retain(|(timeline, _)| timeline.strong_count() > 0);
+        let same = known.iter().find(|(_, other)| id.is_some() && *other == id);
+        same.and_then(|(timeline, _)| timeline.upgrade()).unwrap_or_else(|| {
+            let timeline = make();
+            known.push((Arc::downgrade(&timeline), id));
+            timeline
+        })
+    }
+
+    /// From here on [`know`](Self::know) gives this timeline for the number.
+    pub(crate) fn identify(&self, timeline: &Arc<Timeline>, id: u64) {
+        let mut known = self.known.lock();
+        let own = known.iter_mut().filter(|(other, _)| std::ptr::eq(other.as_ptr(), &**timeline));
+        own.for_each(|(_, number)| *number = Some(id));
     }
 
     /// All timelines of the device that are alive.
     pub(crate) fn known(&self) -> Vec<Arc<Timeline>> {
-        self.known.lock().iter().filter_map(Weak::upgrade).collect()
+        self.known.lock().iter().filter_map(|(timeline, _)| timeline.upgrade()).collect()
     }
 
     /// Looks once at all listed timelines, on the calling thread: for a program that asks for it,
@@ -155,16 +171,13 @@ impl Listing {
         let mut queue = self.queue.lock();
         // Read under the lock: the reaper may have put off looks just before.
         let now = Instant::now();
-        if !all {
-            let soon = queue.soon(now);
-            drop(queue);
-            return self.look_at(&soon, true, IDLE_LOOKS);
-        }
-        let mut timelines = queue.take(now, usize::MAX);
+        let (most, idle_looks) =
+            if all { (usize::MAX, 1) } else { (queue.due(now + LONGEST_PAUSE).min(BATCH), IDLE_LOOKS) };
+        let mut timelines = queue.take(now, most);
         drop(queue);
         // In an order that no clock decides, so that a run on a device by hand can be repeated.
         timelines.sort_by_key(|timeline| timeline.number());
-        self.look_at(&timelines, true, 1)
+        self.look_at(&timelines, true, idle_looks)
     }
 
     /// Looks at timelines. With `now` it closes what is open. Takes those off the list that so many
@@ -207,14 +220,13 @@ impl Listing {
                 if queue.closing {
                     return None;
                 }
-                queue.asleep = true;
                 self.doorbell.wait(&mut queue);
-                queue.asleep = false;
                 continue;
             };
             let (now, until) = (Instant::now(), next.clamp(looked + SHORTEST_PAUSE, looked + LONGEST_PAUSE));
             if std::mem::take(&mut queue.rung) || now >= until {
-                return Some(queue.due(now));
+                let due = queue.due(now);
+                return Some(queue.take(now, due));
             }
             self.doorbell.wait_until(&mut queue, until);
         }
@@ -233,16 +245,9 @@ impl Queue {
         self.listed.remove(at)
     }
 
-    /// The timelines that are due.
-    fn due(&mut self, now: Instant) -> Vec<Arc<Timeline>> {
-        let due = self.listed.partition_point(|listed| listed.next_look <= now);
-        self.take(now, due)
-    }
-
-    /// Those that are due within the longest pause, a batch of them at most.
-    fn soon(&mut self, now: Instant) -> Vec<Arc<Timeline>> {
-        let soon = self.listed.partition_point(|listed| listed.next_look <= now + LONGEST_PAUSE);
-        self.take(now, soon.min(BATCH))
+    /// How many timelines are due by then.
+    fn due(&self, by: Instant) -> usize {
+        self.listed.partition_point(|listed| listed.next_look <= by)
     }
 
     /// The timelines whose looks come next, so many at most. Their looks after that are put off.
@@ -263,12 +268,13 @@ impl Queue {
     /// for so many looks. (The caller has another reference to it, so it is not dropped under the
     /// lock.)
     fn note(&mut self, timeline: &Timeline, progress: bool, now: Instant, idle_looks: u32) {
-        let idle = timeline.count_idle();
-        if !progress && idle == 0 {
+        let is_idle = timeline.is_idle();
+        if !progress && !is_idle {
             return;
         }
-        let Some(listed) = self.remove(timeline) else { return };
-        if idle < idle_looks || !timeline.unlist() {
+        let Some(mut listed) = self.remove(timeline) else { return };
+        listed.idle_looks = if is_idle { listed.idle_looks + 1 } else { 0 };
+        if listed.idle_looks < idle_looks || !timeline.unlist() {
             self.plan(Listed { since: now, next_look: now + SHORTEST_PAUSE, ..listed });
         }
     }
@@ -303,7 +309,8 @@ mod tests {
         let mut looks = Vec::new();
         let mut now = from;
         while now < from + long {
-            for timeline in queue.due(now) {
+            let due = queue.due(now);
+            for timeline in queue.take(now, due) {
                 queue.note(&timeline, false, now, IDLE_LOOKS);
                 looks.push((now, timeline.number()));
             }
@@ -349,10 +356,10 @@ mod tests {
         assert_eq!(numbers.len(), streams.len());
         // Pools that look on their own come shortly before the reaper, and look at each once.
         let now = queue.listed[0].next_look;
-        assert!(queue.soon(now - 2 * MS).is_empty());
-        let turns = (0..10).flat_map(|_| queue.soon(now));
+        assert_eq!(queue.due(now - MS), 0);
+        let turns = (0..10).flat_map(|_| queue.take(now, queue.due(now + LONGEST_PAUSE).min(BATCH)));
         assert_eq!(turns.map(|timeline| timeline.number()).collect::<BTreeSet<u64>>(), numbers);
-        assert!(queue.soon(now).is_empty());
+        assert_eq!(queue.due(now + LONGEST_PAUSE), 0);
     }
 
     #[test]

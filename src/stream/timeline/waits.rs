@@ -44,14 +44,12 @@ impl Timeline {
     pub(crate) fn is_complete(&self, seq: u64) -> Result<bool> {
         // First: in a fork's child the memory is not there, even if the parent's device was done.
         crate::os::check_fork()?;
+        // Before the load: `completed` is raised no more once the stream is lost.
+        let not_lost = self.not_lost();
         // Acquire: pairs with the release in `complete`.
-        if self.completed.load(Ordering::Acquire) >= seq {
-            return Ok(true);
-        }
-        // It is raised no more once the stream is lost.
-        match self.lost.get() {
-            Some(_) if self.completed.load(Ordering::Acquire) >= seq => Ok(true),
-            lost => lost.map_or(Ok(false), |error| Err(error.clone())),
+        match self.completed.load(Ordering::Acquire) >= seq {
+            true => Ok(true),
+            false => not_lost.map(|()| false),
         }
     }
 
@@ -72,7 +70,7 @@ impl Timeline {
         // a capture is in the way that only this thread can end, the wait must be refused.
         let is_due = {
             let state = self.state.lock();
-            seq >= state.open || self.is_shared() && seq > state.covered
+            seq >= state.open || self.is_shared() && seq > state.covered()
         };
         if is_due {
             // (The capture is of this stream; or of another, if this is the legacy default stream.)
@@ -106,26 +104,15 @@ impl Timeline {
         }
         self.flush(seq)?;
         if self.context.is_by_hand() {
-            // Another thread may move the same device: then there may be nothing to move because it
-            // is completing entries, or has not submitted yet. So nothing is left only if that is
-            // so three times in a row, with no thread busy with the timeline before the look and
-            // after it.
+            // A recording that fails is tried again: nothing is left only if that is so three times
+            // in a row.
             let mut still = 0;
             while still < 3 {
-                let was_busy = self.is_busy();
                 self.advance(true);
                 if self.is_complete(seq)? {
                     return Ok(());
                 }
-                let is_busy = was_busy | self.is_busy();
-                let moved = self.context.advance();
-                still = if is_busy || moved { 0 } else { still + 1 };
-                if is_busy && !moved {
-                    if late(Instant::now()) {
-                        break;
-                    }
-                    crate::sync::yield_now();
-                }
+                still = if self.context.advance() { 0 } else { still + 1 };
             }
             return Err(Error::Timeout(since.elapsed().into()));
         }
