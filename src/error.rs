@@ -16,12 +16,16 @@ use crate::escape::text as shown;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What an error means for what the caller may do next: [`Error::class`].
+///
+/// An HTTP server answers [`Transient`](Self::Transient), [`Closed`](Self::Closed) and
+/// [`DriverShutdown`](Self::DriverShutdown) by 503, [`Cancelled`](Self::Cancelled) by 499 and the
+/// others by 500. Where the length was its client's, it answers [`Error::ZeroLength`] by 400 and
+/// [`Error::TooLong`] by 413.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorClass {
     /// This call cannot succeed as it was made, and nothing else is affected. The mistake is mostly
-    /// the server's own and not its client's; [`Error::ZeroLength`] and [`Error::TooLong`] may be
-    /// the client's.
+    /// the server's own and not its client's.
     Argument,
     /// The stream is being captured into a graph: the call may succeed outside of the capture.
     Capture,
@@ -71,36 +75,8 @@ pub struct DeviceError {
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 ///
-/// A server answers by [`class`](Self::class), with 503 where another try may succeed.
-///
-/// | kind | cause | remedy | HTTP |
-/// | --- | --- | --- | --- |
-/// | `ZeroLength` | 0 bytes were asked for | ask for at least 1 | 500, or 400 |
-/// | `Argument` | an argument or a setting is refused | as the text says | 500 |
-/// | `TooLong` | longer than any segment can be | larger extents, or split it | 500, or 413 |
-/// | `TooSmall` | the target is shorter than the bytes | a larger target | 500 |
-/// | `Mismatch` | used with another device, context, thread or stream | as the text says | 500 |
-/// | `Capturing` | the stream is being captured | submit outside the capture | 500 |
-/// | `UnknownDevice` | no device has this name | a name of the text | 500 |
-/// | `Unavailable` | a driver, device or thread is missing | `pinpool doctor` | 500 |
-/// | `Unsupported` | platform, device or thread cannot do it | as the text says | 500 |
-/// | `MemLock` | the memlock limit | raise it, or allow unpinned memory | 503 |
-/// | `OutOfMemory` | the system has no memory | free some, or a smaller capacity | 503 |
-/// | `Exhausted` | the pool has no room now | wait, or raise the capacity | 503 |
-/// | `QueueFull` | too many requests wait already | try later | 503 |
-/// | `Timeout` | the deadline has passed | wait longer, return buffers | 503 |
-/// | `Impossible` | no wait can make room | raise the capacity, ask for less | 500 |
-/// | `Closed` | the pool is shut down | ask another server | 503 |
-/// | `Cancelled` | the program cancelled the transfer | start it again | 499 |
-/// | `Forked` | the parent had opened a device | fork before that | 500 |
-/// | `Read` | the source cannot be read, or became shorter | mend the cause | 500, or 503 |
-/// | `Write` | the target cannot be written | make room, write it again | 500 |
-/// | `Malformed` | a file is damaged, or has changed | get it again | 500 |
-/// | `Piece` | one of many pieces is refused | as its `cause` | as its `cause` |
-/// | `Transfer` | a chunk has failed | as its `cause` | as its `cause` |
-/// | `Tensor` | a checkpoint's load has failed | as its `cause` | as its `cause` |
-/// | `Device` | a driver call has failed | as its class | as its class |
-/// | `Internal` | a mistake in this crate | report it, restart the process | 500 |
+/// The message of each has the remedy. A server answers by [`class`](Self::class): the page of
+/// [`ErrorClass`] has the HTTP statuses.
 ///
 /// The sections below have what many calls share; a call names only what is particular to it.
 ///
@@ -109,8 +85,8 @@ pub struct DeviceError {
 /// with what the driver says; after a loss, the error with which the stream or device was lost.
 ///
 /// # Opening a device
-/// [`UnknownDevice`](Self::UnknownDevice) for a name or number that no device has.
-/// [`Unavailable`](Self::Unavailable) without a usable driver or device.
+/// [`Unavailable`](Self::Unavailable) for a name or number that no device has, and without a usable
+/// driver or device.
 ///
 /// # Devices of one family
 /// The modules `cuda`, `acl`, `host` and `cudarc` refuse another family's devices and streams as
@@ -202,15 +178,8 @@ pub enum Error {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// No device has this name.
-    #[error("unknown device \"{}\"; {}", shown(name), shown(known))]
-    UnknownDevice {
-        /// The name that was asked for.
-        name: String,
-        /// The names there are.
-        known: String,
-    },
-    /// A driver, a device or a thread is missing. `pinpool doctor --device NAME` tells more.
+    /// No device has this name, or a driver, a device or a thread is missing.
+    /// `pinpool doctor --device NAME` tells more.
     #[error("device {} is not available: {}", shown(device), shown(why))]
     Unavailable {
         /// The device.
@@ -221,7 +190,8 @@ pub enum Error {
     /// This platform, device or thread cannot do it; the text says why, and what to do instead.
     #[error("unsupported: {}", shown(.0))]
     Unsupported(String),
-    /// The memlock limit refuses the pages. See also [`Unpinned::Allow`](crate::Unpinned::Allow).
+    /// The memlock limit refuses the pages: raise it. See also
+    /// [`Unpinned::Allow`](crate::Unpinned::Allow).
     #[error(
         "locking {} was refused: the memlock limit is {}; raise it (ulimit -l, LimitMEMLOCK=infinity, --ulimit \
          memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration",
@@ -233,7 +203,8 @@ pub enum Error {
         /// The limit, as text (an amount, or "unlimited").
         limit: String,
     },
-    /// The system has no memory for a region, a plain buffer, or a file's header.
+    /// The system has no memory for a region, a plain buffer, or a file's header: free some, or
+    /// choose a smaller capacity.
     #[error("the system refused {}: {}", amount(*wanted), shown(text))]
     OutOfMemory {
         /// Bytes asked for.
@@ -257,7 +228,8 @@ pub enum Error {
     /// The deadline passed before the wait was over.
     #[error("timed out after {0}")]
     Timeout(Waited),
-    /// Waiting cannot help: the capacity is too small, or quarantined bytes are in the way.
+    /// Waiting cannot help: the capacity is too small, or quarantined bytes are in the way. Raise
+    /// the capacity, or ask for less.
     #[error(
         "no amount of waiting makes room for {} within a capacity of {}{}; raise the capacity, or ask for less at once",
         amount(*len), amount(*capacity), of_which_quarantined(*quarantined)
@@ -377,6 +349,7 @@ pub enum Error {
     #[error("{0}")]
     Device(DeviceError),
     /// A mistake in this crate; the text says where. What was in flight there is quarantined.
+    /// Report it, and restart the process.
     #[error(
         "a mistake in pinpool: {0}; what was in flight there is quarantined; report it with the log's lines before it"
     )]
@@ -505,6 +478,12 @@ impl Error {
             return self;
         }
         Self::Piece { piece, memory, cause: self.into() }
+    }
+
+    /// The same error, of the chunk of a transfer that begins at `offset`.
+    #[cold]
+    pub(crate) fn of_transfer(self, what: &str, offset: u64) -> Self {
+        Self::Transfer { what: what.into(), offset, cause: self.into() }
     }
 
     /// The same error, with the pool's name where the error tells of a shortage.

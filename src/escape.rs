@@ -12,7 +12,7 @@ use std::borrow::Cow;
 /// The most characters of a name that are shown.
 pub const NAME: usize = 200;
 /// The most characters of a message that are shown: it may have a path (`PATH_MAX` is 4096).
-pub const TEXT: usize = 5000;
+const TEXT: usize = 5000;
 
 /// A message, shown up to [`TEXT`] characters.
 pub fn text(text: &str) -> Cow<'_, str> {

@@ -381,14 +381,8 @@ macro_rules! warning { ($($event:tt)+) => { $crate::foreign::event!(WARN, $($eve
 macro_rules! info { ($($event:tt)+) => { $crate::foreign::event!(INFO, $($event)+) } }
 macro_rules! debug { ($($event:tt)+) => { $crate::foreign::event!(DEBUG, $($event)+) } }
 
-/// `span!(LEVEL, target: "…", "name", field = value)`, with `parent: &span,` behind the target for
-/// a span with a parent. Makes a [`Span`] at once.
+/// `span!(LEVEL, target: "…", "name", field = value)`: makes a [`Span`] at once.
 macro_rules! span {
-    ($level:ident, target: $target:literal, parent: $parent:expr, $($rest:tt)+) => {
-        $crate::foreign::Span::make(tracing::Level::$level, || {
-            tracing::span!(target: $target, parent: $parent.id(), tracing::Level::$level, $($rest)+)
-        })
-    };
     ($level:ident, target: $target:literal, $($rest:tt)+) => {
         $crate::foreign::Span::make(tracing::Level::$level, || {
             tracing::span!(target: $target, tracing::Level::$level, $($rest)+)
@@ -414,11 +408,6 @@ impl Span {
     /// Enters the span on this thread until the guard is dropped.
     pub(crate) fn enter(&self) -> Entered<'_> {
         Entered(self.0.as_ref().filter(|_| may_call()).and_then(|span| guard(|| span.enter())))
-    }
-
-    /// The subscriber's number for this span, for children. Calls no subscriber.
-    pub(crate) fn id(&self) -> Option<tracing::Id> {
-        self.0.as_ref().and_then(|span| span.id())
     }
 
     /// Sets fields of the span.

@@ -329,21 +329,6 @@ pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
     unsafe { libc::atexit(handler) == 0 }
 }
 
-/// Makes the system keep the shared library that this code is in until the process ends, although
-/// the program unloads it. The program itself is never unloaded.
-pub(super) fn pin_library() {
-    // SAFETY: fields that zeros are a valid value of: pointers and numbers.
-    let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };
-    let here = pin_library as fn() as *const c_void;
-    // SAFETY: the place for the result lives for the call.
-    if unsafe { libc::dladdr(here, &raw mut found) } == 0 || found.dli_fname.is_null() {
-        return;
-    }
-    // Nothing is loaded: the call finds what is there, or nothing where this is the program. The
-    // handle is not closed. SAFETY: the name is the loader's own.
-    unsafe { libc::dlopen(found.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
-}
-
 /// The error of the call that has just failed for `len` bytes.
 fn refused(len: usize) -> Error {
     let error = io::Error::last_os_error();

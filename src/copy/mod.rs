@@ -17,6 +17,7 @@ use stable_deref_trait::StableDeref;
 pub use self::copier::{Copier, CopierBuilder, CopierStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 use crate::device::Transfer;
+use crate::device::context::Context;
 use crate::device::memory::{DeviceSlice, StridedSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::locks::Mutex;
@@ -54,6 +55,13 @@ impl DeviceRange for Result<DeviceSlice> {
     fn get(&self, _: Key) -> Result<&DeviceSlice> {
         self.as_ref().map_err(Error::clone)
     }
+}
+
+/// Device memory of this device.
+fn own(range: &impl DeviceRange, of: &Arc<Context>) -> Result<DeviceSlice> {
+    let slice = range.get(KEY)?;
+    slice.check_is_of(of)?;
+    Ok(slice.clone())
 }
 
 /// Where the bytes of a pinned block belong on the device, one place behind the other: a
@@ -501,9 +509,7 @@ impl Stream {
 
     /// Device memory of this stream's device.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
-        let slice = range.get(KEY)?.clone();
-        slice.check_is_of(self.timeline().context())?;
-        Ok(slice)
+        own(&range, self.timeline().context())
     }
 
     /// # Safety

@@ -39,7 +39,7 @@ pub(crate) fn driver(name: &str) -> Result<Arc<dyn Driver>> {
         return open(family, ordinal);
     }
     let names: String = FAMILIES.iter().rev().map(|family| format!(", {family} or {family}:N")).collect();
-    Err(Error::UnknownDevice { name: name.into(), known: format!("a device is named auto{names}") })
+    Err(Error::Unavailable { device: name.into(), why: format!("a device is named auto{names}") })
 }
 
 /// The first device of those that can be opened here.

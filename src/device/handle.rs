@@ -132,7 +132,7 @@ impl Device {
     /// nodes have the same names, and so the same metrics.)
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`] for an ordinal that the node does not have.
+    /// [`Error::Unavailable`] for an ordinal that the node does not have.
     pub fn on(node: &HostNode, ordinal: u32) -> Result<Self> {
         crate::os::watch_forks()?;
         Self::start(Context::by_hand(node.driver(ordinal)?, None)?)

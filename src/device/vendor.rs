@@ -149,12 +149,12 @@ pub(super) fn load<A>(
 /// The error for a name whose ordinal is not below `count`, the number of the family's devices;
 /// `none` says what to look at where there are none.
 pub(super) fn no_such(family: &str, name: &str, count: u32, none: &str) -> Error {
-    let known = match count {
-        0 => return Error::Unavailable { device: name.into(), why: none.into() },
+    let why = match count {
+        0 => none.into(),
         1 => format!("there is only {family}:0"),
         n => format!("there are {family}:0 to {family}:{}", n - 1),
     };
-    Error::UnknownDevice { name: name.into(), known }
+    Error::Unavailable { device: name.into(), why }
 }
 
 /// Adds a remedy to what the library says.

@@ -171,30 +171,3 @@ fn unwinding_ends_deferrals() {
     assert_eq!((call("on purpose", || panic_any(Bomb(3))), call("not at all", || 7)), (None::<()>, Some(7)));
     assert!(may_call(), "no deferral is left");
 }
-
-/// A thread's last destructors may take a lock, and drop values of the program's.
-#[test]
-fn the_end_of_a_thread_is_no_exception() {
-    struct AtTheEnd(Calls);
-    impl Drop for AtTheEnd {
-        fn drop(&mut self) {
-            let lock = Mutex::new(());
-            let _guard = lock.lock();
-            self.0.tell("told");
-            discard(self.0.value("dropped"));
-        }
-    }
-    std::thread_local! {
-        static LAST: Cell<Option<AtTheEnd>> = const { Cell::new(None) };
-    }
-    let calls = Calls::default();
-    let own = calls.clone();
-    // Used before the module's thread-local, which would be destroyed first if it had a destructor.
-    std::thread::spawn(move || {
-        LAST.set(Some(AtTheEnd(own.clone())));
-        own.tell("first");
-    })
-    .join()
-    .unwrap();
-    assert_eq!(calls.all(), ["first", "told", "dropped"]);
-}

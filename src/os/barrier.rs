@@ -15,20 +15,15 @@ pub(crate) fn membarrier_register() -> bool {
 }
 
 /// Executes a full fence on every core that runs a thread of this process. To be called only after
-/// [`membarrier_register`] has returned `true`.
-///
-/// `false`: no fence, since a later sandbox refuses the call. (The kernel documents no failure
-/// after registration.)
+/// [`membarrier_register`] has returned `true`. `false`: no fence, since a later sandbox refuses
+/// the call.
 pub(crate) fn membarrier() -> bool {
     command(BARRIER)
 }
 
 fn command(command: libc::c_int) -> bool {
     // SAFETY: membarrier takes numbers only and changes no memory.
-    unsafe {
-        libc::syscall(libc::SYS_membarrier, command as libc::c_long, 0 as libc::c_long, 0 as libc::c_long)
-            == 0
-    }
+    unsafe { libc::syscall(libc::SYS_membarrier, libc::c_long::from(command), 0, 0) == 0 }
 }
 
 /// Ends the process with a reason on stderr: for a state in which going on is unsound.

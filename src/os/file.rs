@@ -24,13 +24,9 @@ pub(crate) enum Cached {
     Nothing,
 }
 
-fn position(at: u64) -> io::Result<i64> {
-    i64::try_from(at).map_err(|_| io::ErrorKind::FileTooLarge.into())
-}
-
 /// Reads at an offset. Returns the bytes read at the front of `into`; 0: the file ends before.
 pub(crate) fn read_at(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<usize> {
-    let at = position(at)?;
+    let at = i64::try_from(at).map_err(|_| io::ErrorKind::FileTooLarge)?;
     loop {
         // SAFETY: the kernel writes at most `into.len()` bytes to memory borrowed mutably.
         let read = unsafe { libc::pread64(file.as_raw_fd(), into.as_mut_ptr().cast(), into.len(), at) };
@@ -111,11 +107,6 @@ fn mincore(file: &File, first: u64, last: u64) -> Option<u64> {
         said
     };
     (said == 0).then(|| marks.iter().filter(|mark| **mark & 1 == 1).count() as u64)
-}
-
-/// Writes all bytes at an offset.
-pub(crate) fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
-    std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
 }
 
 /// The flags that the file was opened with, or was given since; 0: it is not told.

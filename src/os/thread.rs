@@ -13,6 +13,7 @@
 //! crate makes `dlclose` leave the shared library that contains it where it is. Exit handlers of
 //! that library then run at the end of the process, like those of the program.
 
+use std::ffi::c_void;
 use std::io;
 use std::sync::Once;
 use std::thread::{Builder, JoinHandle};
@@ -25,16 +26,26 @@ pub(crate) fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     run: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    stay_loaded();
+    static STAYS: Once = Once::new();
+    STAYS.call_once(stay_loaded);
     let _blocked = Blocked::now();
     #[allow(clippy::disallowed_methods, reason = "this is the one place")]
     Builder::new().name(name.into()).spawn(run)
 }
 
-/// Makes the system keep the library that contains the crate when the program unloads it.
+/// Makes the system keep the shared library that this code is in until the process ends, although
+/// the program unloads it. The program itself is never unloaded.
 fn stay_loaded() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(super::pin_library);
+    // SAFETY: fields that zeros are a valid value of: pointers and numbers.
+    let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };
+    let here = stay_loaded as fn() as *const c_void;
+    // SAFETY: the place for the result lives for the call.
+    if unsafe { libc::dladdr(here, &raw mut found) } == 0 || found.dli_fname.is_null() {
+        return;
+    }
+    // Nothing is loaded: the call finds what is there, or nothing where this is the program. The
+    // handle is not closed. SAFETY: the name is the loader's own.
+    unsafe { libc::dlopen(found.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
 }
 
 /// This thread blocks signals until this is dropped. Those sent meanwhile come then.

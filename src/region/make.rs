@@ -132,10 +132,10 @@ impl Regions {
         let _grow = grow.enter();
         let span = match making.supply {
             Supply::Mapped { .. } => foreign::span!(INFO,
-                target: "pinpool::region", parent: &grow, "pin", device = context.name(), bytes = len
+                target: "pinpool::region", "pin", device = context.name(), bytes = len
             ),
             Supply::Driver(_) => foreign::span!(INFO,
-                target: "pinpool::region", parent: &grow, "allocate", device = context.name(), bytes = len
+                target: "pinpool::region", "allocate", device = context.name(), bytes = len
             ),
         };
         let _entered = span.enter();

@@ -160,29 +160,22 @@ impl From<Histogram> for Value {
 /// What a value is of: the metric's place in the table, and the second label's value, if any.
 pub(super) type Key = (usize, Cow<'static, str>);
 
-/// Takes what rows read.
-struct Readings {
-    /// The row that reads.
-    row: usize,
-    all: Vec<(Key, Value)>,
+/// A value that a row has read, behind the second label's value, if any.
+type Reading = (Cow<'static, str>, Value);
+
+/// What a row with one label reads.
+fn one(value: impl Into<Value>) -> Vec<Reading> {
+    each([("", value)])
 }
 
-impl Readings {
-    /// Takes the value of a metric with one label.
-    fn one(&mut self, value: impl Into<Value>) {
-        self.each([("", value)]);
-    }
-
-    /// Takes the values of a metric with two labels, each with its second label.
-    fn each<L: Into<Cow<'static, str>>, V: Into<Value>>(&mut self, list: impl IntoIterator<Item = (L, V)>) {
-        let row = self.row;
-        self.all.extend(list.into_iter().map(|(label, value)| ((row, label.into()), value.into())));
-    }
+/// What a row with two labels reads, each value with its second label.
+fn each<L: Into<Cow<'static, str>>, V: Into<Value>>(list: impl IntoIterator<Item = (L, V)>) -> Vec<Reading> {
+    list.into_iter().map(|(label, value)| (label.into(), value.into())).collect()
 }
 
 /// The part of a row that only this module needs.
 struct Row {
-    read: fn(Sample, &mut Readings),
+    read: fn(Sample) -> Vec<Reading>,
     /// Sends a number as an event, with the values of the first and the second label.
     send: fn(&dyn tracing::Value, &str, &str),
 }
@@ -190,7 +183,7 @@ struct Row {
 macro_rules! table {
     ($(
         $kind:ident [$first:ident $(.$rest:ident)*] [$scope:ident $(, $label:ident)?]
-        |$at:ident, $to:ident| $read:expr, $help:literal;
+        |$at:ident| $read:expr, $help:literal;
     )*) => {
         /// Every metric that a [`Sampler`](super::Sampler) sends.
         ///
@@ -212,11 +205,7 @@ macro_rules! table {
         /// The rows of [`METRICS`], in its order.
         const ROWS: &[Row] = &[
             $(Row {
-                read: |sample, $to| {
-                    if let Some($at) = sample.$scope {
-                        $read;
-                    }
-                },
+                read: |sample| sample.$scope.map_or_else(Vec::new, |$at| $read),
                 send: |number, $scope, _label| {
                     $(let $label = _label;)?
                     // Without a message, which would become a label.
@@ -230,117 +219,113 @@ macro_rules! table {
 }
 
 table! {
-    gauge [pinpool.memory.bytes] [pool, state]
-        |p, to| to.each([
-            ("free", p.all.pool.free_bytes as f64),
-            ("checked_out", p.all.pool.checked_out_bytes as f64),
-            ("in_flight", p.all.pool.in_flight_bytes as f64),
-            ("quarantined", p.all.pool.quarantined_bytes as f64),
-            ("cut", p.all.pool.cut_bytes as f64),
-        ]),
+    gauge [pinpool.memory.bytes] [pool, state] |p| each([
+        ("free", p.all.pool.free_bytes as f64),
+        ("checked_out", p.all.pool.checked_out_bytes as f64),
+        ("in_flight", p.all.pool.in_flight_bytes as f64),
+        ("quarantined", p.all.pool.quarantined_bytes as f64),
+        ("cut", p.all.pool.cut_bytes as f64),
+    ]),
         "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: pinned and unpinned.";
-    gauge [pinpool.memory.pinned.bytes] [pool] |p, to| to.one(p.all.pool.pinned_bytes as f64),
+    gauge [pinpool.memory.pinned.bytes] [pool] |p| one(p.all.pool.pinned_bytes as f64),
         "Bytes that are pinned.";
-    gauge [pinpool.memory.unpinned.bytes] [pool] |p, to| to.one(p.all.pool.unpinned_bytes as f64),
+    gauge [pinpool.memory.unpinned.bytes] [pool] |p| one(p.all.pool.unpinned_bytes as f64),
         "Bytes that the pool serves and that are not pinned.";
-    gauge [pinpool.memory.capacity.bytes] [pool] |p, to| to.one(p.all.pool.capacity_bytes as f64),
+    gauge [pinpool.memory.capacity.bytes] [pool] |p| one(p.all.pool.capacity_bytes as f64),
         "Bytes that the pool may hold at most.";
-    gauge [pinpool.memory.cached.bytes] [pool] |p, to| to.one(p.all.pool.cached_bytes as f64),
+    gauge [pinpool.memory.cached.bytes] [pool] |p| one(p.all.pool.cached_bytes as f64),
         "Of the free bytes, those that are cached for the next checkouts.";
-    gauge [pinpool.memory.claimed.bytes] [pool] |p, to| to.one(p.all.pool.claimed_bytes as f64),
+    gauge [pinpool.memory.claimed.bytes] [pool] |p| one(p.all.pool.claimed_bytes as f64),
         "Of the bytes in flight, those that a stream-ready buffer has claimed.";
-    gauge [pinpool.memory.requested.bytes] [pool] |p, to| to.one(p.all.pool.requested_bytes as f64),
+    gauge [pinpool.memory.requested.bytes] [pool] |p| one(p.all.pool.requested_bytes as f64),
         "The lengths asked for, of all buffers that are out.";
-    gauge [pinpool.memory.rounding.bytes] [pool] |p, to| to.one(p.all.pool.rounding_bytes as f64),
+    gauge [pinpool.memory.rounding.bytes] [pool] |p| one(p.all.pool.rounding_bytes as f64),
         "Bytes given to buffers that are out beyond the lengths asked for.";
-    gauge [pinpool.memory.largest_free.bytes] [pool] |p, to| to.one(p.all.pool.largest_free_bytes as f64),
+    gauge [pinpool.memory.largest_free.bytes] [pool] |p| one(p.all.pool.largest_free_bytes as f64),
         "The longest free range in one piece.";
-    gauge [pinpool.memory.peak.bytes] [pool] |p, to| to.one(p.peak_bytes as f64),
+    gauge [pinpool.memory.peak.bytes] [pool] |p| one(p.peak_bytes as f64),
         "The most bytes at a time since the poll before that were in use or cached by threads.";
-    monotonic_counter [pinpool.checkouts.total] [pool] |p, to| to.one(p.all.pool.checkouts),
+    monotonic_counter [pinpool.checkouts.total] [pool] |p| one(p.all.pool.checkouts),
         "Segments checked out.";
-    monotonic_counter [pinpool.returns.total] [pool] |p, to| to.one(p.all.pool.returns),
+    monotonic_counter [pinpool.returns.total] [pool] |p| one(p.all.pool.returns),
         "Segments that came back.";
-    monotonic_counter [pinpool.misses.total] [pool] |p, to| to.one(p.all.pool.misses),
+    monotonic_counter [pinpool.misses.total] [pool] |p| one(p.all.pool.misses),
         "Requests that the thread's own cache could not serve.";
-    monotonic_counter [pinpool.reclaims.total] [pool] |p, to| to.one(p.all.pool.reclaims),
+    monotonic_counter [pinpool.reclaims.total] [pool] |p| one(p.all.pool.reclaims),
         "Times that cached segments were taken back from the threads.";
-    monotonic_counter [pinpool.growths.total] [pool] |p, to| to.one(p.all.pool.growths),
+    monotonic_counter [pinpool.growths.total] [pool] |p| one(p.all.pool.growths),
         "Regions that the pool began to pin because a request found nothing.";
-    monotonic_counter [pinpool.growth_failures.total] [pool] |p, to| to.one(p.all.pool.growth_failures),
+    monotonic_counter [pinpool.growth_failures.total] [pool] |p| one(p.all.pool.growth_failures),
         "Times that pinning ended before all of a region was pinned.";
-    monotonic_counter [pinpool.waits.total] [pool] |p, to| to.one(p.all.pool.waits),
+    monotonic_counter [pinpool.waits.total] [pool] |p| one(p.all.pool.waits),
         "Requests that had to wait.";
-    monotonic_counter [pinpool.timeouts.total] [pool] |p, to| to.one(p.all.pool.timeouts),
+    monotonic_counter [pinpool.timeouts.total] [pool] |p| one(p.all.pool.timeouts),
         "Waits that were given up at their deadline.";
-    monotonic_counter [pinpool.abandoned.total] [pool] |p, to| to.one(p.all.pool.abandoned),
+    monotonic_counter [pinpool.abandoned.total] [pool] |p| one(p.all.pool.abandoned),
         "Waits whose future was dropped: a client went away, or a runtime's own timeout passed.";
     monotonic_counter [pinpool.refused.total] [pool, reason]
-        |p, to| to.each(p.all.pool.refused.by_reason()),
+        |p| each(p.all.pool.refused.by_reason()),
         "Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed.";
-    gauge [pinpool.waiting.requests] [pool] |p, to| to.one(p.all.pool.waiting as f64),
+    gauge [pinpool.waiting.requests] [pool] |p| one(p.all.pool.waiting as f64),
         "Requests that wait now.";
-    monotonic_counter [pinpool.errors.total] [pool, class] |p, to| to.each(p.all.pool.errors.by_class()),
+    monotonic_counter [pinpool.errors.total] [pool, class] |p| each(p.all.pool.errors.by_class()),
         "Checkouts that ended with an error, by its class: argument, capture, transient, closed, cancelled, device_lost, driver_shutdown.";
-    histogram [pinpool.wait.seconds] [pool] |p, to| to.one(p.all.waiting),
+    histogram [pinpool.wait.seconds] [pool] |p| one(p.all.waiting),
         "How long requests waited for memory.";
-    histogram [pinpool.holding.seconds] [pool] |p, to| to.one(p.all.holding),
+    histogram [pinpool.holding.seconds] [pool] |p| one(p.all.holding),
         "How long buffers were out; of a sample, one in eight of those that no cache served.";
     gauge [pinpool.pinning.bytes_per_second] [pool]
-        |p, to| to.one(p.all.pinning.bytes_per_second().unwrap_or(0.0)),
+        |p| one(p.all.pinning.bytes_per_second().unwrap_or(0.0)),
         "Bytes pinned per second spent in pinning.";
     gauge [pinpool.pinning.longest_call.seconds] [pool]
-        |p, to| to.one(p.all.pinning.longest_call.as_secs_f64()),
+        |p| one(p.all.pinning.longest_call.as_secs_f64()),
         "The longest single call that pinned.";
-    gauge [pinpool.sampled.timestamp.seconds] [pool] |p, to| to.one(p.at_seconds),
+    gauge [pinpool.sampled.timestamp.seconds] [pool] |p| one(p.at_seconds),
         "When the sampler last looked at the pool, in seconds since 1970; 0 when the pool has ended.";
-    gauge [pinpool.stuck.buffers] [pool] |p, to| to.one(p.stuck_buffers as f64),
+    gauge [pinpool.stuck.buffers] [pool] |p| one(p.stuck_buffers as f64),
         "Buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
-    gauge [pinpool.stuck.bytes] [pool] |p, to| to.one(p.stuck_bytes as f64),
+    gauge [pinpool.stuck.bytes] [pool] |p| one(p.stuck_bytes as f64),
         "Bytes of buffers known to be out for longer than the sampler's threshold, long-lived and quarantined ones left out.";
-    gauge [pinpool.class.free.segments] [pool, stride] |p, to| to.each(p.by_stride(|class| class.free as f64)),
+    gauge [pinpool.class.free.segments] [pool, stride] |p| each(p.by_stride(|class| class.free as f64)),
         "Segments of a size class that can be checked out; stride is the class's bytes, or large.";
-    gauge [pinpool.class.out.segments] [pool, stride] |p, to| to.each(p.by_stride(|class| class.out as f64)),
+    gauge [pinpool.class.out.segments] [pool, stride] |p| each(p.by_stride(|class| class.out as f64)),
         "Segments of a size class that are checked out, in flight or quarantined.";
-    gauge [pinpool.class.cached.segments] [pool, stride] |p, to| to.each(p.by_stride(|class| class.cached as f64)),
+    gauge [pinpool.class.cached.segments] [pool, stride] |p| each(p.by_stride(|class| class.cached as f64)),
         "Of the free segments of a size class, those that are cached for the next checkouts.";
     monotonic_counter [pinpool.class.checkouts.total] [pool, stride]
-        |p, to| to.each(p.by_stride(|class| class.checkouts)),
+        |p| each(p.by_stride(|class| class.checkouts)),
         "Segments of a size class checked out.";
-    histogram [pinpool.flight.seconds] [device] |d, to| to.one(d.stats.flight),
+    histogram [pinpool.flight.seconds] [device] |d| one(d.stats.flight),
         "From submitting to being seen complete; of a sample, one in sixteen of each stream.";
     monotonic_counter [pinpool.device.errors.total] [device, class]
-        |d, to| to.each(d.stats.errors.by_class()),
+        |d| each(d.stats.errors.by_class()),
         "Driver calls that failed, by the class of the error.";
-    monotonic_counter [pinpool.device.submitted.total] [device] |d, to| to.one(d.stats.submitted),
+    monotonic_counter [pinpool.device.submitted.total] [device] |d| one(d.stats.submitted),
         "Copies and holds submitted.";
-    monotonic_counter [pinpool.device.completed.total] [device] |d, to| to.one(d.stats.completed),
+    monotonic_counter [pinpool.device.completed.total] [device] |d| one(d.stats.completed),
         "Copies and holds known to be complete.";
     monotonic_counter [pinpool.device.copied.bytes.total] [device, direction]
-        |d, to| to.each([("upload", d.stats.uploaded_bytes), ("download", d.stats.downloaded_bytes)]),
+        |d| each([("upload", d.stats.uploaded_bytes), ("download", d.stats.downloaded_bytes)]),
         "Bytes of copies that the driver accepted; direction is upload or download.";
-    gauge [pinpool.device.registered.bytes] [device] |d, to| to.one(d.stats.registered_bytes as f64),
+    gauge [pinpool.device.registered.bytes] [device] |d| one(d.stats.registered_bytes as f64),
         "Bytes of values registered with the device.";
-    gauge [pinpool.device.lost] [device] |d, to| to.one(f64::from(d.stats.lost.is_some())),
+    gauge [pinpool.device.lost] [device] |d| one(f64::from(d.stats.lost.is_some())),
         "1 if the device is lost, else 0.";
-    gauge [pinpool.device.stuck.streams] [device] |d, to| to.one(d.stuck_streams as f64),
+    gauge [pinpool.device.stuck.streams] [device] |d| one(d.stuck_streams as f64),
         "Streams with work in flight of which nothing completed for longer than the sampler's threshold.";
     gauge [pinpool.stream.in_flight.bytes] [device, stream]
-        |d, to| to.each(d.by_stream(|[bytes, _]| bytes)),
+        |d| each(d.by_stream(|[bytes, _]| bytes)),
         "Bytes of segments in flight on a stream: on one with a gauge of its own, or under other on the rest together.";
     gauge [pinpool.stream.in_flight.entries] [device, stream]
-        |d, to| to.each(d.by_stream(|[_, entries]| entries)),
+        |d| each(d.by_stream(|[_, entries]| entries)),
         "Copies and holds in flight on a stream: on one with a gauge of its own, or under other on the rest together.";
 }
 
 /// Reads all metrics of a sample.
-pub(super) fn read(sample: Sample) -> Vec<(Key, Value)> {
-    let mut readings = Readings { row: 0, all: Vec::new() };
-    for (row, Row { read, .. }) in ROWS.iter().enumerate() {
-        readings.row = row;
-        read(sample, &mut readings);
-    }
-    readings.all
+pub(super) fn read(sample: Sample<'_>) -> impl Iterator<Item = (Key, Value)> {
+    ROWS.iter().enumerate().flat_map(move |(row, Row { read, .. })| {
+        read(sample).into_iter().map(move |(label, value)| ((row, label), value))
+    })
 }
 
 /// Sends a value as events. `first`: the value of the first label.

@@ -137,7 +137,6 @@ impl Pool {
     /// ```
     #[must_use]
     pub fn stuck(&self, threshold: Duration) -> Vec<StuckBuffer> {
-        let found = stuck::find(threshold, self.central(), self.devices());
-        found.into_iter().map(|(_, buffer)| buffer).collect()
+        stuck::find(threshold, self.central(), self.devices()).into_values().collect()
     }
 }

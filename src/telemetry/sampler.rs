@@ -10,13 +10,14 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Bound;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::metrics::{self, DeviceSample, Key, PoolSample, Sample, Value};
 use super::snapshot::{DeviceStats, StreamStats};
-use super::stuck::{self, BufferState, Known, StuckBuffer};
+use super::stuck::{self, BufferState, Place, StuckBuffer};
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::pool::{Pool, WeakPool};
@@ -51,8 +52,6 @@ const OTHER_STREAMS: &str = "other";
 pub struct Sampler {
     pools: Vec<WatchedPool>,
     devices: BTreeMap<u64, WatchedDevice>,
-    #[cfg(feature = "metrics")]
-    described: bool,
     /// The time after which buffers and streams are stuck.
     stuck_after: Duration,
 }
@@ -61,8 +60,8 @@ pub struct Sampler {
 struct WatchedPool {
     pool: WeakPool,
     sent: Sent,
-    /// The stuck buffers that were logged.
-    logged: HashSet<Known>,
+    /// The last stuck buffer that was logged. Buffers that get stuck later have places behind it.
+    logged: Option<Place>,
 }
 
 #[derive(Debug, Default)]
@@ -101,13 +100,8 @@ pub struct Sampling {
 impl Sampler {
     /// A sampler of one pool. Its first poll sends all that was counted since the pool was built.
     pub fn new(pool: &Pool) -> Self {
-        let sampler = Self {
-            pools: Vec::new(),
-            devices: BTreeMap::new(),
-            #[cfg(feature = "metrics")]
-            described: false,
-            stuck_after: Duration::from_secs(60),
-        };
+        let sampler =
+            Self { pools: Vec::new(), devices: BTreeMap::new(), stuck_after: Duration::from_secs(60) };
         sampler.pool(pool)
     }
 
@@ -116,7 +110,7 @@ impl Sampler {
         self.pools.push(WatchedPool {
             pool: pool.downgrade(),
             sent: Sent { name: pool.name().to_owned(), values: BTreeMap::new() },
-            logged: HashSet::new(),
+            logged: None,
         });
         self
     }
@@ -139,9 +133,7 @@ impl Sampler {
             return false;
         }
         #[cfg(feature = "metrics")]
-        if !std::mem::replace(&mut self.described, true) {
-            _ = foreign::call(RECORDER_PANICKED, metrics::describe);
-        }
+        let _ = foreign::call(RECORDER_PANICKED, metrics::describe);
         let now = Instant::now();
         // Where no subscriber takes the level, not even the labels are looked at.
         let events = foreign::listens(metrics::LEVEL);
@@ -241,38 +233,30 @@ impl Sent {
 impl WatchedPool {
     /// Returns the counts of the pool's devices.
     fn poll(&mut self, pool: &Pool, stuck_after: Duration, events: bool) -> Vec<DeviceStats> {
-        let mut stuck = Vec::new();
+        let mut stuck = BTreeMap::new();
         if stuck_after < Duration::MAX {
             stuck = stuck::find(stuck_after, pool.central(), pool.devices());
         }
         // Nothing keeps a quarantined buffer that could let go of it.
-        stuck.retain(|(_, buffer)| !buffer.long_lived && buffer.state != BufferState::Quarantined);
+        stuck.retain(|_, buffer| !buffer.long_lived && buffer.state != BufferState::Quarantined);
         self.log(pool.name(), &stuck);
         let sample = PoolSample {
             all: pool.snapshot(),
             peak_bytes: pool.central().take_peak(),
             stuck_buffers: stuck.len(),
-            stuck_bytes: stuck.iter().map(|(_, buffer)| buffer.granted).sum(),
+            stuck_bytes: stuck.values().map(|buffer| buffer.granted).sum(),
             at_seconds: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
         };
         self.sent.send(Sample { pool: Some(&sample), device: None }, events);
         sample.all.devices
     }
 
-    fn log(&mut self, pool: &str, stuck: &[(Known, StuckBuffer)]) {
-        // A buffer that is not found any more is forgotten, and logged again should it be stuck
-        // later. One beyond `BUFFERS_LOGGED` is not entered: a later poll logs it.
-        let before = std::mem::take(&mut self.logged);
-        let mut left = BUFFERS_LOGGED;
-        for (known, buffer) in stuck {
-            if !before.contains(known) {
-                if left == 0 {
-                    continue;
-                }
-                left -= 1;
-                stuck::emit(pool, buffer);
-            }
-            self.logged.insert(*known);
+    /// Logs the next buffers behind the last one that was logged.
+    fn log(&mut self, pool: &str, stuck: &BTreeMap<Place, StuckBuffer>) {
+        let from = self.logged.map_or(Bound::Unbounded, Bound::Excluded);
+        for (place, buffer) in stuck.range((from, Bound::Unbounded)).take(BUFFERS_LOGGED) {
+            stuck::emit(pool, buffer);
+            self.logged = Some(*place);
         }
     }
 }
@@ -291,21 +275,20 @@ impl WatchedDevice {
 
     /// What is in flight on each stream with gauges of its own, and on all others together.
     fn divide(&mut self, streams: &[StreamStats]) -> Vec<(Cow<'static, str>, [usize; 2])> {
-        let (mut samples, mut others) = (Vec::new(), [0; 2]);
+        let (mut samples, mut others) = (Vec::new(), None);
         for stream in streams {
-            let flying = [stream.in_flight_bytes, stream.in_flight];
             if self.named.len() < STREAMS_NAMED {
                 self.named.insert(stream.stream);
             }
             if self.named.contains(&stream.stream) {
-                samples.push((stream.stream.to_string().into(), flying));
+                samples.push((stream.stream.to_string().into(), [stream.in_flight_bytes, stream.in_flight]));
             } else {
-                others.iter_mut().zip(flying).for_each(|(sum, more)| *sum += more);
+                let [bytes, entries] = others.get_or_insert([0; 2]);
+                *bytes += stream.in_flight_bytes;
+                *entries += stream.in_flight;
             }
         }
-        if samples.len() < streams.len() {
-            samples.push((OTHER_STREAMS.into(), others));
-        }
+        samples.extend(others.map(|sums| (OTHER_STREAMS.into(), sums)));
         samples
     }
 

@@ -138,18 +138,18 @@ impl StuckBuffer {
     }
 }
 
-/// A descriptor, and since when its segment is out: by these a checkout is told from the next one
-/// of the same descriptor.
-pub(super) type Known = (usize, Instant);
+/// A checkout's place in the order of a report, the oldest first and of these the largest: since
+/// when the segment is out, its bytes, and its descriptor.
+pub(super) type Place = (Instant, Reverse<usize>, usize);
 
-/// The buffers that are known to have been out for at least `threshold`, oldest first.
+/// The buffers that are known to have been out for at least `threshold`, by their places.
 pub(super) fn find(
     threshold: Duration,
     central: &CentralPool,
     devices: &[Device],
-) -> Vec<(Known, StuckBuffer)> {
+) -> BTreeMap<Place, StuckBuffer> {
     if crate::os::forked() {
-        return Vec::new();
+        return BTreeMap::new();
     }
     let now = Instant::now();
     // By descriptors. A batch that copies several parts of a buffer has an entry for each part.
@@ -186,12 +186,10 @@ pub(super) fn find(
             });
         }
     }
-    let buffer =
-        |(of, awaited): (OutSegment, _)| ((of.descriptor, of.since), StuckBuffer::new(of, now, awaited));
-    let mut buffers: Vec<_> = out.into_values().map(buffer).collect();
-    // The oldest first, and of these the largest.
-    buffers.sort_by_key(|((_, since), buffer)| (*since, Reverse(buffer.granted)));
-    buffers
+    let placed = |(of, awaited): (OutSegment, _)| {
+        ((of.since, Reverse(of.granted), of.descriptor), StuckBuffer::new(of, now, awaited))
+    };
+    out.into_values().map(placed).collect()
 }
 
 /// Logs the buffers that are out, after a timed-out wait for memory, or while one lasts `long`.
@@ -208,8 +206,8 @@ pub(crate) fn report(
     }
     let mut all = find(Duration::ZERO, central, devices);
     // Buffers that went out later kept the request from nothing. Inexact ages may be longer.
-    all.retain(|(_, buffer)| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
-    let bytes: usize = all.iter().map(|(_, buffer)| buffer.granted).sum();
+    all.retain(|_, buffer| !buffer.exact || buffer.age >= waited.min(REPORTED_AGE));
+    let bytes: usize = all.values().map(|buffer| buffer.granted).sum();
     let what = if long.is_some() { "lasts for long" } else { "timed out" };
     let growth = long.and_then(|wait| wait.growth.as_ref()).map(ToString::to_string);
     crate::foreign::warn!(
@@ -225,7 +223,7 @@ pub(crate) fn report(
         hint = (!central.tracks()).then_some(UNTRACKED),
         "a wait for memory {what}; the buffers that are known to have been out for longest follow"
     );
-    all.iter().take(BUFFERS_LISTED).for_each(|(_, buffer)| emit(pool, buffer));
+    all.values().take(BUFFERS_LISTED).for_each(|buffer| emit(pool, buffer));
 }
 
 /// What an event says about buffers whose checkout was not recorded.

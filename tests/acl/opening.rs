@@ -72,8 +72,8 @@ fn devices_that_are_not_there_are_named() {
             [("acl:2", "there are acl:0 to acl:1"), ("acl:4000000000", "acl:1"), ("acl:x", "acl:N")]
         {
             match Device::open(name) {
-                Err(Error::UnknownDevice { name: of, known }) if of == name => {
-                    assert!(known.contains(words), "{known}")
+                Err(Error::Unavailable { device, why }) if device == name => {
+                    assert!(why.contains(words), "{why}")
                 }
                 other => panic!("{other:?}"),
             }

@@ -60,7 +60,7 @@ impl From<Error> for Fault {
         let status = match error {
             Error::Timeout(_) => PINPOOL_TIMEOUT,
             Error::Forked => PINPOOL_FORKED,
-            Error::Unavailable { .. } | Error::UnknownDevice { .. } => PINPOOL_UNAVAILABLE,
+            Error::Unavailable { .. } => PINPOOL_UNAVAILABLE,
             Error::Internal(_) => PINPOOL_INTERNAL,
             _ => match error.class() {
                 ErrorClass::Transient => PINPOOL_EXHAUSTED,

@@ -12,12 +12,12 @@ use super::ranges::{CopyRange, CopyRanges, Ranges, Reads, Writes};
 use super::source::{self, Sink, Source};
 use super::trace::Trace;
 use super::transfer::Transfer;
-use super::types::{Direction, Priority};
+use super::types::{Direction, Kind, Priority};
 use super::worker::survived;
 use super::workers::Workers;
 use super::{Copier, may_wait};
 use crate::buffer::Lend;
-use crate::copy::{DeviceRange, Landing, Places, written};
+use crate::copy::{DeviceRange, Landing, Places, own, written};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
@@ -98,16 +98,12 @@ impl Copier {
             return Ok(false);
         }
         let trace = Trace::begin(self.device().name(), direction, priority, bytes as u64, name);
-        let said = survived(|| copy(engine.stream(direction, priority))).map_err(|cause| Error::Transfer {
-            what: name.into(),
-            offset: 0,
-            cause: Box::new(cause),
-        });
+        let said = survived(|| copy(engine.stream(direction, priority))).map_err(|e| e.of_transfer(name, 0));
         let mut stats = engine.counters.lock();
         stats.chunks += 1;
         stats.batch_bytes += bytes as u64;
         drop(stats);
-        engine.sent(direction, priority, None);
+        engine.landed(direction, priority);
         trace.end(&said, if said.is_ok() { bytes as u64 } else { 0 }, since.elapsed());
         said.map(|()| true)
     }
@@ -183,7 +179,7 @@ impl Copier {
         let begin =
             |name: &Cow<'_, str>| Trace::begin(self.device().name(), direction, priority, total, name);
         let (trace, memories, timeout) = (name.as_ref().map(begin), Arc::new(memories), self.timeout);
-        let ramp = Ramp::new(&self.engine().settings, plan.is_in_place());
+        let ramp = Ramp::new(&self.engine().settings, plan.kind() == Kind::InPlace);
         let start = Start { direction, priority, total, name, trace, memories, timeout, ramp };
         let (job, engine) = (Job::new(start, plan), Arc::downgrade(self.engine()));
         job.end_in_time(move || engine.upgrade().map(|engine| engine.segments.shortage()));
@@ -212,9 +208,7 @@ impl Copier {
 
     /// Device memory of this device.
     pub(super) fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
-        let slice = range.get(KEY)?;
-        slice.check_is_of(self.device().context())?;
-        Ok(slice.clone())
+        own(&range, self.device().context())
     }
 
     // --- sources and sinks -----------------------------------------------------------------------

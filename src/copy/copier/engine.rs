@@ -137,7 +137,8 @@ impl Engine {
 
     // --- permits ---------------------------------------------------------------------------------
 
-    /// Takes a permit to submit a chunk's copy. After `true`, call [`sent`](Self::sent).
+    /// Takes a permit to submit a chunk's copy. After `true`, call [`sent`](Self::sent)
+    /// or [`landed`](Self::landed).
     pub(super) fn may_send(&self, direction: Direction, priority: Priority, bytes: usize) -> bool {
         if priority == Priority::Foreground {
             self.urgent.fetch_add(1, Ordering::Relaxed);
@@ -173,16 +174,13 @@ impl Engine {
         true
     }
 
-    /// A copy was submitted, or (`None`) was not.
-    pub(super) fn sent(&self, direction: Direction, priority: Priority, sent: Option<Sent>) {
-        match sent {
-            Some(sent) => self.lanes[direction as usize].flying.lock().sent.push(sent),
-            None => self.landed(direction, priority),
-        }
+    /// A copy was submitted.
+    pub(super) fn sent(&self, direction: Direction, sent: Sent) {
+        self.lanes[direction as usize].flying.lock().sent.push(sent);
     }
 
-    /// A copy is in flight no more.
-    fn landed(&self, direction: Direction, priority: Priority) {
+    /// A copy is in flight no more, or was not submitted: gives its permit back.
+    pub(super) fn landed(&self, direction: Direction, priority: Priority) {
         match priority {
             Priority::Bulk => self.lanes[direction as usize].flying.lock().bulk -= 1,
             Priority::Foreground => _ = self.urgent.fetch_sub(1, Ordering::Relaxed),

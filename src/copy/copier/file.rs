@@ -9,6 +9,7 @@ use std::borrow::Cow;
 use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -17,9 +18,8 @@ use super::types::Counters;
 use crate::buffer::PinnedBuf;
 #[allow(unused_imports, reason = "named in the pages")]
 use crate::error::{Error, Result};
-use crate::escape::{TEXT, clean};
-use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen_direct, write_all_at};
-use crate::sealed::Key;
+use crate::escape::text;
+use crate::os::file::{Cached, appends, cached, is_direct, read_at, reopen_direct};
 use crate::segment::PAGE;
 
 /// Of a partly cached chunk, stretches of this length are read from the cache if they are there.
@@ -194,7 +194,7 @@ impl FileSource {
 
     /// Reading past the cache was refused: ordinary reads take its place.
     fn not_direct(&self, error: &io::Error) {
-        let file = &*clean(&self.name, TEXT);
+        let file = &*text(&self.name);
         crate::foreign::debug!(target: "pinpool::copier", file, %error, "not read past the page cache");
     }
 }
@@ -337,12 +337,14 @@ impl Sink for FileSink {
             Some(_) if appends(&self.file) => {
                 "it was opened for appending, where offsets do not count; open it for writing"
             }
-            Some(at) => return write_all_at(&self.file, bytes, at).map_err(|error| self.refused(error)),
+            Some(at) => return self.file.write_all_at(bytes, at).map_err(|error| self.refused(error)),
         };
         Err(io::Error::new(io::ErrorKind::InvalidInput, text))
     }
+}
 
-    fn lies_at(&self, offset: u64, _: Key) -> u64 {
-        self.start.saturating_add(offset)
-    }
+/// Where a sink's bytes lie in what is written, for errors: those of a file at its own offsets.
+pub(super) fn lies_at(sink: &impl Sink, offset: u64) -> u64 {
+    let file: Option<&FileSink> = (sink as &dyn Any).downcast_ref();
+    file.map_or(offset, |file| file.start.saturating_add(offset))
 }

@@ -193,8 +193,7 @@ impl InOrder<'_> {
 
     fn failed(&self, at: usize, cause: Error) -> Error {
         // With a lost device a pool says that it has nothing more to give, which is not the cause.
-        let cause = Box::new(self.copier.engine().device.lost().unwrap_or(cause));
-        Error::Transfer { what: self.name.into(), offset: at as u64, cause }
+        self.copier.engine().device.lost().unwrap_or(cause).of_transfer(self.name, at as u64)
     }
 
     fn late(&self, what: &str, short: Option<Error>) -> Error {

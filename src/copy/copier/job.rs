@@ -29,15 +29,9 @@ use crate::timer::Planned;
 /// What a job moves, and how. Several threads call `fill` and `drain` at once, each for a chunk of
 /// its own, without a lock, and not when the job is over. The job ends with their error.
 pub(super) trait Plan: Send + Sync {
-    /// Whether `fill` or `drain` may take long, since they run code of the program's or read files.
-    fn may_block(&self) -> bool {
-        false
-    }
-
-    /// Whether the bytes of all chunks are copied from or to where they are on the host: see
-    /// [`Chunk::parts`]. Else the worker that takes a chunk brings a segment for it.
-    fn is_in_place(&self) -> bool {
-        false
+    /// What chunks need of a worker. It is always the same.
+    fn kind(&self) -> Kind {
+        Kind::Staged
     }
 
     /// What keeps the bytes of a chunk in place, and nothing else: all of it is quarantined with a
@@ -215,14 +209,9 @@ pub(super) fn late(
 
 impl Job {
     pub(super) fn new(mut of: Start, plan: Arc<dyn Plan>) -> Arc<Self> {
-        let kind = match plan.may_block() {
-            true => Kind::Blocking,
-            false if plan.is_in_place() => Kind::InPlace,
-            false => Kind::Staged,
-        };
         let (cursor, trace) = (Cursor { left: of.total, ..Cursor::default() }, of.trace.take());
         let state = Mutex::new(JobState { cursor, trace, ..JobState::default() });
-        let job = Arc::new(Self { of, kind, since: Instant::now(), plan, state });
+        let job = Arc::new(Self { of, kind: plan.kind(), since: Instant::now(), plan, state });
         job.settle(job.state.lock());
         job
     }
@@ -283,7 +272,7 @@ impl Job {
         match (&self.of.name, error) {
             (None, error)
             | (_, error @ (Error::Transfer { .. } | Error::Read { .. } | Error::Write { .. })) => error,
-            (Some(name), cause) => Error::Transfer { what: name.to_string(), offset, cause: Box::new(cause) },
+            (Some(name), error) => error.of_transfer(name, offset),
         }
     }
 

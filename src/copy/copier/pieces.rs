@@ -16,7 +16,7 @@ use super::chunk::{Chunk, Cursor, Cut, LONGEST_ROW, Part, ROW, Stretch};
 use super::engine::Engine;
 use super::job::{Plan, Values};
 use super::stores;
-use super::types::Direction;
+use super::types::{Direction, Kind};
 use crate::buffer::{Lend, PinnedBuf};
 use crate::device::DevicePtr;
 use crate::device::memory::{Allocation, DeviceSlice};
@@ -294,8 +294,8 @@ impl<B: Lend> Paged<B> {
 }
 
 impl<B: Lend> Plan for Paged<B> {
-    fn is_in_place(&self) -> bool {
-        true
+    fn kind(&self) -> Kind {
+        Kind::InPlace
     }
 
     fn lend(&self, chunk: &Chunk) -> Option<Vec<Arc<dyn Retain>>> {

@@ -16,14 +16,14 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::chunk::{Chunk, Cursor, Cut, Stretch};
 use super::engine::Engine;
-use super::file::file_of;
+use super::file::{file_of, lies_at};
 use super::job::{Plan, Values};
 use super::pieces::{Piece, Survey, cut, fill_parts};
-use super::source::{Fill, Sink, Source, leaves, read_error, shrunk, write_error};
+use super::source::{self, Fill, Sink, Source, leaves, read_error, shrunk, write_error};
 use super::stores;
-use super::types::Counters;
+use super::types::{Counters, Kind};
 use crate::buffer::PinnedBuf;
-use crate::copy::DeviceRange;
+use crate::copy::{DeviceRange, own};
 use crate::device::DevicePtr;
 use crate::device::context::Context;
 use crate::device::memory::DeviceSlice;
@@ -88,11 +88,10 @@ impl CopyRanges for Vec<CopyRange> {
 
 impl<R: DeviceRange> CopyRanges for R {
     #[allow(private_interfaces)]
-    fn list(self, of: &Arc<Context>, source: Option<Range<u64>>, key: Key) -> Result<Vec<CopyRange>> {
-        let device = self.get(key)?;
-        device.check_is_of(of)?;
+    fn list(self, of: &Arc<Context>, source: Option<Range<u64>>, _: Key) -> Result<Vec<CopyRange>> {
+        let device = own(&self, of)?;
         let Some(Range { start: at, end }) = source else {
-            return Ok(vec![CopyRange { at: 0, device: device.clone() }]);
+            return Ok(vec![CopyRange { at: 0, device }]);
         };
         let need = usize::try_from(end - at).unwrap_or(usize::MAX);
         Error::unless_fits(need, device.len())?;
@@ -253,8 +252,9 @@ impl<S: Source> Reads<S> {
 }
 
 impl<S: Source> Plan for Reads<S> {
-    fn may_block(&self) -> bool {
-        self.source.share().is_ok_and(|source| source.may_block(KEY))
+    fn kind(&self) -> Kind {
+        let may_block = self.source.share().is_ok_and(|source| source.may_block(KEY));
+        if may_block { Kind::Blocking } else { Kind::Staged }
     }
 
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
@@ -294,7 +294,7 @@ impl<S: Source> Values<S> for Reads<S> {
 pub(super) struct Writes<S: Sink> {
     sink: Given<S>,
     ranges: Ranges,
-    /// Where a sink in memory has its first byte.
+    /// The first byte of a vector.
     first: Option<AtomicPtr<u8>>,
 }
 
@@ -302,15 +302,16 @@ impl<S: Sink> Writes<S> {
     /// # Errors
     /// With the sink as it was: no memory to write to, or ranges that overlap in memory.
     pub(super) fn new(mut sink: S, ranges: Ranges) -> Result<Self, SubmitError<S>> {
-        let target = sink.memory(ranges.end, ranges.overlap(), KEY);
-        let (first, sink) = SubmitError::unless(target, sink)?;
+        let vector = source::vector_of(&mut sink);
+        let room = vector.map(|vector| source::room(vector, ranges.end, ranges.overlap()));
+        let (first, sink) = SubmitError::unless(room.transpose(), sink)?;
         Ok(Self { sink: Given::new(sink), ranges, first: first.map(AtomicPtr::new) })
     }
 }
 
 impl<S: Sink> Plan for Writes<S> {
-    fn may_block(&self) -> bool {
-        self.sink.share().is_ok_and(|sink| sink.may_block(KEY))
+    fn kind(&self) -> Kind {
+        if self.first.is_none() { Kind::Blocking } else { Kind::Staged }
     }
 
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {
@@ -323,9 +324,9 @@ impl<S: Sink> Plan for Writes<S> {
             let (offset, bytes) = (ranges.offset(part.piece, part.from), part.of(bytes)?);
             let Some(first) = &self.first else {
                 return guarded(|| sink.put(offset, bytes))
-                    .map_err(|error| write_error(&ranges.name, sink.lies_at(offset, KEY), &error));
+                    .map_err(|error| write_error(&ranges.name, lies_at(&**sink, offset), &error));
             };
-            // SAFETY: the sink has memory up to the end of its ranges, which nobody else uses
+            // SAFETY: the vector has room up to the end of its ranges, which nobody else uses
             // before the job is over. No two ranges overlap, and each byte is in one chunk.
             let to = unsafe {
                 // Relaxed: it was written before the job was shared.
@@ -342,7 +343,10 @@ impl<S: Sink> Plan for Writes<S> {
 impl<S: Sink> Values<S> for Writes<S> {
     fn back(&self, outcome: Result<()>) -> Result<S, SubmitError<S>> {
         let mut sink = self.sink.back(outcome)?;
-        sink.has_all(&mut self.ranges.gaps(), self.ranges.end, KEY);
+        if let Some(vector) = source::vector_of(&mut sink) {
+            // SAFETY: there was room before the job began, and it has ended well.
+            unsafe { source::grow(vector, self.ranges.gaps(), self.ranges.end) };
+        }
         Ok(sink)
     }
 }

@@ -3,6 +3,7 @@
 //! Both are used at offsets, by several threads at once, which makes them fast. A stream of bytes
 //! goes through [`Copier::upload_read`](super::Copier::upload_read) instead.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::io;
 use std::mem::MaybeUninit;
@@ -105,29 +106,6 @@ pub trait Sink: Send + Sync + 'static {
     /// # Errors
     /// The transfer ends with it as [`Error::Write`](crate::Error::Write).
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
-
-    /// Whether [`put`](Self::put) may block. Ours alone to say.
-    #[doc(hidden)]
-    fn may_block(&self, _: Key) -> bool {
-        true
-    }
-
-    /// Where the bytes lie in what is written, for errors. Ours alone to say.
-    #[doc(hidden)]
-    fn lies_at(&self, offset: u64, _: Key) -> u64 {
-        offset
-    }
-
-    /// The first byte of a sink in memory, with room up to `end`, which is written without
-    /// [`put`](Self::put). `overlap`: some byte would be written twice. Ours alone to say.
-    #[doc(hidden)]
-    fn memory(&mut self, _end: u64, _overlap: bool, _: Key) -> Result<Option<*mut u8>> {
-        Ok(None)
-    }
-
-    /// A sink in memory has all bytes up to `end` now, but for these gaps. Ours alone to say.
-    #[doc(hidden)]
-    fn has_all(&mut self, _gaps: &mut dyn Iterator<Item = Range<u64>>, _end: u64, _: Key) {}
 }
 
 /// Shorter vectors are not worth huge pages.
@@ -141,42 +119,46 @@ impl Sink for Vec<u8> {
     fn put(&self, _: u64, _: &[u8]) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
+}
 
-    fn may_block(&self, _: Key) -> bool {
-        false
-    }
+/// The vector, of a sink that is one. Its memory is written without [`put`](Sink::put).
+pub(super) fn vector_of(sink: &mut impl Sink) -> Option<&mut Vec<u8>> {
+    (sink as &mut dyn Any).downcast_mut()
+}
 
-    fn memory(&mut self, end: u64, overlap: bool, _: Key) -> Result<Option<*mut u8>> {
-        if overlap {
-            return Err(Error::Argument(
-                "a download to memory with ranges that overlap; download to each byte once".into(),
-            ));
-        }
-        let wanted = usize::try_from(end).unwrap_or(usize::MAX).saturating_sub(self.len());
-        self.try_reserve_exact(wanted).map_err(|e| Error::OutOfMemory { wanted, text: e.to_string() })?;
-        // Touching new memory is what takes longest: on huge pages where the system has them.
-        let (spare, page) = (self.spare_capacity_mut().as_mut_ptr().cast::<u8>(), crate::os::page_size());
-        let front = spare.align_offset(page);
-        let first = NonNull::new(spare.wrapping_add(front));
-        if let Some(first) = first.filter(|_| wanted >= HUGE && front < wanted) {
-            crate::os::advise_huge(first, (wanted - front) / page * page);
-        }
-        // The length stays until all is there.
-        Ok(Some(self.as_mut_ptr()))
+/// The first byte of a vector, with room up to `end`. `overlap`: some byte would be written twice.
+pub(super) fn room(vector: &mut Vec<u8>, end: u64, overlap: bool) -> Result<*mut u8> {
+    if overlap {
+        let text = "a download to memory with ranges that overlap; download to each byte once";
+        return Err(Error::Argument(text.into()));
     }
+    let wanted = usize::try_from(end).unwrap_or(usize::MAX).saturating_sub(vector.len());
+    vector.try_reserve_exact(wanted).map_err(|e| Error::OutOfMemory { wanted, text: e.to_string() })?;
+    // Touching new memory is what takes longest: on huge pages where the system has them.
+    let (spare, page) = (vector.spare_capacity_mut().as_mut_ptr().cast::<u8>(), crate::os::page_size());
+    let front = spare.align_offset(page);
+    let first = NonNull::new(spare.wrapping_add(front));
+    if let Some(first) = first.filter(|_| wanted >= HUGE && front < wanted) {
+        crate::os::advise_huge(first, (wanted - front) / page * page);
+    }
+    // The length stays until all is there.
+    Ok(vector.as_mut_ptr())
+}
 
-    fn has_all(&mut self, gaps: &mut dyn Iterator<Item = Range<u64>>, end: u64, _: Key) {
-        let len = self.len();
-        let spare = self.spare_capacity_mut();
-        for gap in gaps {
-            // What the vector had stays as it is.
-            let [from, to] = [gap.start, gap.end].map(|at| (at as usize).saturating_sub(len));
-            spare[from..to].fill(MaybeUninit::new(0));
-        }
-        // SAFETY: there is room, and all bytes from the old length up to there were written: those
-        // of ranges by the transfer, all others just now.
-        unsafe { self.set_len(len.max(end as usize)) };
+/// Gives a vector its length, where the bytes up to `end` are there now, but for these gaps.
+///
+/// # Safety
+/// [`room`] was made for them, and all others behind the vector's length were written.
+pub(super) unsafe fn grow(vector: &mut Vec<u8>, gaps: impl Iterator<Item = Range<u64>>, end: u64) {
+    let len = vector.len();
+    let spare = vector.spare_capacity_mut();
+    for gap in gaps {
+        // What the vector had stays as it is.
+        let [from, to] = [gap.start, gap.end].map(|at| (at as usize).saturating_sub(len));
+        spare[from..to].fill(MaybeUninit::new(0));
     }
+    // SAFETY: the caller's promise; those in gaps were written just now.
+    unsafe { vector.set_len(len.max(end as usize)) };
 }
 
 /// The part of a pinned segment that a [`Source`] fills, from front to back. As [`std::io::Write`]

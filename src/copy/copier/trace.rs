@@ -10,7 +10,7 @@ use tracing::field::{Empty, display};
 
 use super::types::{Direction, Priority};
 use crate::error::{Error, Result};
-use crate::escape::{TEXT, clean};
+use crate::escape::text;
 use crate::foreign::{self, Span};
 
 /// Transfers from this length on have an INFO span. Shorter ones, which answer requests, have a
@@ -34,7 +34,7 @@ impl Trace {
     pub(super) fn begin(device: &str, way: Direction, rank: Priority, bytes: u64, what: &str) -> Self {
         let direction = if way == Direction::Up { "upload" } else { "download" };
         let priority = if rank == Priority::Bulk { "bulk" } else { "foreground" };
-        let what = &*clean(what, TEXT);
+        let what = &*text(what);
         Self(match bytes {
             LARGE.. => transfer!(INFO, device, direction, priority, bytes, what),
             _ => transfer!(DEBUG, device, direction, priority, bytes, what),

@@ -164,12 +164,11 @@ impl<T> Transfer<T> {
 
     /// The outcome of a job that is over.
     fn take(&mut self) -> Result<T, SubmitError<T>> {
-        let forked = crate::os::check_fork().map_err(|error| SubmitError { error, buffer: None });
-        forked?;
-        let polled = Error::Unsupported("a transfer was polled after it was ready".into());
+        let refused = |error| SubmitError { error, buffer: None };
+        crate::os::check_fork().map_err(refused)?;
         match (self.job.outcome(), self.values.take()) {
             (Some(outcome), Some(values)) => values.back(outcome),
-            _ => Err(SubmitError { error: polled, buffer: None }),
+            _ => Err(refused(Error::Unsupported("a transfer was polled after it was ready".into()))),
         }
     }
 }

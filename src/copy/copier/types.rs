@@ -58,14 +58,17 @@ impl Direction {
     }
 }
 
-/// What a job's chunks need of a worker. A worker takes chunks of its kind and of lesser ones.
+/// What a job's chunks need of the worker that takes one. A worker takes chunks of its kind and of
+/// lesser ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
-    /// Nothing: their bytes stay where they are.
+    /// Nothing: their bytes are copied from or to where they are on the host
+    /// ([`Chunk::parts`](super::chunk::Chunk::parts)).
     InPlace,
     /// A segment.
     Staged,
-    /// A segment and time: code of the program's, or a file, may block the worker.
+    /// A segment and time: to fill or drain it, code of the program's, or a file, may block the
+    /// worker.
     Blocking,
 }
 

@@ -35,8 +35,8 @@ impl HostNode {
     pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
         let (devices, name) = (self.devices(), format!("host:{ordinal}"));
         if ordinal >= devices {
-            let known = format!("this node has host:0 to host:{}", devices - 1);
-            return Err(Error::UnknownDevice { name, known });
+            let why = format!("this node has host:0 to host:{}", devices - 1);
+            return Err(Error::Unavailable { device: name, why });
         }
         Ok(self.open(ordinal as usize, &name))
     }

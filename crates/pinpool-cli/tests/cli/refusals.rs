@@ -45,7 +45,7 @@ fn what_cannot_be_obeyed_is_refused() {
             let output = pinpool().args(args).output().unwrap();
             assert_eq!(output.status.code(), Some(2), "{args:?}: {}", stderr(&output));
             let error = object(&output)["error"].as_str().expect("a text").to_owned();
-            assert!(error.contains("unknown device"), "{error}");
+            assert!(error.contains("is not available"), "{error}");
             assert_eq!(stderr(&output), format!("error: {error}\n"), "{args:?}");
         }
     }

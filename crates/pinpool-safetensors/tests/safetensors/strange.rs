@@ -43,7 +43,6 @@ fn every_error_shows_what_others_said_in_plain_characters() {
     let lost = Box::new(Error::Device(device.clone()));
     for error in [
         Error::Argument(evil()),
-        Error::UnknownDevice { name: evil(), known: evil() },
         Error::Unavailable { device: evil(), why: evil() },
         Error::Unsupported(evil()),
         Error::MemLock { wanted: 1, limit: evil() },

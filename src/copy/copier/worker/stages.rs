@@ -252,15 +252,15 @@ impl Owned {
                     (entry, done) = (Some(Entry { slot: Some(slot), ..spread }), Some(when));
                 }
                 let ticket = flight.ticket.clone();
-                engine.sent(direction, priority, Some(Sent { ticket, slot, entry, priority }));
+                engine.sent(direction, Sent { ticket, slot, entry, priority });
                 self.moved(Stage::Copying(flight, done))
             }
             Ok((flight, Err(error))) => {
-                engine.sent(direction, priority, None);
+                engine.landed(direction, priority);
                 self.moved(Stage::Refused(flight.ticket, error))
             }
             Err(error) => {
-                engine.sent(direction, priority, None);
+                engine.landed(direction, priority);
                 self.give_slot(engine);
                 failed(error)
             }
