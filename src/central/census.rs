@@ -58,11 +58,6 @@ impl CentralPool {
         (core.queue.waited, *core.ledger.holding())
     }
 
-    /// Whether every checkout is to be entered in the ledger.
-    pub(crate) fn tracks(&self) -> bool {
-        self.config.track
-    }
-
     /// Enters a checkout in the ledger, before any other thread has the buffer.
     pub(crate) fn enter(fresh: &mut Fresh, origin: CheckoutSite) {
         fresh.track();

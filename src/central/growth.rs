@@ -9,31 +9,28 @@
 //!
 //! # The rule
 //!
-//! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head;
-//!    where there is no room for that, or one as short was refused, for the first waiter that fits.
+//! 1. While requests wait and no memory is being pinned, a region is planned for the first waiter
+//!    for which there is room, and for which one as short was not refused.
 //! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many
-//!    bytes, down to what the waiter needs, and then after a pause that doubles. (Without a clock
-//!    the next call on the slow path is the pause.)
+//!    bytes, down to what the waiter needs, and then after a pause that doubles, at the queue's
+//!    looks (`waiting`). (Without a clock the next call on the slow path is the pause.)
 //! 3. A request that only growing can serve gets the error of a growth that was as short as it
 //!    could be, or that will not be tried again.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::Ordering as StdOrdering;
-use std::time::Duration;
 
 use stable_deref_trait::StableDeref;
 
-use super::queue::{Ticket, bytes};
+use super::queue::{Ticket, bytes, give_all, take_all};
 use super::{CentralPool, Core, Want, sum};
 use crate::error::{Error, ErrorClass, Result, Shortage, SubmitError};
 use crate::region::{Adoptee, Owner, RegionId, RegionInfo};
 use crate::segment;
 
-/// The pause before a growth is tried again, at first and at most.
-const PAUSE: Duration = Duration::from_millis(10);
-const MOST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause before a growth is tried again, in looks.
+const MOST_PAUSE: u32 = 8;
 
 /// A growth that failed, until another one succeeds.
 #[derive(Debug)]
@@ -41,14 +38,20 @@ pub(super) struct Refusal {
     pub(super) error: Error,
     /// Bytes that did not come.
     pub(super) missing: usize,
-    /// The pause after which a growth as short as this is tried again, and whether it is over.
-    pub(super) pause: Duration,
-    is_due: bool,
+    /// The pause after which a growth as short as this is tried again, in looks, and how many of
+    /// them are still to come.
+    pub(super) pause: u32,
+    pub(super) looks: u32,
 }
 
 impl Refusal {
     fn may_pass(&self) -> bool {
         self.error.class() == ErrorClass::Transient
+    }
+
+    /// Whether the pause is over after which it is tried again.
+    fn is_due(&self) -> bool {
+        self.may_pass() && self.looks == 0
     }
 
     /// Whether a growth of `need` bytes is tried at once, since it is shorter.
@@ -68,9 +71,9 @@ pub(super) fn least(wants: &[Want]) -> usize {
 }
 
 impl CentralPool {
-    /// Counts bytes as growing that the caller is about to have pinned, whatever the capacity.
-    pub(crate) fn plan_bytes(&self, bytes: usize) {
-        self.lock().growing += bytes;
+    /// Has so many bytes pinned, whatever the capacity.
+    pub(crate) fn grow_by(&self, bytes: usize) {
+        self.lock().grow_by(bytes);
     }
 
     /// Whether the capacity has room for another region for these wants, and the last growth did
@@ -83,32 +86,20 @@ impl CentralPool {
     /// Has another region pinned for these wants, in place of idle regions where the capacity is
     /// used up. `true`: memory is being pinned (or, on a device without threads, is pinned).
     ///
-    /// No other region is planned meanwhile, nor if memory has come since there were `extents`
-    /// [extents](Self::extents), as the caller knew before it tried: threads often miss together,
-    /// and one region may serve them all. If it does not, the queue's head has another one pinned.
-    pub(crate) fn grow(self: &Arc<Self>, wants: &[Want], extents: u64) -> bool {
+    /// No other region is planned meanwhile, nor if memory has come that serves them, since the
+    /// caller tried: threads often miss together, and one region may serve them all.
+    pub(crate) fn grow(&self, wants: &[Want]) -> bool {
         let mut core = self.lock();
-        if core.growing > 0 || self.extents() != extents {
+        if core.growing > 0 {
+            return true;
+        }
+        if let Some(taken) = take_all(&mut core.arena, wants) {
+            give_all(&mut core.arena, taken.into_iter());
             return true;
         }
         // While others wait, a request outside of the queue takes no idle region away from them.
         let may_move = core.queue.is_empty();
-        let planned = core.plan(wants, may_move);
-        drop(core);
-        planned.map(|bytes| self.pin(bytes)).is_some()
-    }
-
-    /// The number of extents that were ever added.
-    pub(crate) fn extents(&self) -> u64 {
-        // Relaxed: written under the lock; who reads a number and then locks finds those extents.
-        self.extents.load(StdOrdering::Relaxed)
-    }
-
-    /// Has the region thread pin planned bytes. Each extent serves requests when it is pinned.
-    pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
-        if let Some(regions) = &self.regions {
-            regions.pin(bytes, self.clone());
-        }
+        core.plan(wants, may_move)
     }
 
     /// Pins memory of the caller and serves requests from it. Waits for the region thread.
@@ -168,7 +159,6 @@ impl Owner for CentralPool {
         // SAFETY: this function's contract. The regions live until the central pool is freed, or
         // `Core::retire` has removed what is in them.
         unsafe { core.arena.add_extent(region, base, len, pinned) };
-        self.extents.fetch_add(1, StdOrdering::Relaxed);
         core.seek_windows();
         !self.closed()
     }
@@ -195,35 +185,40 @@ impl Owner for CentralPool {
 }
 
 impl Core {
-    /// Plans a region as the rule at the head of this module says, for after the unlock. `true`:
-    /// one is planned. For each waiter idle regions are replaced at most once: it may not help.
+    /// Plans a region as the rule at the head of this module says. `true`: one is planned.
     pub(super) fn grow_for_queue(&mut self) -> bool {
-        let Some(head) = self.queue.head().filter(|_| self.config.step > 0) else { return false };
-        let (waiter, room) = (&self.queue.waiting[&head], self.room_beside());
-        let fits = |key: &Ticket| room >= least(self.queue.wants(*key));
-        let is_tried = |key: &Ticket| {
-            let need = || self.need(self.queue.wants(*key));
-            self.refused().is_none_or(|refusal| refusal.is_due || refusal.allows(need()))
-        };
-        // What is free counts, since idle regions may make way.
-        let may_move = !waiter.replaced
-            && self.room() + self.arena.bytes().free >= least(&waiter.wants)
-            && self.outgrow(&waiter.wants);
-        let first = Some(head).filter(|head| may_move || fits(head));
+        let room = self.room_beside();
         // Nothing needs less than a page.
-        let others = self.queue.firsts().take_while(|_| room > 0).filter(fits);
-        let Some(key) = first.into_iter().chain(others).find(is_tried) else { return false };
-        self.grow_for(key, key == head && may_move)
+        if room == 0 || self.config.step == 0 {
+            return false;
+        }
+        let fits = |key: &Ticket| room >= least(self.queue.wants(*key)) && self.may_try(*key);
+        let first = self.queue.firsts().filter(fits).min();
+        first.is_some_and(|key| self.grow_for(key))
     }
 
-    /// Plans a region for a waiter, pinned after the unlock. `false`: there is no room.
-    pub(super) fn grow_for(&mut self, key: Ticket, may_move: bool) -> bool {
-        let (wants, before) = (self.queue.wants(key).to_vec(), self.arena.bytes().total);
-        let Some(bytes) = self.plan(&wants, may_move) else { return false };
+    /// Plans a region for a waiter, if need be in place of idle regions. They are replaced at most
+    /// once for each waiter: it may not help. `false`: there is no room.
+    pub(super) fn grow_for(&mut self, key: Ticket) -> bool {
+        let Some(waiter) = self.queue.waiting.get(&key) else { return false };
+        let (wants, may_move, before) = (waiter.wants.clone(), !waiter.replaced, self.arena.bytes().total);
+        let is_planned = self.plan(&wants, may_move);
         let has_moved = self.arena.bytes().total < before;
         self.queue.waiting.get_mut(&key).into_iter().for_each(|waiter| waiter.replaced |= has_moved);
+        is_planned
+    }
+
+    /// Whether a growth for this waiter is tried: none as short was refused, or the pause is over.
+    pub(super) fn may_try(&self, key: Ticket) -> bool {
+        let need = || self.need(self.queue.wants(key));
+        self.refused().is_none_or(|refusal| refusal.is_due() || refusal.allows(need()))
+    }
+
+    /// Counts bytes as growing, and has the region thread pin them after the unlock. Each extent
+    /// serves requests when it is pinned.
+    fn grow_by(&mut self, bytes: usize) {
+        self.growing += bytes;
         self.planned += bytes;
-        true
     }
 
     /// The last growth, if it failed and no other one is under way.
@@ -235,29 +230,11 @@ impl Core {
     pub(super) fn refuse(&mut self, error: Error, missing: usize) {
         self.stats.growth_failures += 1;
         let pause = match self.refusal.take().filter(|_| !self.queue.is_empty()) {
-            Some(before) if before.is_due => (before.pause * 2).min(MOST_PAUSE),
+            Some(before) if before.looks == 0 => (before.pause * 2).min(MOST_PAUSE),
             Some(before) => before.pause,
-            None => PAUSE,
+            None => 1,
         };
-        let refusal = Refusal { error, missing, pause, is_due: false };
-        if refusal.may_pass() && !self.config.by_hand && !cfg!(loom) {
-            let (central, failures) = (self.me.clone(), self.stats.growth_failures);
-            crate::timer::after(pause, move || {
-                let Some(central) = central.upgrade() else { return };
-                let mut core = central.lock();
-                // A growth that failed meanwhile has a pause of its own.
-                if core.stats.growth_failures == failures {
-                    core.growth_is_due();
-                }
-            });
-        }
-        self.refusal = Some(refusal);
-    }
-
-    /// The pause after a growth that failed is over.
-    pub(super) fn growth_is_due(&mut self) {
-        let may_pass = self.refusal.iter_mut().filter(|refusal| refusal.may_pass());
-        may_pass.for_each(|refusal| refusal.is_due = true);
+        self.refusal = Some(Refusal { error, missing, pause, looks: pause });
     }
 
     /// Bytes that could be pinned now.
@@ -275,34 +252,35 @@ impl Core {
         self.room().saturating_sub(sum(missing))
     }
 
-    /// Plans a region for these wants, and returns its bytes, which the caller has pinned. They
-    /// count as growing until [`CentralPool::grown`]. If the capacity has no room and `may_move`,
-    /// idle regions are removed, the newest first, where that helps. None is removed while another
-    /// region is being pinned, nor for wants that the present regions can serve later.
-    pub(super) fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<usize> {
+    /// Plans a region for these wants, which is pinned after the unlock. Its bytes count as growing
+    /// until [`CentralPool::grown`]. If the capacity has no room and `may_move`, idle regions are
+    /// removed, the newest first, where that helps. None is removed while another region is being
+    /// pinned, nor for wants that the present regions can serve later. `false`: there is no room.
+    pub(super) fn plan(&mut self, wants: &[Want], may_move: bool) -> bool {
         let (least, mut left) = (least(wants), self.room_beside());
         if self.config.step == 0 {
-            return None;
+            return false;
         }
         if left < least {
             if !may_move || self.growing > 0 || !self.outgrow(wants) {
-                return None;
+                return false;
             }
             let going = self.idle_regions();
             let enough = going.iter().position(|(_, len)| {
                 left += len;
                 left >= least
             });
-            going[..=enough?].iter().for_each(|(id, _)| self.retire(*id));
+            let Some(last) = enough else { return false };
+            going[..=last].iter().for_each(|(id, _)| self.retire(*id));
             left = self.room_beside();
         }
         let half = |refusal: &Refusal| refusal.missing / 2 / page() * page();
         let step = self.config.step;
         let most = self.refusal.as_ref().map_or(step, half).min(step);
         let bytes = most.max(self.need(wants)).min(left);
-        self.growing += bytes;
+        self.grow_by(bytes);
         self.stats.growths += 1;
-        Some(bytes)
+        true
     }
 
     /// The regions of which nothing is used, the newest first, each with its bytes.

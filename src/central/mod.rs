@@ -136,8 +136,6 @@ pub(crate) struct CentralPool {
     flight: crossbeam::utils::CachePadded<[StdAtomicU64; 2]>,
     /// Changes of `unlisted` under way together with one of a segment's word. Only for checks.
     halfway: StdAtomicU64,
-    /// The number of extents that were ever added. Written under the lock.
-    extents: StdAtomicU64,
     me: Weak<Self>,
     /// What "the lock" protects.
     core: crossbeam::utils::CachePadded<Mutex<Core>>,
@@ -227,7 +225,6 @@ impl CentralPool {
             unlisted: StdAtomicU64::new(0),
             flight: crossbeam::utils::CachePadded::default(),
             halfway: StdAtomicU64::new(0),
-            extents: StdAtomicU64::new(0),
             me: me.clone(),
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
                 config: config.clone(),
@@ -338,9 +335,6 @@ impl CentralPool {
         // Before the lock: leasing a thread cache takes the lock, too.
         let cache = self.cache();
         let mut core = self.lock();
-        if self.config.by_hand {
-            self.tick(&mut core);
-        }
         self.refuse_if_shut()?;
         let batch = single.zip(cache).and_then(|((class, len), cache)| {
             let descriptor = self.batch(&mut core, cache, class)?;
@@ -393,8 +387,7 @@ impl CentralPool {
         }
         let mut core = central.lock();
         // SAFETY: alive, owned by the caller, in no list.
-        unsafe { core.put(descriptor, len) };
-        let last = core.came_back(1);
+        let last = unsafe { core.put(descriptor, len) };
         drop(core);
         // This may free the central pool. Nothing of it is touched afterwards.
         drop(last);
@@ -511,11 +504,13 @@ impl Core {
         unsafe { Fresh::of_tag(&*self.me.as_ptr(), descriptor, tag(len, segment.list())) }
     }
 
-    /// Puts a segment back that was out, and serves the waiter that has a right to it.
+    /// Puts a segment back that was out, and serves the waiter that has a right to it. Returns the
+    /// outstanding reference if it was the last one, as [`Core::came_back`] does.
     ///
     /// # Safety
     /// The descriptor is alive, in no list, and owned by the caller.
-    unsafe fn put(&mut self, descriptor: NonNull<Descriptor>, len: usize) {
+    #[must_use]
+    unsafe fn put(&mut self, descriptor: NonNull<Descriptor>, len: usize) -> Option<Arc<CentralPool>> {
         // SAFETY: the descriptor is alive until the arena gets it back.
         let (granted, class) = unsafe { (self.arena.granted(descriptor), descriptor.as_ref().class()) };
         self.classes.gave(class, granted);
@@ -523,13 +518,13 @@ impl Core {
         // SAFETY: as above.
         unsafe { descriptor.as_ref() }.returned();
         // SAFETY: this function's contract.
-        if class.is_some_and(|class| unsafe { self.hand_over(descriptor, class) }) {
-            return;
+        let is_served = class.is_some_and(|class| unsafe { self.hand_over(descriptor, class) });
+        if !is_served {
+            // SAFETY: this function's contract, and nobody was given the segment.
+            let window = unsafe { self.arena.give(descriptor) };
+            window.into_iter().for_each(|window| self.came(window));
         }
-        // SAFETY: this function's contract, and nobody was given the segment.
-        if let Some(window) = unsafe { self.arena.give(descriptor) } {
-            self.came(window);
-        }
+        self.came_back(1)
     }
 
     /// After closing: counts `n` segments as back. When none is out any more, returns the
@@ -557,8 +552,9 @@ struct Planned(Option<(Arc<CentralPool>, usize)>);
 
 impl Drop for Planned {
     fn drop(&mut self) {
-        if let Some((central, bytes)) = self.0.take() {
-            central.pin(bytes);
+        let Some((central, bytes)) = self.0.take() else { return };
+        if let Some(regions) = &central.regions {
+            regions.pin(bytes, central.clone());
         }
     }
 }

@@ -115,9 +115,8 @@ pub(super) struct WaitQueue {
     pub(super) sizes: BTreeMap<Size, BTreeSet<Ticket>>,
     /// What became of those that wait no more, until they look.
     pub(super) ended: BTreeMap<Ticket, Result<Vec<Fresh>>>,
-    next: Ticket,
-    /// Waiters of lower tickets were told of as waiting for long.
-    pub(super) told: Ticket,
+    /// The number of waiters so far, which is the next one's ticket.
+    pub(super) joined: Ticket,
     /// How long each wait took, from joining to a grant, an error, or leaving.
     pub(super) waited: Histogram,
 }
@@ -138,8 +137,8 @@ impl WaitQueue {
 
     /// Adds a waiter at the end.
     pub(super) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> Ticket {
-        let (ticket, size, since) = (self.next, Size::of(&wants), Instant::now());
-        self.next += 1;
+        let (ticket, size, since) = (self.joined, Size::of(&wants), Instant::now());
+        self.joined += 1;
         let waiter = Waiter { wants, size, wake, replaced: false, moves: 0, given_up: Vec::new(), since };
         self.waiting.insert(ticket, waiter);
         self.sizes.entry(size).or_default().insert(ticket);

@@ -38,15 +38,15 @@
 //! # While memory is being pinned
 //!
 //! What is being pinned may serve all waiters. So they have no rights at first: no class is closed
-//! for them, and no window is chosen. They have them from the first look on that still finds one
-//! waiting, until none waits: pinning may take long.
+//! for them, and no window is chosen. They have them once a look has found the oldest of them
+//! waiting: pinning may take long.
 
 use std::ptr::NonNull;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::growth::least;
-use super::queue::{Size, Ticket, Waiter, bytes, give_all, take_all, window_pages};
+use super::queue::{Size, Ticket, bytes, give_all, take_all, window_pages};
 use super::{CentralPool, Core, Fresh, Wake, Want, sum};
 use crate::arena::{ClassSet, PageRange, Window, WindowId, set_of};
 use crate::error::{Error, Result, Shortage, Waited};
@@ -59,7 +59,7 @@ use crate::sync::{self, AtomicU32, AtomicU64, Ordering};
 /// have none until one ends.
 pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 8 };
 const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
-/// The time between two looks. Without a clock: so many requests on the slow path.
+/// The time between two looks. Without a clock: so many changes while a request waits.
 const LOOK: Duration = Duration::from_millis(100);
 const TICKS: u32 = 64;
 
@@ -125,13 +125,13 @@ pub(super) struct Windows {
     pub(super) wanted: bool,
     /// The next look is planned.
     pub(super) planned: bool,
-    /// A look has found a request waiting, and requests have waited since.
-    overdue: bool,
-    /// Requests on the slow path since the last look, where there is no clock.
+    /// Waiters of lower tickets were found waiting by a look.
+    looked: Ticket,
+    /// Changes since the last look, where there is no clock.
     ticks: u32,
 }
 
-/// A request that has waited for long, how many wait with it, and why growing failed.
+/// A request that waits, how many wait with it, and why growing failed.
 #[derive(Debug)]
 pub(crate) struct LongWait {
     pub(crate) waited: Duration,
@@ -159,16 +159,20 @@ impl CentralPool {
             return Err(Error::QueueFull { limit: most });
         }
         core.stats.waits += 1;
-        let (need, several) = (window_pages(&wants).0, wants.len() > 1);
         let key = core.queue.join(wants, wake);
         let size = core.queue.waiting[&key].size;
-        core.windows.wanted |= match size {
-            Size::Class(_) => core.queue.first(size) == Some(key),
-            _ => {
-                let may_find = several || core.windows.none_for.is_none_or(|none| need < none);
-                may_find && core.arena.windows.len() < MOST_WINDOWS
+        let leads = core.queue.first(size) == Some(key);
+        let may_find = match size {
+            Size::Class(_) => leads,
+            _ if core.arena.windows.len() >= MOST_WINDOWS => false,
+            Size::Several(_) => true,
+            // One that no region can hold may have whole regions for a window.
+            Size::Pages(need, _) => {
+                core.windows.none_for.is_none_or(|none| (need as usize) < none)
+                    || leads && core.outgrow(core.queue.wants(key))
             }
         };
+        core.windows.wanted |= may_find;
         // The unlock serves it, if what came back meanwhile is not for one that waited longer.
         drop(core);
         Ok(key)
@@ -191,6 +195,12 @@ impl CentralPool {
 
     /// Serves the queue, and chooses windows, after a change.
     pub(super) fn turn(&self, core: &mut Core) {
+        if core.config.by_hand && !core.queue.is_empty() {
+            core.windows.ticks = (core.windows.ticks + 1) % TICKS;
+            if core.windows.ticks == 0 {
+                self.look_now(core);
+            }
+        }
         core.serve();
         // What windows that ended meanwhile had may serve others.
         while core.windows.wanted && core.has_rights() {
@@ -201,10 +211,11 @@ impl CentralPool {
         let (closed, needed) = (core.windows.closed, core.classes_to_close());
         self.close_classes(core, [0, 1].map(|why| closed[why] & needed[why]));
         if core.queue.is_empty() {
-            core.windows.overdue = false;
-        } else if core.config.by_hand {
+            return;
+        }
+        if core.config.by_hand {
             // The next call is the end of the pause.
-            core.growth_is_due();
+            core.refusal.iter_mut().for_each(|refusal| refusal.looks = 0);
         } else if !std::mem::replace(&mut core.windows.planned, true) && !cfg!(loom) {
             let central = self.me.clone();
             crate::timer::after(LOOK, move || {
@@ -216,19 +227,10 @@ impl CentralPool {
         }
     }
 
-    /// Without a clock, a request outside of the queue is a tick, and many are followed by a look.
-    pub(super) fn tick(&self, core: &mut Core) {
-        core.windows.ticks += u32::from(!core.queue.is_empty());
-        if core.windows.ticks >= TICKS {
-            core.windows.ticks = 0;
-            self.look_now(core);
-            core.serve();
-        }
-    }
-
     fn look_now(&self, core: &mut Core) {
         if !core.queue.is_empty() {
-            core.windows.overdue = true;
+            core.windows.looked = core.queue.joined;
+            core.refusal.iter_mut().for_each(|refusal| refusal.looks = refusal.looks.saturating_sub(1));
             self.arrange(core, true);
         }
     }
@@ -278,10 +280,8 @@ impl CentralPool {
                 return Err(format!("a request waits that what is free can serve: {wants:?}"));
             }
         }
-        let Windows { planned, overdue, .. } = core.windows;
-        let waits = !core.queue.is_empty();
-        if !waits && overdue || waits && !planned && !core.config.by_hand {
-            return Err("no request waits and one is overdue, or one waits and no look is planned".into());
+        if !core.queue.is_empty() && !core.windows.planned && !core.config.by_hand {
+            return Err("a request waits and no look is planned".into());
         }
         if !core.has_rights() {
             return Ok(());
@@ -335,8 +335,7 @@ impl CentralPool {
             let segment = fresh.into_segment();
             let len = segment.len();
             // SAFETY: granted, so out, and no other code has it: the waiter never saw it.
-            unsafe { core.put(segment.into_descriptor(), len) };
-            last = core.came_back(1);
+            last = unsafe { core.put(segment.into_descriptor(), len) };
         }
         // The next waiter may be waiting for this one's place at the head.
         drop(core);
@@ -385,28 +384,17 @@ impl CentralPool {
         }
     }
 
-    /// The first request that has waited for `age` and was not told of, if it `may` be told of; and
-    /// whether any request waits. No later call tells of those behind it that waited as long.
-    pub(crate) fn long_wait(
-        &self,
-        now: Instant,
-        age: Duration,
-        may: impl FnOnce() -> bool,
-    ) -> (Option<LongWait>, bool) {
-        let mut core = self.lock();
-        let Core { queue, refusal, .. } = core.as_is();
-        let waited = |waiter: &Waiter| now.saturating_duration_since(waiter.since);
-        let mut long = queue.waiting.range(queue.told..).take_while(|(_, waiter)| waited(waiter) >= age);
-        let Some((first, waiter)) = long.next().filter(|_| may()) else { return (None, !queue.is_empty()) };
-        let report = LongWait {
-            waited: waited(waiter),
+    /// The request that has waited for longest.
+    pub(crate) fn longest_wait(&self) -> Option<LongWait> {
+        let core = self.lock();
+        let waiter = core.queue.waiting.values().next()?;
+        Some(LongWait {
+            waited: waiter.since.elapsed(),
             bytes: sum(waiter.wants.iter().map(|want| want.len)),
             buffers: waiter.wants.len(),
-            waiting: queue.waiting.len(),
-            growth: refusal.as_ref().map(|refusal| refusal.error.clone()),
-        };
-        queue.told = long.last().map_or(*first, |last| *last.0) + 1;
-        (Some(report), true)
+            waiting: core.queue.waiting.len(),
+            growth: core.refusal.as_ref().map(|refusal| refusal.error.clone()),
+        })
     }
 
     /// The error for a request that finds nothing and does not wait.
@@ -416,9 +404,9 @@ impl CentralPool {
 }
 
 impl Core {
-    /// Whether waiters have rights. While memory is pinned, none has before a look finds one.
+    /// Whether waiters have rights: while memory is pinned, only once a look found the head waiting.
     fn has_rights(&self) -> bool {
-        !self.queue.is_empty() && (self.growing == 0 || self.windows.overdue)
+        self.queue.head().is_some_and(|head| self.growing == 0 || head < self.windows.looked)
     }
 
     /// The error for wants that neither segments that may come back nor memory to be pinned can
@@ -474,7 +462,8 @@ impl Core {
             // What is withheld is free, too: it serves the head, or is unpinned for a region that
             // does. (Regions to be replaced may have come back while others were pinned.)
             self.windows().into_iter().for_each(|id| self.end_window(id));
-            if !self.grant(head) && !self.grow_for_queue() {
+            let is_helped = self.grant(head) || self.may_try(head) && self.grow_for(head);
+            if !is_helped {
                 let failed = self.refused().map(|refusal| refusal.error.clone());
                 let error = failed.unwrap_or_else(|| self.impossible(self.queue.wants(head)));
                 self.end(head, Err(error));
@@ -494,12 +483,10 @@ impl Core {
 
     /// Ends the waits that have become impossible. The first of a size stands for all.
     pub(super) fn fail_hopeless(&mut self) {
-        for first in self.queue.firsts().collect::<Vec<_>>() {
-            let (size, mut next) = (self.queue.waiting[&first].size, Some(first));
-            while let Some(key) = next {
-                let Some(error) = self.hopeless(self.queue.wants(key)) else { break };
-                self.end(key, Err(error));
-                next = self.queue.first(size);
+        for size in self.queue.sizes.keys().copied().collect::<Vec<_>>() {
+            while let Some(first) = self.queue.first(size) {
+                let Some(error) = self.hopeless(self.queue.wants(first)) else { break };
+                self.end(first, Err(error));
             }
         }
     }
@@ -592,7 +579,7 @@ impl Core {
         let Some(&Window { owner, replaces, out, .. }) = self.arena.windows.get(id) else { return };
         if replaces && out == 0 && self.growing == 0 {
             self.end_window(id);
-            self.grow_for(owner, true);
+            self.grow_for(owner);
         } else if !replaces {
             let wants = self.queue.wants(owner);
             if out == 0 || wants.len() > 1 && bytes(wants) <= self.arena.bytes().free {
@@ -705,7 +692,7 @@ impl Core {
     /// serves it: the present ones never can.
     pub(super) fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
         let waiter = &self.queue.waiting[&key];
-        let may = self.config.step > 0 && self.growing == 0 && self.refusal.is_none();
+        let may = self.config.step > 0 && self.growing == 0 && self.may_try(key);
         if !may || waiter.replaced || !self.outgrow(&waiter.wants) {
             return None;
         }

@@ -60,8 +60,7 @@ impl PoolBuilder {
         }));
         pool.0.devices.iter().for_each(|device| device.serves(pool.central()));
         if initial > 0 {
-            pool.0.central.plan_bytes(initial);
-            pool.0.central.pin(initial);
+            pool.0.central.grow_by(initial);
             let pinning = pool.0.regions.wait(None, 1)?;
             if let Some(error) = pinning.error.filter(|_| pinning.ready == 0) {
                 return Err(error);

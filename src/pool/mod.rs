@@ -371,7 +371,6 @@ impl Pool {
         }
         self.missed();
         let central = &self.0.central;
-        let extents = central.extents();
         let take = |level| central.try_take(&wants, level);
         let mut got = take(ReclaimLevel::Idle)?;
         // Memory is short, so what is complete comes back now.
@@ -385,7 +384,7 @@ impl Pool {
         if let Some(got) = got {
             return Ok(Begun::Granted(got));
         }
-        let growing = central.grow(&wants, extents);
+        let growing = central.grow(&wants);
         let wake = match waiter {
             Waiter::Thread(_) => Wake::Thread(crate::sync::thread::current()),
             Waiter::Task(waker) => Wake::Task(Task::of(waker)),
@@ -429,7 +428,7 @@ impl Pool {
         // of request take turns, the same residues would always come here.
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, Request { tag, .. }) in granted.iter_mut().zip(requests) {
-            if sampled || tag.long_lived || fresh.segment().central().tracks() {
+            if sampled || tag.long_lived || self.0.central.config().track {
                 CentralPool::enter(fresh, CheckoutSite { tag: *tag, site: Some(site) });
             }
         }
@@ -505,13 +504,11 @@ impl Pool {
             let Some(pool) = pool.upgrade() else { return };
             pool.0.watched.store(false, Ordering::Relaxed);
             let central = pool.central();
-            let (long, waits) = central.long_wait(Instant::now(), stuck::LONG_WAIT, || pool.may_report());
-            if let Some(long) = long {
+            let Some(long) = central.longest_wait() else { return };
+            if long.waited >= stuck::LONG_WAIT && pool.may_report() {
                 stuck::report(pool.name(), long.waited, Some(&long), central, pool.devices());
             }
-            if waits {
-                pool.watch_waits();
-            }
+            pool.watch_waits();
         });
     }
 

@@ -220,7 +220,7 @@ pub(crate) fn report(
         growth = growth.map(tracing::field::display),
         buffers = all.len(),
         bytes,
-        hint = (!central.tracks()).then_some(UNTRACKED),
+        hint = (!central.config().track).then_some(UNTRACKED),
         "a wait for memory {what}; the buffers that are known to have been out for longest follow"
     );
     all.values().take(BUFFERS_LISTED).for_each(|buffer| emit(pool, buffer));
