@@ -56,9 +56,9 @@
 //!
 //! [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or
 //! any call has failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies
-//! touches host memory any more. Every later call fails with that class, but what the device has is
-//! given back all the same, so that [`HostNode::live`] comes to zero. A queued operation on device
-//! memory that was freed before its turn kills the device.
+//! touches host memory any more. Every later call fails with that class, but for those that give
+//! back what the device has, so that [`HostNode::live`] comes to zero. To free device memory that a
+//! queued operation uses kills the device, too.
 
 pub use crate::copy::launch::launch;
 pub use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};

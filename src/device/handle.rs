@@ -293,7 +293,7 @@ mod tests {
         let ends = Ends(ended_freely.clone());
         node.hook(move |_| _ = &ends);
         // No thread can have this name, so starting panics, and leaves the function as an error.
-        let driver = node.named("no\0name");
+        let driver = node.open(0, "no\0name");
         drop(node);
         let opened = catch_unwind(AssertUnwindSafe(|| Device::known(driver, None)));
         assert!(!opened.is_ok_and(|device| device.is_ok()), "the device was opened");

@@ -3,15 +3,15 @@
 
 use std::any::Any;
 use std::fmt;
-use std::mem::ManuallyDrop;
-use std::ops::Range;
-use std::ptr::{NonNull, with_exposed_provenance};
+use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::memory::Place;
-use super::node::{HostFunction, Kernel, Node, State, Work};
+use crossbeam::channel::unbounded;
+
+use super::memory::{Block, Place};
+use super::node::{HostFunction, Node, Operation, State, Stream};
 use super::{Call, Failure, HostNode};
+use crate::amount::amount;
 use crate::device::address::AddressFault;
 use crate::device::ending::Ending;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer, Whose};
@@ -20,18 +20,21 @@ use crate::foreign::Owned;
 use crate::locks::MutexGuard;
 use crate::os;
 
-/// One opening of a device, as the rest of the crate sees it. When it is dropped, streams that were
-/// not destroyed end without running what they have queued.
+/// The first device address that is given out: the CPU has none as high.
+const FIRST_ADDRESS: u64 = 1 << 53;
+/// The alignment of allocations' addresses, and the least gap between two.
+const GAP: u64 = 4096;
+
+/// One opening of a device, as the rest of the crate sees it.
 pub(crate) struct HostDriver {
     node: Arc<Node>,
     name: Arc<str>,
     device: usize,
-    id: u64,
     ending: Ending,
 }
 
 impl HostNode {
-    /// A driver of one device, for one opening of it. It ends when that is closed.
+    /// A driver of one device, for one opening of it.
     pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
         let (devices, name) = (self.devices(), format!("host:{ordinal}"));
         if ordinal >= devices {
@@ -41,29 +44,17 @@ impl HostNode {
         Ok(self.open(ordinal as usize, &name))
     }
 
-    fn open(&self, device: usize, name: &str) -> Arc<dyn Driver> {
-        let (node, id) = (Arc::clone(&self.0), self.0.state.lock().number());
-        Arc::new(HostDriver { node, name: name.into(), device, id, ending: Ending::new() })
+    /// A driver of a device under a name.
+    pub(crate) fn open(&self, device: usize, name: &str) -> Arc<dyn Driver> {
+        let node = Arc::clone(&self.0);
+        Arc::new(HostDriver { node, name: name.into(), device, ending: Ending::new() })
     }
 
     /// Calls `hook` before each call of a device of the node.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn hook(&self, hook: impl Fn(Call) + Send + Sync + 'static) {
         assert!(self.0.hook.set(Box::new(hook)).is_ok(), "the node has a hook");
-        self.0.alert.store(true, Ordering::Relaxed);
     }
-
-    /// A driver of the first device under this name.
-    #[cfg(all(test, not(loom)))]
-    pub(crate) fn named(&self, name: &str) -> Arc<dyn Driver> {
-        self.open(0, name)
-    }
-}
-
-/// The event behind a handle, which is a reference of its own to it.
-fn event(handle: EventHandle) -> ManuallyDrop<Arc<AtomicU64>> {
-    // SAFETY: handles come from `create_event`, and the crate uses none that it has destroyed.
-    ManuallyDrop::new(unsafe { Arc::from_raw(with_exposed_provenance(handle.0 as usize)) })
 }
 
 impl HostDriver {
@@ -74,24 +65,27 @@ impl HostDriver {
         self.node.hook.get().into_iter().for_each(|hook| hook(call));
         let mut state = self.node.state.lock();
         let failure = state.strike(self.device, call);
-        if state.units[self.device].dead.is_some() {
-            self.node.quiet(&mut state, self.device);
-            // A dead device still gives back what it was given.
-            if !matches!(call, Call::Unpin | Call::Free | Call::FreeHost) {
-                return Err(self.lost(&state, call));
-            }
+        let queues =
+            matches!(call, Call::Copy | Call::CopyBlocking | Call::Launch | Call::Record | Call::WaitEvent);
+        // A dead device takes back what it has given.
+        let gives_back = matches!(
+            call,
+            Call::Unpin | Call::FreeHost | Call::Free | Call::DestroyStream | Call::DestroyEvent
+        );
+        let dies = failure == Some(Failure::DeviceLost);
+        if dies {
+            let cause = "a fault was armed for a call, and killed the device";
+            self.node.kill(&mut state, self.device, cause);
+        }
+        if dies || state.units[self.device].dead.is_some() && !gives_back {
+            return Err(self.lost(&mut state, call));
         }
         let class = match failure {
-            None | Some(Failure::Stall) => return Ok((state, failure)),
-            Some(Failure::RunsAnyway) if call.queues() => return Ok((state, failure)),
-            Some(Failure::DeviceLost) => {
-                let cause = "a fault was armed for a call, and killed the device";
-                self.node.kill(&mut state, self.device, cause);
-                return Err(self.lost(&state, call));
-            }
             Some(Failure::Argument) => ErrorClass::Argument,
             Some(Failure::Capture) => ErrorClass::Capture,
-            Some(Failure::Transient | Failure::RunsAnyway) => ErrorClass::Transient,
+            Some(Failure::Transient) => ErrorClass::Transient,
+            Some(Failure::RunsAnyway) if !queues => ErrorClass::Transient,
+            _ => return Ok((state, failure)),
         };
         Err(self.error(call, class, "a fault was armed for this call"))
     }
@@ -108,8 +102,9 @@ impl HostDriver {
         Error::Device(DeviceError { device, call, code: i64::from(code), text, class })
     }
 
-    /// The error of a call to a dead device.
-    fn lost(&self, state: &State, call: Call) -> Error {
+    /// The error of a call to a dead device, which touches no host memory any more.
+    fn lost(&self, state: &mut MutexGuard<'_, State>, call: Call) -> Error {
+        self.node.quiet(state, self.device);
         let cause = state.units[self.device].dead.clone().unwrap_or_default();
         self.error(call, ErrorClass::DeviceLost, cause)
     }
@@ -118,26 +113,31 @@ impl HostDriver {
         Err(self.error(call, ErrorClass::Argument, text))
     }
 
-    fn unknown<T>(&self, call: Call, what: &str, handle: u64) -> Result<T> {
-        self.refuse(call, format!("this device has no {what} {handle:#x}, or has destroyed it"))
+    /// What a handle stands for.
+    fn known<T>(&self, call: Call, found: Option<T>) -> Result<T> {
+        let unknown = || self.refuse(call, "this device has no such thing, or has it no more");
+        found.map_or_else(unknown, Ok)
     }
 
-    /// A call that queues an operation, which `work` makes.
+    /// A call that queues an operation, which `make` makes for a number.
     fn queue(
         &self,
         call: Call,
         stream: StreamHandle,
-        work: impl FnOnce(&State) -> Result<Work>,
+        make: impl FnOnce(&mut State, u64) -> Result<Operation>,
     ) -> Result<()> {
         let (mut state, failure) = self.enter(call)?;
-        let work = work(&state)?;
-        let submitted = state.submit(self.device, stream.0, work, failure == Some(Failure::Stall));
-        let Some(number) = submitted else { return self.unknown(call, "stream", stream.0) };
+        self.known(call, state.streams.get(&stream.0))?;
+        let number = state.number();
+        let operation = make(&mut state, number)?;
+        state.submit(stream.0, number, operation, failure == Some(Failure::Stall));
         if call == Call::CopyBlocking {
-            self.node.wait(&mut state, number);
+            // It ends, or the device dies.
+            while state.queued.contains_key(&number) {
+                self.node.ended.wait(&mut state);
+            }
             if state.units[self.device].dead.is_some() {
-                self.node.quiet(&mut state, self.device);
-                return Err(self.lost(&state, call));
+                return Err(self.lost(&mut state, call));
             }
         }
         if failure == Some(Failure::RunsAnyway) {
@@ -147,47 +147,37 @@ impl HostDriver {
         Ok(())
     }
 
-    /// A call that destroys something, which `destroy` does. A dead device refuses the call, and
-    /// lets go of the thing all the same.
-    fn destroy(&self, call: Call, destroy: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
-        let entered = self.enter(call).map(drop);
-        let goes = entered.as_ref().map_or_else(Error::is_device_lost, |()| true);
-        let destroyed = if goes { destroy(&mut self.node.state.lock()) } else { Ok(()) };
-        entered.and(destroyed)
-    }
-
     /// Finds the bytes at a device address.
     fn place(&self, state: &State, at: DevicePtr, len: usize) -> Result<Place> {
         let below = state.memory.range(..=at.0).next_back();
         let here = below.map(|(start, block)| (block, (at.0 - start) as usize));
-        let fault =
-            match here.filter(|(block, offset)| *offset < block.len || (*offset == block.len && len == 0)) {
-                Some((block, _)) if block.device != self.device => {
-                    AddressFault::OtherDevice { device: format!("host:{}", block.device) }
-                }
-                Some((block, offset)) if len <= block.len - offset => {
-                    return Ok(Place::Device(Arc::clone(block), offset));
-                }
-                Some((block, offset)) => {
-                    let over = len - (block.len - offset);
-                    AddressFault::PastEnd { start: block.address, size: block.len, over }
-                }
-                None if state.has_pinned(at.0 as usize) => AddressFault::Host { registered: true },
-                None if os::is_host_memory(at.0) == Some(true) => AddressFault::Host { registered: false },
-                None => AddressFault::Unknown,
-            };
+        let fault = match here.filter(|(block, offset)| *offset <= block.len) {
+            Some((block, _)) if block.device != self.device => {
+                AddressFault::OtherDevice { device: format!("host:{}", block.device) }
+            }
+            Some((block, offset)) if len <= block.len - offset => {
+                return Ok(Place::Device(Arc::clone(block), offset));
+            }
+            Some((block, offset)) => {
+                let over = len - (block.len - offset);
+                AddressFault::PastEnd { start: block.address, size: block.len, over }
+            }
+            None if state.has_pinned(at.0 as usize) => AddressFault::Host { registered: true },
+            None if os::is_host_memory(at.0) == Some(true) => AddressFault::Host { registered: false },
+            None => AddressFault::Unknown,
+        };
         Err(fault.of(&self.name, at.0, len))
     }
 
     /// Checks a copy, and finds the allocations that it uses.
-    fn work(&self, state: &State, transfer: Transfer) -> Result<Work> {
-        let (host, place) =
-            (|at: *const u8| Place::Host(at.cast_mut()), |at, len| self.place(state, at, len));
+    fn transfer(&self, state: &State, transfer: Transfer) -> Result<Operation> {
+        let host = |at: *const u8| Place::Host(at.cast_mut());
+        let place = |at, len| self.place(state, at, len);
         Ok(match transfer {
-            Transfer::Upload { src, dst, len } => Work::Copy(host(src), place(dst, len)?, len),
-            Transfer::Download { src, dst, len } => Work::Copy(place(src, len)?, host(dst), len),
-            Transfer::OnDevice { src, dst, len } => Work::Copy(place(src, len)?, place(dst, len)?, len),
-            Transfer::OnHost { src, dst, len } => Work::Copy(host(src), host(dst), len),
+            Transfer::Upload { src, dst, len } => Operation::copy(host(src), place(dst, len)?, len),
+            Transfer::Download { src, dst, len } => Operation::copy(place(src, len)?, host(dst), len),
+            Transfer::OnDevice { src, dst, len } => Operation::copy(place(src, len)?, place(dst, len)?, len),
+            Transfer::OnHost { src, dst, len } => Operation::copy(host(src), host(dst), len),
         })
     }
 
@@ -199,27 +189,46 @@ impl HostDriver {
         writes: &[(DevicePtr, usize)],
         function: Owned<HostFunction>,
     ) -> Result<()> {
-        self.queue(Call::Launch, stream, |state| {
+        self.queue(Call::Launch, stream, |state, _| {
             let find = |ranges: &[(DevicePtr, usize)]| -> Result<Vec<(Place, usize)>> {
                 ranges.iter().map(|(at, len)| Ok((self.place(state, *at, *len)?, *len))).collect()
             };
-            Ok(Work::Launch(Kernel { reads: find(reads)?, writes: find(writes)?, function }))
+            Ok(Operation::launch(find(reads)?, find(writes)?, function))
         })
     }
 
     /// Enters a range of host memory, and locks its pages unless it is managed memory.
-    fn lock(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
-        let (range, owner) = (range(base, len), (self.device, kind));
-        let entered = self.node.state.lock().enter(&range, owner);
-        entered.or_else(|text| self.refuse(call, text))?;
+    fn pin_range(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
+        let (start, owner) = (base.addr().get(), (self.device, kind));
+        let (end, mut state) = (start + len, self.enter(call)?.0);
+        if let Some((other, (past, (by, _)))) = state.ranges.range(..end).next_back() {
+            if *past > start {
+                let other = format!("{other:#x}..{past:#x}, which host:{by} has pinned");
+                return self.refuse(call, format!("{start:#x}..{end:#x} overlaps {other}"));
+            }
+        }
+        state.ranges.insert(start, (end, owner));
+        drop(state);
         if kind == Some(HostKind::Managed) {
             return Ok(());
         }
-        let (pages, len) = on_pages(base, len);
-        os::lock(pages, len).inspect_err(|_| {
+        os::lock(base, len).inspect_err(|_| {
             // Also while a copy uses it: unpinned memory is pinned again while buffers are out.
-            self.node.state.lock().ranges.remove(&range.start);
+            self.node.state.lock().ranges.remove(&start);
         })
+    }
+
+    /// Takes a range of host memory out again.
+    fn unpin_range(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
+        let (start, owner) = (base.addr().get(), (self.device, kind));
+        let (end, mut state) = (start + len, self.enter(call)?.0);
+        if state.queued.values().flat_map(|it| &it.host).any(|used| used.start < end && start < used.end) {
+            let text = format!("{start:#x}..{end:#x} is used by a copy that is queued or running");
+            return self.refuse(call, text);
+        }
+        self.known(call, state.ranges.get(&start).filter(|range| **range == (end, owner)))?;
+        state.ranges.remove(&start);
+        Ok(())
     }
 }
 
@@ -237,31 +246,27 @@ impl Driver for HostDriver {
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        let left = self.enter(Call::Unpin)?.0.leave(&range(base, len), (self.device, None));
-        left.or_else(|text| self.refuse(Call::Unpin, text))?;
+        self.unpin_range(Call::Unpin, base, len, None)?;
         // A range that is pinned on the same page finds that page unlocked, which costs it speed.
-        let (pages, len) = on_pages(base, len);
-        os::unlock(pages, len).or_else(|error| self.refuse(Call::Unpin, error.to_string()))
+        os::unlock(base, len).or_else(|error| self.refuse(Call::Unpin, error.to_string()))
     }
 
     unsafe fn register(&self, base: NonNull<u8>, len: usize, _whose: Whose) -> Result<()> {
-        drop(self.enter(Call::Pin)?);
-        self.lock(Call::Pin, base, len, None)
+        self.pin_range(Call::Pin, base, len, None)
     }
 
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
-        drop(self.enter(Call::AllocateHost)?);
         let base = os::map(len, 1)?;
         os::dont_fork(base, len);
-        self.lock(Call::AllocateHost, base, len, Some(kind)).map(|()| base).inspect_err(|_| {
+        let pinned = self.pin_range(Call::AllocateHost, base, len, Some(kind));
+        pinned.map(|()| base).inspect_err(|_| {
             // SAFETY: mapped above, and its address was given to no caller.
             let _ = unsafe { os::unmap(base, len) };
         })
     }
 
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()> {
-        let left = self.enter(Call::FreeHost)?.0.leave(&range(base, len), (self.device, Some(kind)));
-        left.or_else(|text| self.refuse(Call::FreeHost, text))?;
+        self.unpin_range(Call::FreeHost, base, len, Some(kind))?;
         // SAFETY: mapped when it was allocated; the caller promises that nothing uses it. Unmapping
         // unlocks it.
         unsafe { os::unmap(base, len) }
@@ -281,17 +286,29 @@ impl Driver for HostDriver {
         if len == 0 {
             return self.refuse(Call::Allocate, "0 bytes of device memory were asked for");
         }
-        let allocated = state.allocate(self.device, len).map(DevicePtr);
-        allocated.map_err(|text| self.error(Call::Allocate, ErrorClass::Transient, text))
+        let (capacity, used) = (self.node.capacity, state.used(self.device));
+        let address = state.addresses.max(FIRST_ADDRESS) + GAP;
+        // Pages are mapped here, and come when they are used.
+        let block = (len <= capacity - used).then(|| Block::new(self.device, address, len)).flatten();
+        let block = block.ok_or_else(|| {
+            let [wanted, left, all] = [len, capacity - used, capacity].map(amount);
+            let text = format!("no {wanted} of device memory: {left} of {all} are left");
+            self.error(Call::Allocate, ErrorClass::Transient, text)
+        })?;
+        state.addresses = (address + len as u64).next_multiple_of(GAP);
+        state.memory.insert(address, block);
+        Ok(DevicePtr(address))
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
         let (mut state, _) = self.enter(Call::Free)?;
-        let Some(block) = state.memory.remove(&ptr.0) else {
-            return self.unknown(Call::Free, "memory", ptr.0);
-        };
-        state.units[block.device].used -= block.len;
-        // Unmapping takes time, so no lock is held. A queued operation may have the last one.
+        let block = self.known(Call::Free, state.memory.remove(&ptr.0))?;
+        // Operations that have not ended keep it, and no call keeps it for longer than the lock.
+        if Arc::strong_count(&block) > 1 {
+            let cause = "device memory was freed that a queued operation uses";
+            self.node.kill(&mut state, block.device, cause);
+        }
+        // Unmapping takes time, so no lock is held.
         drop(state);
         drop(block);
         Ok(())
@@ -304,74 +321,61 @@ impl Driver for HostDriver {
 
     fn create_stream(&self, _urgent: bool) -> Result<StreamHandle> {
         let (mut state, _) = self.enter(Call::CreateStream)?;
-        self.node.create(&mut state, self.device, self.id).map(StreamHandle).map_err(|error| {
+        state.created += 1;
+        let (id, node, (queue, numbers)) = (state.created, Arc::clone(&self.node), unbounded());
+        // Detached: the thread ends by itself after its stream, and no thread waits for that.
+        let thread = os::thread::spawn(format!("pinpool-host-{id}"), move || node.serve(id, numbers));
+        if let Err(error) = thread {
             let text = format!("no thread for the stream: {error}");
-            self.error(Call::CreateStream, ErrorClass::Transient, text)
-        })
+            return Err(self.error(Call::CreateStream, ErrorClass::Transient, text));
+        }
+        state.streams.insert(id, Stream { device: self.device, queue, held: None });
+        Ok(StreamHandle(id))
     }
 
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
-        self.destroy(Call::DestroyStream, |state| match state.units[self.device].destroy(stream.0) {
-            true => Ok(()),
-            false => self.unknown(Call::DestroyStream, "stream", stream.0),
-        })
+        let (mut state, _) = self.enter(Call::DestroyStream)?;
+        self.known(Call::DestroyStream, state.streams.remove(&stream.0)).map(drop)
     }
 
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()> {
-        self.queue(Call::Copy, stream, |state| self.work(state, transfer))
+        self.queue(Call::Copy, stream, |state, _| self.transfer(state, transfer))
     }
 
     unsafe fn copy_blocking(&self, stream: StreamHandle, transfer: Transfer) -> Result<()> {
-        self.queue(Call::CopyBlocking, stream, |state| self.work(state, transfer))
+        self.queue(Call::CopyBlocking, stream, |state, _| self.transfer(state, transfer))
     }
 
     fn create_event(&self) -> Result<EventHandle> {
-        self.enter(Call::CreateEvent)?.0.units[self.device].events += 1;
-        // An event that was never recorded counts as complete.
-        let event = Arc::into_raw(Arc::new(AtomicU64::new(0)));
-        Ok(EventHandle(event.expose_provenance() as u64))
+        let (mut state, _) = self.enter(Call::CreateEvent)?;
+        let event = state.number();
+        state.events.insert(event, (self.device, 0));
+        Ok(EventHandle(event))
     }
 
-    fn destroy_event(&self, handle: EventHandle) -> Result<()> {
-        self.destroy(Call::DestroyEvent, |state| {
-            state.units[self.device].events -= 1;
-            drop(ManuallyDrop::into_inner(event(handle)));
-            Ok(())
+    fn destroy_event(&self, event: EventHandle) -> Result<()> {
+        let (mut state, _) = self.enter(Call::DestroyEvent)?;
+        self.known(Call::DestroyEvent, state.events.remove(&event.0)).map(drop)
+    }
+
+    fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
+        self.queue(Call::Record, stream, |state, number| {
+            self.known(Call::Record, state.events.get_mut(&event.0))?.1 = number;
+            Ok(Operation::mark(0))
         })
     }
 
-    fn record(&self, handle: EventHandle, stream: StreamHandle) -> Result<()> {
-        self.queue(Call::Record, stream, |_| Ok(Work::Record(Arc::clone(&event(handle)))))
+    fn query(&self, event: EventHandle) -> Result<bool> {
+        let (state, _) = self.enter(Call::Query)?;
+        let (_, recorded) = self.known(Call::Query, state.events.get(&event.0))?;
+        Ok(!state.queued.contains_key(recorded))
     }
 
-    fn query(&self, handle: EventHandle) -> Result<bool> {
-        if self.node.alert.load(Ordering::Relaxed) {
-            drop(self.enter(Call::Query)?);
-        }
-        // Acquire: pairs with the release in `Node::run`.
-        Ok(event(handle).load(Ordering::Acquire) == 0)
-    }
-
-    fn wait_event(&self, stream: StreamHandle, handle: EventHandle) -> Result<()> {
-        // Relaxed: the number is written under the lock; one that has ended is not waited for.
-        self.queue(Call::WaitEvent, stream, |_| Ok(Work::Wait(event(handle).load(Ordering::Relaxed))))
-    }
-}
-
-fn range(base: NonNull<u8>, len: usize) -> Range<usize> {
-    base.addr().get()..base.addr().get() + len
-}
-
-/// The first of the pages that bytes are on, and their length.
-fn on_pages(base: NonNull<u8>, len: usize) -> (NonNull<u8>, usize) {
-    let (page, front) = (os::page_size(), base.addr().get() % os::page_size());
-    let first = NonNull::new(base.as_ptr().wrapping_sub(front)).unwrap_or(base);
-    (first, (front + len).next_multiple_of(page))
-}
-
-impl Drop for HostDriver {
-    fn drop(&mut self) {
-        self.node.abandon(self.device, self.id);
+    fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
+        self.queue(Call::WaitEvent, stream, |state, _| {
+            let (_, recorded) = self.known(Call::WaitEvent, state.events.get(&event.0))?;
+            Ok(Operation::mark(*recorded))
+        })
     }
 }
 

@@ -3,13 +3,12 @@
 #![deny(unsafe_code)]
 
 use std::fmt;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
-use super::node::{Node, State, Unit};
-use super::{Call, Fault, HostConfig};
+use super::node::{Node, State};
+use super::{Call, Fault, HostConfig, MAX_DEVICES};
 use crate::device::HostKind;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What a host device has that was not given back: see [`HostNode::live`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,7 +61,10 @@ impl HostNode {
     /// [`Error::Argument`](crate::Error::Argument) if the configuration makes no sense.
     pub fn new(config: HostConfig) -> Result<Self> {
         crate::os::watch_forks()?;
-        config.check()?;
+        let devices = config.devices;
+        if !(1..=MAX_DEVICES).contains(&devices) {
+            return Err(Error::Argument(format!("{devices} host devices; a node has 1 to {MAX_DEVICES}")));
+        }
         Ok(Self(Node::new(&config)))
     }
 
@@ -85,11 +87,6 @@ impl HostNode {
         if crate::os::forked() { R::default() } else { change(&mut self.0.state.lock()) }
     }
 
-    /// Looks at a device or changes it, if there is such a device.
-    fn on<R: Default>(&self, device: u32, change: impl FnOnce(&mut Unit) -> R) -> R {
-        self.with(|state| state.units.get_mut(device as usize).map(change).unwrap_or_default())
-    }
-
     /// The number of devices.
     #[must_use]
     pub fn devices(&self) -> u32 {
@@ -106,7 +103,6 @@ impl HostNode {
     /// strikes, and the others strike later calls.
     pub fn fail(&self, fault: Fault) {
         self.with(|state| state.armed.push(fault));
-        self.0.alert.store(true, Ordering::Relaxed);
     }
 
     /// Disarms all faults that have not struck, and says how many there were.
@@ -118,7 +114,6 @@ impl HostNode {
     /// grows with each call.
     pub fn start_trace(&self) {
         self.with(|state| state.trace = Some(Vec::new()));
-        self.0.alert.store(true, Ordering::Relaxed);
     }
 
     /// The calls recorded so far, in order, those that failed included.
@@ -127,8 +122,8 @@ impl HostNode {
         self.with(|state| state.trace.clone().unwrap_or_default())
     }
 
-    /// Kills the device. When this returns, its copies do not touch host memory any more. The call
-    /// waits for the parts of copies that are under way, 1 MiB at most per stream.
+    /// Kills the device. The call waits for copies that are under way: when it returns, no copy of
+    /// the device touches host memory any more.
     pub fn kill(&self, device: u32) {
         if device < self.devices() {
             self.0.kill(&mut self.0.state.lock(), device as usize, "the device was killed");
@@ -138,15 +133,15 @@ impl HostNode {
     /// Keeps the device's queued operations from running, on all its streams and those made later.
     /// Operations that are running come to their end.
     pub fn hang(&self, device: u32) {
-        self.on(device, |unit| unit.hung = true);
+        self.with(|state| _ = state.units.get_mut(device as usize).map(|unit| unit.hung = true));
     }
 
     /// Lets everything on the device run again: it undoes [`hang`](Self::hang),
     /// [`hang_stream`](Self::hang_stream) and [`Failure::Stall`](super::Failure::Stall).
     pub fn resume(&self, device: u32) {
-        self.on(device, |unit| {
-            unit.hung = false;
-            unit.streams.values_mut().for_each(|stream| stream.held = None);
+        self.with(|state| {
+            _ = state.units.get_mut(device as usize).map(|unit| unit.hung = false);
+            state.streams_of(device).for_each(|stream| stream.held = None);
             self.0.resumed.notify_all();
         });
     }
@@ -164,28 +159,26 @@ impl HostNode {
     }
 
     fn hold(&self, device: u32, nth: usize, held: Option<u64>) -> bool {
-        self.on(device, |unit| {
+        self.with(|state| {
             self.0.resumed.notify_all();
-            unit.open().nth(nth).map(|stream| stream.held = held).is_some()
+            state.streams_of(device).nth(nth).map(|stream| stream.held = held).is_some()
         })
     }
 
     /// What the device has that was not given back, for tests that look for leaks.
     #[must_use]
     pub fn live(&self, device: u32) -> HostUsage {
-        let device = device as usize;
+        let at = device as usize;
         self.with(|state| {
-            let queued = state.queued(device);
-            let Some(unit) = state.units.get_mut(device) else { return HostUsage::default() };
             let mut usage = HostUsage {
-                streams: unit.open().count() + unit.left,
-                events: unit.events,
-                allocations: state.memory.values().filter(|block| block.device == device).count(),
-                allocated_bytes: unit.used,
-                queued,
+                streams: state.streams_of(device).count(),
+                events: state.events.values().filter(|(device, _)| *device == at).count(),
+                allocations: state.memory.values().filter(|block| block.device == at).count(),
+                allocated_bytes: state.used(at),
+                queued: state.queued(at),
                 ..HostUsage::default()
             };
-            for (start, (end, (_, kind))) in state.ranges.iter().filter(|(_, (_, at))| at.0 == device) {
+            for (start, (end, (_, kind))) in state.ranges.iter().filter(|(_, (_, owner))| owner.0 == at) {
                 usage.pinned_bytes += if *kind == Some(HostKind::Managed) { 0 } else { end - start };
                 usage.host_bytes += if kind.is_some() { end - start } else { 0 };
             }

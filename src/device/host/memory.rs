@@ -8,8 +8,6 @@
 //! result is garbage; here it must not be a data race in the process, since safe code can ask for
 //! it. So each MiB of an allocation has a lock, which a copy holds while it reads or writes there.
 //! A copy within the device holds two, in the order of their addresses.
-//!
-//! *Lifetime.* A queued operation keeps its mapping, also when the memory is freed before.
 
 use std::ops::Range;
 use std::ptr::{NonNull, from_ref};
@@ -18,18 +16,18 @@ use std::sync::Arc;
 use crate::locks::Mutex;
 use crate::os;
 
-/// Bytes under one lock, and the most that are copied between two checks that the device is alive.
+/// Bytes under one lock.
 const PART: usize = 1 << 20;
 /// Allocations of this size and more lie on huge pages where the system has them.
 const HUGE: usize = 2 << 20;
 
-/// One allocation.
+/// One allocation. Operations that use it keep it.
 pub(super) struct Block {
     pub(super) device: usize,
     pub(super) address: u64,
     pub(super) len: usize,
     data: NonNull<u8>,
-    pub(super) locks: Box<[Mutex<()>]>,
+    locks: Box<[Mutex<()>]>,
 }
 
 // SAFETY: the mapping belongs to the block, and is accessed under its locks only.
@@ -60,7 +58,6 @@ impl Drop for Block {
 }
 
 /// One side of a copy: an address of the host, or an allocation and an offset in it.
-#[derive(Clone)]
 pub(super) enum Place {
     Host(*mut u8),
     Device(Arc<Block>, usize),
@@ -73,42 +70,41 @@ impl Place {
     /// The addresses of `len` bytes of host memory.
     pub(super) fn host(&self, len: usize) -> Option<Range<usize>> {
         match self {
-            Self::Host(start) if len > 0 => Some(start.addr()..start.addr().saturating_add(len)),
-            _ => None,
+            Self::Host(start) => Some(start.addr()..start.addr().saturating_add(len)),
+            Self::Device(..) => None,
         }
     }
 
-    /// The bytes from `at` on that lie under one lock, and that lock.
-    fn part(&self, at: usize) -> (usize, Option<&Mutex<()>>) {
+    /// The byte at `at`, how many from there on lie under one lock, and that lock.
+    fn part(&self, at: usize) -> (*mut u8, usize, Option<&Mutex<()>>) {
         match self {
-            Self::Host(_) => (PART, None),
-            Self::Device(block, start) => (PART - (start + at) % PART, block.locks.get((start + at) / PART)),
-        }
-    }
-
-    fn pointer(&self, at: usize) -> *mut u8 {
-        match self {
-            Self::Host(start) => start.wrapping_add(at),
-            Self::Device(block, start) => block.data.as_ptr().wrapping_add(start + at),
+            Self::Host(start) => (start.wrapping_add(at), PART, None),
+            Self::Device(block, start) => {
+                let at = start + at;
+                (block.data.as_ptr().wrapping_add(at), PART - at % PART, block.locks.get(at / PART))
+            }
         }
     }
 }
 
-/// Copies a part of `len` bytes, from `at` on, and returns its length: 1 MiB at most.
+/// Copies `len` bytes.
 ///
 /// # Safety
-/// `at` is less than `len`, and both places have `len` bytes. Host memory is valid; nothing else
-/// writes it, or touches it if it is the target.
-pub(super) unsafe fn copy_part(from: &Place, to: &Place, at: usize, len: usize) -> usize {
-    let ((most, first), (room, second)) = (from.part(at), to.part(at));
-    let part = most.min(room).min(len - at);
-    // All copies take two locks in one order: no deadlock. One lock may be that of both sides.
-    let order = |lock: Option<&Mutex<()>>| lock.map(from_ref);
-    let (first, second) = if order(first) < order(second) { (second, first) } else { (first, second) };
-    let _first = first.map(Mutex::lock);
-    let _second = second.filter(|_| order(first) != order(second)).map(Mutex::lock);
-    // SAFETY: the caller promises `part` bytes from `at` on at both sides, and keeps other code
-    // away from host memory; the locks keep other copies from the device's. Sides may overlap.
-    unsafe { std::ptr::copy(from.pointer(at), to.pointer(at), part) };
-    part
+/// Both places have `len` bytes. Host memory is valid; nothing else writes it, or touches it if it
+/// is the target.
+pub(super) unsafe fn copy(from: &Place, to: &Place, len: usize) {
+    let mut at = 0;
+    while at < len {
+        let ((source, most, first), (target, room, second)) = (from.part(at), to.part(at));
+        let part = most.min(room).min(len - at);
+        // All copies take two locks in one order: no deadlock. Both sides may have the same one.
+        let order = |lock: Option<&Mutex<()>>| lock.map(from_ref);
+        let (low, high) = if order(first) < order(second) { (first, second) } else { (second, first) };
+        let _low = low.filter(|_| order(low) != order(high)).map(Mutex::lock);
+        let _high = high.map(Mutex::lock);
+        // SAFETY: the caller promises `part` bytes from `at` on at both sides, and keeps other code
+        // away from host memory; the locks keep other copies from the device's. Sides may overlap.
+        unsafe { std::ptr::copy(source, target, part) };
+        at += part;
+    }
 }

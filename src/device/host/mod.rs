@@ -1,9 +1,8 @@
 //! The host device, in plain Rust. [`crate::host`] is its page.
 //!
 //! The files, in the order in which to read them. This one: how a node is set up, and what can be
-//! made to fail. `memory`: device memory. `node`: the machine, the streams' threads, and how a
-//! device dies. `driver`: the contract's calls. `handle`: the public handle to a node. The crate
-//! calls this through `Driver`, and a program through `HostNode`.
+//! made to fail. `memory`: device memory. `node`: what a node has, the streams' threads, and how a
+//! device dies. `driver`: the contract's calls. `handle`: the public handle to a node.
 
 mod driver;
 mod handle;
@@ -18,22 +17,12 @@ pub(crate) use driver::HostDriver;
 pub use handle::{HostNode, HostUsage};
 pub(crate) use node::HostFunction;
 
-use crate::error::{Error, Result};
-
 /// The most devices that a node can have.
 const MAX_DEVICES: u32 = 1024;
 /// Bytes of device memory at least, where none is configured and the system has next to none.
 const LEAST_MEMORY: usize = 64 << 20;
 
 /// The configuration of a [`HostNode`].
-///
-/// ```
-/// use pinpool::host::{HostConfig, HostNode};
-///
-/// let node = HostNode::new(HostConfig::new().devices(2).memory(1 << 30))?;
-/// assert_eq!(node.devices(), 2);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct HostConfig {
@@ -68,13 +57,6 @@ impl HostConfig {
     pub fn late(mut self, max: Duration, seed: u64) -> Self {
         self.late = Some((max, seed));
         self
-    }
-
-    fn check(&self) -> Result<()> {
-        if (1..=MAX_DEVICES).contains(&self.devices) {
-            return Ok(());
-        }
-        Err(Error::Argument(format!("{} host devices; a node has 1 to {MAX_DEVICES}", self.devices)))
     }
 
     /// Bytes of memory of each device.
@@ -153,13 +135,6 @@ calls! {
     Query "query",
     /// Makes a stream wait for an event.
     WaitEvent "wait_event",
-}
-
-impl Call {
-    /// Whether the call queues an operation on a stream.
-    fn queues(self) -> bool {
-        matches!(self, Self::Copy | Self::CopyBlocking | Self::Launch | Self::Record | Self::WaitEvent)
-    }
 }
 
 /// What an armed [`Fault`] does to its call.
