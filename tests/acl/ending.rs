@@ -4,49 +4,6 @@ use std::time::{Duration, Instant};
 
 use super::*;
 
-/// Opened twice the device is set twice, if only for a short time; both are undone when it is closed.
-#[test]
-fn a_device_that_was_opened_again_is_let_go_of_as_often() {
-    on_each(&[TODAY, ON_DEVICE, OF_2024], |stand_in| {
-        for round in 0..20 {
-            let device = open(0);
-            let pool = pool(&device, 1 << 20);
-            round_trip(&pool, &device.stream().unwrap(), round, 10_000);
-            drop(pool);
-            let others: Vec<Device> = (0..8).map(|_| open(0)).collect();
-            drop(others);
-            device.close(HANG).unwrap();
-            let report = stand_in.report();
-            let sets = ["aclrtSetDevice", "aclrtResetDevice"].map(|name| calls(stand_in, name));
-            assert_eq!(sets[0], sets[1], "round {round}");
-            assert!(report.over && report.leaks.is_empty(), "round {round}: {report:?}");
-        }
-    });
-}
-
-#[test]
-fn what_the_library_refuses_to_take_back_is_told() {
-    let stand_in = &TODAY.machine();
-    for call in ["aclrtFree", "aclrtFreeHost", "aclrtDestroyStream", "aclrtDestroyEvent", "aclrtResetDevice"]
-    {
-        // Where another thread has given all of it back before, the next round has the failure.
-        let error = loop {
-            let device = open(0);
-            let pool = pool(&device, 1 << 20);
-            round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
-            stand_in.fail(call, 1, 507_000, false);
-            drop(pool);
-            let closed = device.close(HANG);
-            stand_in.calm();
-            if let Err(error) = closed {
-                break error;
-            }
-        };
-        assert!(error.is_closed() && error.held_by().leaked == 1, "{call}: {error}");
-    }
-    assert_eq!(stand_in.struck(), 5);
-}
-
 /// Waits until the crate's threads have made no call for a while, and returns how many were made.
 fn quiet(stand_in: &StandIn) -> u64 {
     let sum = || stand_in.report().calls.iter().map(|call| call.1).sum::<u64>();
@@ -173,27 +130,6 @@ fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
             devices.into_iter().for_each(|device| device.close(HANG).unwrap());
         }
         assert_eq!(stand_in.struck(), 2);
-    });
-}
-
-#[test]
-fn a_query_that_fails_never_reads_as_done() {
-    on_each(&[TODAY, OF_2024], |stand_in| {
-        let (device, pool, stream, memory) = first(10_000);
-        for round in 0..40 {
-            // An argument error, and a transient one; before the query has run, and after it.
-            let code = if round % 2 == 0 { 507_000 } else { 207_001 };
-            stand_in.fail("aclrtQueryEventStatus", 1 + round as u64 % 3, code, round % 4 > 1);
-            let buf = filled(&pool, &bytes(round, 10_000));
-            let mut buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
-            // Were the copy not complete, it would read this now.
-            buf.fill(0xFF);
-            drop(buf);
-            let back = stream.download(&memory, pool.checkout(10_000).unwrap()).unwrap().wait().unwrap();
-            assert!(*back == bytes(round, 10_000), "round {round}");
-        }
-        stand_in.calm();
-        assert_eq!(device.lost(), None);
     });
 }
 

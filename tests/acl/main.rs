@@ -19,9 +19,9 @@ mod standin;
 mod support;
 
 use pinpool::{Device, DeviceSlice, Error, ErrorClass, Pool, Stream, acl};
-use support::doubles::ascendcl::{PATH, REPORT, report_of};
 use support::doubles::gpu::{calls, filled, until};
 use support::doubles::npu::{self, OF_2024, ON_DEVICE, TODAY, on_each};
+use support::doubles::npu::{PATH, REPORT, report_of};
 use support::doubles::{self, HANG, SETUP, StandIn, npu_name};
 use support::{bytes, skip};
 

@@ -144,13 +144,16 @@ pub(super) fn again(on: Subject) {
     on.close();
 }
 
-/// On a thread of the crate it does not wait for itself.
+/// On a thread of the crate it does not wait for itself. An owner that goes there may use the device.
 pub(super) fn from_an_owner(on: Subject) {
     struct Closes(Option<Device>, mpsc::Sender<bool>);
     impl Drop for Closes {
         fn drop(&mut self) {
-            let closed = self.0.take().map(|device| device.close(HANG));
-            let _ = self.1.send(matches!(closed, Some(Err(error)) if !error.is_closed()));
+            let device = self.0.take().unwrap();
+            let (stream, memory) = (device.stream().unwrap(), device.alloc(64).unwrap());
+            stream.upload_blocking(&[5; 64], &memory).unwrap();
+            drop((stream, memory));
+            let _ = self.1.send(device.close(HANG).is_err_and(|error| !error.is_closed()));
         }
     }
     let (say, hear) = mpsc::channel();

@@ -130,6 +130,16 @@ pub(super) fn blocks(on: &Subject) {
                 assert!(all[at(block, page)..][..PAGE] == *sent, "page {page} of block {block}");
             }
         }
+        // Places in several allocations by turns, whose handles are dropped while the copies run.
+        let all = [(); 3].map(|()| on.alloc(20 * PAGE));
+        let ranges = (0..60).map(|n| (n % 3, n / 3 * PAGE));
+        let places: Vec<_> = ranges.map(|(of, at)| all[of].slice(at..at + PAGE).unwrap()).collect();
+        let sent = bytes(77, 60 * PAGE);
+        let up = copier.upload_pages(vec![(filled(pool, &sent), places.clone())]).unwrap();
+        drop(all);
+        drop(up.wait().unwrap());
+        let down = vec![(places, pool.checkout(sent.len()).unwrap())];
+        assert!(*copier.download_pages(down).unwrap().wait().unwrap()[0] == *sent);
         // A long one whose handle is dropped, and a value of the program's own where the device takes it.
         let (sent, long) = (bytes(1, 70_000), memory.slice(7..70_007).unwrap());
         drop(copier.upload_pages(vec![(filled(pool, &sent), long.clone())]).unwrap());

@@ -52,7 +52,7 @@ fn callers_share_the_threads() {
             });
         }
     });
-    s.all_back();
+    s.all_is_back();
     drop(s.copier);
     until("the threads end with their copier", || threads() == 0);
 }
@@ -78,8 +78,8 @@ fn both_ways(test: impl Fn(&Setup, &Pool, bool)) {
             let taken = if room { Vec::new() } else { s.emptied() };
             test(&s, &from, room);
             drop(taken);
-            s.all_back();
-            s.all_back_to(&from);
+            s.all_is_back();
+            s.all_is_back_to(&from);
         }
     }
 }
@@ -200,7 +200,7 @@ fn empty_pieces_wait_for_nothing() {
         copier.upload_slices(&[(&[], place.clone()), (&[], place)]).unwrap();
     });
     drop(taken);
-    s.all_back();
+    s.all_is_back();
 }
 
 /// Places at even distances: as one handle, and in lists beside others.
@@ -262,7 +262,7 @@ fn pages_at_even_distances() {
     let empty = s.copier.upload_pages(vec![(s.filled(&[1; 10]), none)]).unwrap_err();
     assert!(empty.to_string().contains("nothing to copy"), "{}", empty.error);
     drop((refused.buffer, empty.buffer));
-    s.all_back();
+    s.all_is_back();
 }
 
 /// A thousand bytes, and another number from the `steady`-th question on.
@@ -310,7 +310,7 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
             "beyond all of them, asked {steady} times"
         );
     }
-    s.all_back();
+    s.all_is_back();
 }
 
 /// The segment of a chunk whose stream is given up, which the copies read, is not taken again.
@@ -353,7 +353,7 @@ fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
             }
         }
     }
-    s.all_back();
+    s.all_is_back();
 }
 
 /// A call keeps the segment that it has to its end: it goes on while other requests wait for what it would give back.
@@ -377,7 +377,7 @@ fn a_call_goes_on_with_the_segment_that_it_has() {
     drop(rest);
     assert!(*s.read(&place) == *source);
     drop(kept);
-    s.all_back();
+    s.all_is_back();
 }
 
 /// A long call ends, though other callers start short ones all the time.
@@ -415,7 +415,7 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
     assert!(long.iter().enumerate().all(|(i, (buf, _))| **buf == *bytes(i, LEN)), "in their order");
     drop(long);
     assert!(places.iter().enumerate().all(|(i, place)| *s.read(place) == *bytes(i, LEN)));
-    s.all_back();
+    s.all_is_back();
 }
 
 /// Blocks of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
@@ -435,27 +435,4 @@ fn blocks_of_a_call_may_overlap() {
             }
         }
     });
-}
-
-/// Checks of a pool that copiers and streams use meanwhile find nothing wrong.
-#[test]
-fn a_busy_pool_is_sound() {
-    let s = setup(HostConfig::new(), 4 << 20);
-    let stream = s.device.stream().unwrap();
-    let (sent, place) = (bytes(1, 400_000), s.memory.slice(8 << 20..).unwrap());
-    let blocks = || s.copier.upload_pages(pinned(&s, &s.pool, (0..40).map(|i| i * LEN))).unwrap();
-    let calls: [&(dyn Fn() + Sync); 3] =
-        [&|| s.copier.upload_slice(&sent, &place).unwrap(), &|| drop(blocks().wait().unwrap()), &|| {
-            drop(stream.hold(s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap())
-        }];
-    let until = Instant::now() + Duration::from_millis(500);
-    std::thread::scope(|scope| {
-        for call in calls {
-            scope.spawn(move || (0..).take_while(|_| Instant::now() < until).for_each(|_| call()));
-        }
-        while Instant::now() < until {
-            s.pool.check().unwrap();
-        }
-    });
-    s.all_back();
 }

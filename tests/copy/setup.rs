@@ -1,23 +1,12 @@
 //! What these tests share: a host device with a pool, a copier and memory.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, PinnedBuf, Pool, Unpinned};
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::{Copier, CopierBuilder, DeviceSlice, PinnedBuf};
 
-use crate::support::in_use;
-
-/// Longer than anything takes.
-pub const HANG: Duration = Duration::from_secs(20);
-
-/// Waits until it is so.
-pub fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::yield_now();
-    }
-}
+use crate::support::rig::Rig;
+pub use crate::support::{HANG, until};
 
 /// Runs what may hang instead of failing.
 pub fn ends<T: Send + 'static>(what: &str, test: impl FnOnce() -> T + Send + 'static) -> T {
@@ -37,11 +26,16 @@ pub fn late(micros: u64) -> HostConfig {
 }
 
 pub struct Setup {
-    pub node: HostNode,
-    pub device: Device,
-    pub pool: Pool,
+    rig: Rig,
     pub copier: Copier,
     pub memory: DeviceSlice,
+}
+
+impl std::ops::Deref for Setup {
+    type Target = Rig;
+    fn deref(&self) -> &Rig {
+        &self.rig
+    }
 }
 
 impl Setup {
@@ -50,12 +44,10 @@ impl Setup {
         capacity: usize,
         options: impl FnOnce(CopierBuilder) -> CopierBuilder,
     ) -> Self {
-        let node = HostNode::new(config.memory(160 << 20)).unwrap();
-        let device = Device::on(&node, 0).unwrap();
-        let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
-        let copier = options(Copier::builder(&pool, &device)).build().unwrap();
-        let memory = device.alloc(32 << 20).unwrap();
-        Self { node, device, pool, copier, memory }
+        let rig = Rig::new(config, capacity);
+        let copier = options(Copier::builder(&rig.pool, &rig.device)).build().unwrap();
+        let memory = rig.device.alloc(32 << 20).unwrap();
+        Self { rig, copier, memory }
     }
 
     /// Makes a call fail, counted from 0.
@@ -92,18 +84,5 @@ impl Setup {
             self.pool.stats().free_bytes < 128
         });
         all
-    }
-
-    /// Waits until nothing of the pool is in use.
-    pub fn all_back(&self) {
-        self.all_back_to(&self.pool);
-    }
-
-    pub fn all_back_to(&self, pool: &Pool) {
-        until("all is back", || {
-            self.device.reap();
-            in_use(pool) == 0
-        });
-        pool.check().unwrap();
     }
 }

@@ -97,7 +97,7 @@ fn a_waker_starts_transfers_and_does_not_wait() {
                 sent.wait().unwrap();
             }
         }
-        s.all_back();
+        s.all_is_back();
     });
 }
 
@@ -114,7 +114,7 @@ fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     let (_, said) = hears.recv_timeout(HANG).expect("it does not wait for itself");
     are_as_due(&said);
     drop(sent);
-    s.all_back();
+    s.all_is_back();
 }
 
 /// A worker that is about to call what may block leaves other work to one that sleeps. Here all that are
@@ -125,7 +125,7 @@ fn a_transfer_does_not_wait_for_sources_that_block() {
         let s = setup(HostConfig::new(), |copier| copier.threads(3).chunk(16 << 10).depth(1));
         for _ in 0..5 {
             s.start(0).wait().unwrap();
-            s.all_back();
+            s.all_is_back();
             s.node.hang(0);
             let first = s.start(0);
             until("the first goes", || s.pool.stats().in_flight_bytes > 0);
@@ -142,7 +142,7 @@ fn a_transfer_does_not_wait_for_sources_that_block() {
             blocks.go_on();
             upload.wait().unwrap();
             s.is_there(1);
-            s.all_back();
+            s.all_is_back();
         }
     });
 }
@@ -181,7 +181,7 @@ fn sources_and_sinks_wait_for_another_transfer() {
                 until("it goes on", is_over);
                 assert!(downloaded(&s.copier, &other) == slice);
             }
-            s.all_back();
+            s.all_is_back();
         });
     }
 }
@@ -223,7 +223,7 @@ fn short_slices_need_no_memory_of_the_pool() {
         taken.clear();
         longer.join().unwrap().unwrap();
     });
-    s.all_back();
+    s.all_is_back();
 }
 
 /// An error of the driver's is that call's alone.

@@ -157,6 +157,10 @@ fn a_pool_grows_as_long_as_one_device_is_left() {
         assert!(pool.adopt(vec![0_u8; 512 << 10]).unwrap().len >= 256 << 10);
         checked(&pool);
         assert_eq!(well.lost(), None);
+        // Where all devices are dead, the caller is told, and gets the memory back.
+        node.kill(1 - dead);
+        let refused = pool.adopt(vec![0_u8; 512 << 10]).unwrap_err();
+        assert!(refused.error.is_device_lost() && refused.buffer.is_some_and(|m| m.len() == 512 << 10));
     }
 }
 

@@ -1,12 +1,11 @@
 //! Every call that a scenario makes of the driver, made to fail once.
 //!
-//! There are two scenarios: a user of every kind of host memory, and a server that shares its context,
-//! streams and captures with the pool. (What a pool alone calls is in `faults`, on GPUs that are moved by
-//! hand.) A run without a fault says which calls there are and how often each is made; then there is one run
-//! for each call, each turn of it that is asked for, and each code. Threads make the calls, so how many there
-//! are varies with the load of the machine, and a fault that is set for one of the last may find none: that
-//! is no failure of the crate's. But each call must have been met at least by the fault for its first turn,
-//! else the sweep shows nothing of it.
+//! It is a server that shares its context, streams and captures with the pool. (What a pool alone calls is in
+//! `faults`, on GPUs that are moved by hand.) A run without a fault says which calls there are and how often
+//! each is made; then there is one run for each call, each turn of it that is asked for, and each code.
+//! Threads make the calls, so how many there are varies with the load of the machine, and a fault that is set
+//! for one of the last may find none: that is no failure of the crate's. But each call must have been met at
+//! least by the fault for its first turn, else the sweep shows nothing of it.
 //!
 //! A user whose work ends with an error does it again, on the same device. With one fault in a run, only what
 //! is lost fails twice.
@@ -18,21 +17,15 @@ use std::ffi::c_void;
 use std::ops::Deref;
 use std::time::Instant;
 
-use memmap2::MmapMut;
-use pinpool::{
-    Backing, Device, DeviceSlice, Error, HostAllocFlags, InFlight, Lend, PinnedBuf, Pool, Result, Stream,
-    SubmitError, cuda,
-};
+use pinpool::{Error, InFlight, Lend, PinnedBuf, Pool, Result, Stream, SubmitError, cuda};
 use pinpool_sim::cuda::Driver;
 
 use crate::rig::flag;
 use crate::support::doubles::gpu::{Raw, bytes, until};
-use crate::support::doubles::{self, HANG, StandIn, gpu_name, on_stand_in};
+use crate::support::doubles::{self, HANG, StandIn, on_stand_in};
 use crate::support::in_use;
 
 const LEN: usize = 4000;
-const PAGE: usize = 64 << 10;
-
 /// The call, which one of them, the code, and whether it is done all the same.
 type Fault<'a> = (&'a str, u64, u32, bool);
 
@@ -75,102 +68,108 @@ fn is_final(fault: Option<Fault<'_>>) -> bool {
     fault.is_some_and(|f| [4, 700].contains(&f.2))
 }
 
-struct Sweep {
-    /// `true`: the graph keeps for ever what is held for it.
-    scenario: fn(&Raw, bool) -> Result<()>,
-    /// Calls that the scenario is about, which it must make.
-    own: &'static [&'static str],
+/// Calls that sharing is about, which the scenario must make.
+const OWN: [&str; 9] = [
+    "cuCtxGetDevice",
+    "cuDevicePrimaryCtxGetState",
+    "cuStreamGetCtx",
+    "cuStreamGetId",
+    "cuStreamIsCapturing",
+    "cuStreamGetCaptureInfo_v3",
+    "cuUserObjectCreate",
+    "cuUserObjectRelease",
+    "cuGraphRetainUserObject",
+];
+
+/// A run on a thread of its own, so that nothing of the driver's state of this thread outlives it.
+fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) {
+    println!("{fault:?}");
+    stand_in.reset();
+    if let Some((name, nth, code, after)) = fault {
+        stand_in.fail(name, nth, code, after);
+    }
+    let keeps = fault.is_some_and(|f| f.0 == "cuUserObjectRelease");
+    let (machine, before) = (stand_in.clone(), doubles::strays().len());
+    let user = std::thread::spawn(move || {
+        machine.enter();
+        share(&Raw(machine), keeps)
+    });
+    let since = Instant::now();
+    while !user.is_finished() {
+        // More than a few waits that take as long as they may.
+        assert!(since.elapsed() < 5 * HANG, "{fault:?}: it hangs");
+        std::thread::sleep(std::time::Duration::from_micros(100));
+    }
+    let (lost, done) = (is_final(fault), user.join().expect("the user"));
+    // What is done again on a lost device says that it is lost. (A server's own call says `Closed`, and
+    // without a driver there is no device to open.)
+    let is_told =
+        |error: &Error| error.is_device_lost() || matches!(error, Error::Closed | Error::Unavailable { .. });
+    assert!(done.as_ref().err().is_none_or(|error| lost && is_told(error)), "{fault:?}: {done:?}");
+    let report = if lost { stand_in.report() } else { stand_in.report_of_end() };
+    assert!(lost || keeps || report.over, "{fault:?}: the device is never closed: {report:?}");
+    assert_eq!(report.violations, Vec::<String>::new(), "{fault:?}");
+    // The failing call was to give this back itself, or to set the thread up for that.
+    let may_leak = match fault.map_or("", |f| f.0) {
+        // No call may touch what a lost device had.
+        _ if lost => "contexts streams events allocations hosts registrations graphs objects",
+        name if name.starts_with("cuCtx") => "streams events allocations hosts registrations",
+        "cuUserObjectRelease" => "contexts streams events allocations registrations objects",
+        "cuMemFree_v2" => "allocations hosts",
+        "cuMemFreeHost" => "hosts",
+        "cuMemHostUnregister" => "registrations",
+        "cuStreamDestroy_v2" => "streams",
+        "cuEventDestroy_v2" => "events",
+        "cuDevicePrimaryCtxRelease_v2" => "contexts",
+        _ => "",
+    };
+    let leaks = report.leaks.iter().filter(|leak| !may_leak.contains(leak.split(' ').next().unwrap()));
+    assert_eq!(leaks.collect::<Vec<_>>(), Vec::<&String>::new(), "{fault:?}");
+    let strays = doubles::strays().split_off(before);
+    assert!(strays.is_empty(), "{fault:?}: broken in no machine, or by another test: {strays:?}");
 }
 
-impl Sweep {
-    /// A run on a thread of its own, so that nothing of the driver's state of this thread outlives it.
-    fn run(&self, stand_in: &StandIn, fault: Option<Fault<'_>>) {
-        println!("{fault:?}");
-        stand_in.reset();
-        if let Some((name, nth, code, after)) = fault {
-            stand_in.fail(name, nth, code, after);
-        }
-        let keeps = fault.is_some_and(|f| f.0 == "cuUserObjectRelease");
-        let (machine, scenario, before) = (stand_in.clone(), self.scenario, doubles::strays().len());
-        let user = std::thread::spawn(move || {
-            machine.enter();
-            scenario(&Raw(machine), keeps)
-        });
-        let since = Instant::now();
-        while !user.is_finished() {
-            // More than a few waits that take as long as they may.
-            assert!(since.elapsed() < 5 * HANG, "{fault:?}: it hangs");
-            std::thread::sleep(std::time::Duration::from_micros(100));
-        }
-        let (lost, done) = (is_final(fault), user.join().expect("the user"));
-        // What is done again on a lost device says that it is lost. (A server's own call says `Closed`, and
-        // without a driver there is no device to open.)
-        let is_told = |error: &Error| {
-            error.is_device_lost() || matches!(error, Error::Closed | Error::Unavailable { .. })
-        };
-        assert!(done.as_ref().err().is_none_or(|error| lost && is_told(error)), "{fault:?}: {done:?}");
-        let report = if lost { stand_in.report() } else { stand_in.report_of_end() };
-        assert!(lost || keeps || report.over, "{fault:?}: the device is never closed: {report:?}");
-        assert_eq!(report.violations, Vec::<String>::new(), "{fault:?}");
-        // The failing call was to give this back itself, or to set the thread up for that.
-        let may_leak = match fault.map_or("", |f| f.0) {
-            // No call may touch what a lost device had.
-            _ if lost => "contexts streams events allocations hosts registrations graphs objects",
-            name if name.starts_with("cuCtx") => "streams events allocations hosts registrations",
-            "cuUserObjectRelease" => "contexts streams events allocations registrations objects",
-            "cuMemFree_v2" => "allocations hosts",
-            "cuMemFreeHost" => "hosts",
-            "cuMemHostUnregister" => "registrations",
-            "cuStreamDestroy_v2" => "streams",
-            "cuEventDestroy_v2" => "events",
-            "cuDevicePrimaryCtxRelease_v2" => "contexts",
-            _ => "",
-        };
-        let leaks = report.leaks.iter().filter(|leak| !may_leak.contains(leak.split(' ').next().unwrap()));
-        assert_eq!(leaks.collect::<Vec<_>>(), Vec::<&String>::new(), "{fault:?}");
-        let strays = doubles::strays().split_off(before);
-        assert!(strays.is_empty(), "{fault:?}: broken in no machine, or by another test: {strays:?}");
-    }
+/// Which ones of a call that is made that often are to fail.
+fn turns(name: &str, count: u64) -> BTreeSet<u64> {
+    let few = if OWN.contains(&name) { count.min(5) } else { 1 };
+    (1..=few).chain([count / 2]).filter(|nth| (1..=count).contains(nth)).collect()
+}
 
-    /// Which ones of a call that is made that often are to fail.
-    fn turns(&self, name: &str, count: u64) -> BTreeSet<u64> {
-        let few = if self.own.contains(&name) { count.min(5) } else { 1 };
-        (1..=few).chain([count / 2]).filter(|nth| (1..=count).contains(nth)).collect()
+/// With which codes, and whether the call is done all the same.
+fn codes(name: &str, nth: u64, count: u64) -> Vec<(u32, bool)> {
+    const QUEUES: [&str; 4] = ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuGraphRetain"];
+    let codes: &[u32] = if OWN.contains(&name) { &[1, 2, 900, 999] } else { &[1, 2, 999] };
+    let mut all: Vec<(u32, bool)> = codes.iter().map(|code| (*code, false)).collect();
+    if QUEUES.iter().any(|queues| name.starts_with(queues)) {
+        all.extend(codes.iter().map(|code| (*code, true)));
     }
-
-    /// With which codes, and whether the call is done all the same.
-    fn codes(&self, name: &str, nth: u64, count: u64) -> Vec<(u32, bool)> {
-        const QUEUES: [&str; 4] = ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuGraphRetain"];
-        let codes: &[u32] = if self.own.contains(&name) { &[1, 2, 900, 999] } else { &[1, 2, 999] };
-        let mut all: Vec<(u32, bool)> = codes.iter().map(|code| (*code, false)).collect();
-        if QUEUES.iter().any(|queues| name.starts_with(queues)) {
-            all.extend(codes.iter().map(|code| (*code, true)));
-        }
-        if nth == 1 || self.own.contains(&name) && nth == count / 2 {
-            all.extend([(700, false), (4, false)]);
-        }
-        all
+    if nth == 1 || OWN.contains(&name) && nth == count / 2 {
+        all.extend([(700, false), (4, false)]);
     }
+    all
+}
 
-    fn all(&self, stand_in: &StandIn) {
-        self.run(stand_in, None);
+#[test]
+fn every_call_of_sharing_fails_once() {
+    on_stand_in(|stand_in| {
+        run(stand_in, None);
         let clean = stand_in.report();
         assert_eq!(clean.leaks, Vec::<String>::new(), "without any fault");
         let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
         assert!(calls.len() >= 25, "few calls are made: {calls:?}");
-        for name in self.own {
-            assert!(calls.contains_key(*name), "the scenario does not call {name}");
+        for name in OWN {
+            assert!(calls.contains_key(name), "the scenario does not call {name}");
         }
         let (mut runs, mut struck) = (0, 0);
         for (name, &count) in &calls {
-            for nth in self.turns(name, count) {
-                for (code, after) in self.codes(name, nth, count) {
+            for nth in turns(name, count) {
+                for (code, after) in codes(name, nth, count) {
                     let fault = Some((name.as_str(), nth, code, after));
                     // What is lost or kept for ever stays on a machine of its own.
                     let leaves = is_final(fault) || name == "cuUserObjectRelease";
                     let fresh = leaves.then(|| StandIn::gpus(Driver::Cuda12_8));
                     let machine = fresh.as_ref().unwrap_or(stand_in);
-                    self.run(machine, fault);
+                    run(machine, fault);
                     (runs, struck) = (runs + 1, struck + machine.struck());
                     // The last calls of a lost device may come when the run is over.
                     assert!(nth > 1 || machine.struck() > 0 || is_final(fault), "{fault:?} was never met");
@@ -178,101 +177,7 @@ impl Sweep {
             }
         }
         println!("{runs} runs, {struck} calls made to fail");
-    }
-}
-
-#[test]
-fn every_call_of_host_memory_fails_once() {
-    const OWN: [&str; 10] = [
-        "cuCtxGetLimit",
-        "cuCtxSetLimit",
-        "cuDeviceGetAttribute",
-        "cuMemAllocManaged",
-        "cuMemFreeHost",
-        "cuMemFree_v2",
-        "cuMemHostAlloc",
-        "cuMemHostGetDevicePointer_v2",
-        "cuMemHostRegister_v2",
-        "cuMemHostUnregister",
-    ];
-    on_stand_in(|stand_in| Sweep { scenario: host_memory, own: &OWN }.all(stand_in));
-}
-
-#[test]
-fn every_call_of_sharing_fails_once() {
-    const OWN: [&str; 9] = [
-        "cuCtxGetDevice",
-        "cuDevicePrimaryCtxGetState",
-        "cuStreamGetCtx",
-        "cuStreamGetId",
-        "cuStreamIsCapturing",
-        "cuStreamGetCaptureInfo_v3",
-        "cuUserObjectCreate",
-        "cuUserObjectRelease",
-        "cuGraphRetainUserObject",
-    ];
-    on_stand_in(|stand_in| Sweep { scenario: share, own: &OWN }.all(stand_in));
-}
-
-/// Pools of every backing, adopted and registered memory.
-fn host_memory(_: &Raw, _: bool) -> Result<()> {
-    let device = twice(|| Device::open(&gpu_name(0)))?;
-    twice(|| {
-        let (stream, memory) = (device.stream()?, device.alloc(LEN)?);
-        cuda::set_device_heap_limit(&device, cuda::device_heap_limit(&device)?)?;
-        let flags = HostAllocFlags { portable: true, mapped: true, write_combined: true };
-        for backing in [Backing::HostAlloc(flags), Backing::Managed, Backing::Registered] {
-            let sizes = Pool::builder(&device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE);
-            let pool = sizes.extent(2 * PAGE).backing(backing).build()?;
-            // A checkout asks again for memory that failed to be pinned, if that is known by then.
-            pool.wait_pinned(Some(HANG))?;
-            let mut bufs = Vec::new();
-            for seed in 0..2 {
-                let mut buf = pool.checkout_timeout(2 * PAGE - 4096, HANG)?;
-                buf.extend_from_slice(&bytes(seed, LEN));
-                buf.device_address(&device)?;
-                bufs.push(buf);
-            }
-            // A third makes it grow. (Where that fails, one that waits would wait for the two.)
-            let third = pool.try_checkout(2 * PAGE - 4096);
-            pool.wait_pinned(Some(HANG))?;
-            drop(third);
-            for buf in bufs {
-                drop(ended(stream.upload(buf, &memory)?)?);
-            }
-            pool.trim(0);
-            if pool.stats().pinned_bytes + pool.stats().unpinned_bytes == 0 {
-                let mut map = MmapMut::map_anon(4 * PAGE).unwrap();
-                map.fill(5);
-                pool.adopt(map).map_err(|error| refused(error, &[5; 4 * PAGE], false))?;
-            }
-            drop(pool.checkout_timeout(LEN, HANG)?);
-            pool.check().unwrap();
-            pool.trim(0);
-        }
-        registered(&device, &stream, &memory)
-    })
-}
-
-/// There and back by way of registered values.
-fn registered(device: &Device, stream: &Stream, memory: &DeviceSlice) -> Result<()> {
-    for round in 0..2 {
-        let content = bytes(round, LEN);
-        let value = device.register(content.clone()).map_err(|error| refused(error, &content, false))?;
-        let value = stream.upload(value, memory).map_err(|error| refused(error, &content, true))?;
-        let value = ended(value)?;
-        let target = device.register(vec![0; LEN]).map_err(|error| refused(error, &[0; LEN], false))?;
-        if round == 1 {
-            drop(value);
-        } else {
-            assert!(value.into_inner()? == content, "a value came back changed");
-        }
-        let back = ended(stream.download(memory, target)?)?;
-        assert!(*back == *content, "wrong bytes, reported as done");
-        back.device_address(device)?;
-    }
-    let read = device.register_read_only(bytes(9, LEN));
-    ended(stream.hold(read.map_err(|error| refused(error, &bytes(9, LEN), false))?)?).map(drop)
+    });
 }
 
 /// Calls of the server's own may be the ones that fail, and are then made again.

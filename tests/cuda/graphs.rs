@@ -8,12 +8,9 @@
 use std::sync::Arc;
 
 use pinpool::{Copier, Device, Error, ErrorClass, Stream, SubmitError, cuda};
-use pinpool_sim::cuda::Driver;
 
 use crate::rig::{self, open, round_trip};
-use crate::support::doubles::gpu::{
-    Gpu, all_back, bytes, filled, on_driver, on_gpu, on_stand_in, pool, until,
-};
+use crate::support::doubles::gpu::{all_back, bytes, filled, on_gpu, on_stand_in, pool, until};
 use crate::support::doubles::{HANG, gpu_name};
 
 const LEN: usize = 10_000;
@@ -189,69 +186,6 @@ fn the_legacy_stream_is_left_alone_while_a_blocking_stream_is_captured() {
         }
         gpu.ok("cuStreamDestroy_v2", &[blocking]);
     });
-}
-
-/// Captures a copy out of one buffer and a copy into another, both of the program's, keeps both buffers with
-/// the graph, replays the graph, and destroys its parts in one of several orders. (`kept` has the plainest
-/// one.)
-fn replays(gpu: &Gpu, device: &Device, raw: usize, stream: &Stream, launched_last: bool) {
-    let (pool, memory) = (pool(device, 2 << 20), device.alloc(LEN).unwrap());
-    let sent = bytes(launched_last.into(), LEN);
-    let (input, output) = (filled(&pool, &sent), pool.checkout(LEN).unwrap());
-    let (from, to, at) = (input.as_ptr() as usize, output.as_ptr() as usize, memory.address() as usize);
-    let kept = || pool.stats().checked_out_bytes;
-    let out = kept();
-    gpu.begin_capture(raw, 1);
-    gpu.ok("cuMemcpyHtoDAsync_v2", &[at, from, LEN, raw]);
-    stream.hold_captured(input).unwrap();
-    // Before the work that uses it, and shared.
-    stream.hold_captured(Arc::new(output)).unwrap();
-    gpu.ok("cuMemcpyDtoHAsync_v2", &[to, at, LEN, raw]);
-    let graph = gpu.end_capture(raw);
-    let executable = gpu.made("cuGraphInstantiateWithFlags", &[graph, 0]);
-    for replay in 0..4 {
-        // SAFETY: the graph keeps the buffer, and no launch is under way.
-        unsafe { (to as *mut u8).write_bytes(0, LEN) };
-        // Whoever else is served gets other memory.
-        drop(filled(&pool, &bytes(99, LEN)));
-        gpu.launch(executable, raw);
-        // SAFETY: as above: the launch was waited for.
-        let landed = unsafe { std::slice::from_raw_parts(to as *const u8, LEN) };
-        assert!(landed == sent, "replay {replay}");
-    }
-    if launched_last {
-        gpu.ok("cuGraphLaunch", &[executable, raw]);
-    }
-    gpu.ok("cuGraphExecDestroy", &[executable]);
-    if !launched_last {
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        assert_eq!(kept(), out, "the graph has them");
-    }
-    gpu.ok("cuGraphDestroy", &[graph]);
-    if launched_last && gpu.stand_in.is_some() {
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        assert_eq!(kept(), out, "the launch has not run");
-    }
-    gpu.ok("cuStreamSynchronize", &[raw]);
-    until("all is back", || kept() == 0);
-    pool.check().unwrap();
-}
-
-#[test]
-fn a_graph_keeps_the_buffers_that_it_reads() {
-    let in_both_orders = |gpu: &Gpu| {
-        let (device, raw) = (open(), gpu.stream());
-        let own = device.stream().unwrap();
-        for launched_last in [true, false] {
-            replays(gpu, &device, raw, &adopt(&device, raw), launched_last);
-            replays(gpu, &device, cuda::raw_stream(&own).unwrap() as usize, &own, launched_last);
-        }
-        drop(own);
-        gpu.ok("cuStreamDestroy_v2", &[raw]);
-    };
-    // And with a driver that has the older form of the question only.
-    on_driver(Driver::Cuda12_0, in_both_orders);
-    on_gpu(in_both_orders);
 }
 
 #[test]

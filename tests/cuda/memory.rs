@@ -1,6 +1,6 @@
 //! Where pinned memory comes from, on GPUs through the simulated driver: what only CUDA has.
 //!
-//! What any device must do with such memory is in `contract/memory.rs`; every call fails once in `faults.rs`.
+//! What any device must do with such memory is in `contract/memory.rs`; every call fails once in `tests/faults`.
 
 #![allow(unsafe_code, reason = "values whose bytes stay where they are, and memory by its address")]
 
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::MmapMut;
-use pinpool::{Backing, Device, Error, ErrorClass, HostAllocFlags, Pool, PoolBuilder, Request, Unpinned};
+use pinpool::{Backing, Device, Error, ErrorClass, HostAllocFlags, Pool, PoolBuilder, Request};
 
 use crate::rig::{both, broken, flag, is_clean, open};
 use crate::support::doubles::gpu::{bytes, calls, filled, until};
@@ -24,51 +24,9 @@ fn small(device: &Device) -> PoolBuilder {
     Pool::builder(device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE).extent(2 * PAGE)
 }
 
-/// A value, and how often it was dropped.
-fn watched(bytes: Vec<u8>) -> (Value, Arc<AtomicUsize>) {
-    let dropped = Arc::new(AtomicUsize::new(0));
-    let count = dropped.clone();
-    (Value::new(bytes, move || _ = count.fetch_add(1, Ordering::SeqCst)), dropped)
-}
-
 /// How often each of them was dropped, in all.
 fn gone(dropped: &[Arc<AtomicUsize>]) -> usize {
     dropped.iter().map(|dropped| dropped.load(Ordering::SeqCst)).sum()
-}
-
-#[test]
-fn no_pinned_memory_is_an_error_or_plain_memory_that_says_so() {
-    on_stand_in(|d| {
-        let device = open();
-        // What the driver allocates is pinned as far as the device is concerned: no copy is staged.
-        let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
-        let pool = small(&device).backing(ALLOCATED).build().unwrap();
-        drop(stream.upload(filled(&pool, &bytes(1, PAGE)), &memory).unwrap().wait().unwrap());
-        assert_eq!(d.report().notes, Vec::<String>::new());
-        drop((pool, stream, memory));
-        // Memory that is not pinned has no address on the device.
-        d.fail("cuMemHostRegister_v2", 1, 2, false);
-        let plain = small(&device).initial(2 * PAGE).unpinned(Unpinned::Allow).build().unwrap();
-        let buf = filled(&plain, b"plain");
-        let error = buf.device_address(&device).unwrap_err();
-        assert!(!buf.is_pinned() && error.to_string().contains("not pinned"), "{error}");
-        assert_eq!(broken(d), ["HST-4"]);
-        drop((buf, plain));
-        // Every other allocation of the simulation's starts within a page, and is made again with a page
-        // more.
-        d.fail("cuMemHostAlloc", 3, 2, false);
-        let pool = small(&device).backing(ALLOCATED).unpinned(Unpinned::Allow).build().unwrap();
-        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
-        assert_eq!((pinning.ready, pinning.error), (4 * PAGE, None));
-        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
-        drop(pool);
-        // Managed memory was asked for by name: nothing takes its place.
-        d.fail("cuMemAllocManaged", 1, 2, false);
-        let managed = small(&device).backing(Backing::Managed).unpinned(Unpinned::Allow).build();
-        assert_eq!(managed.unwrap_err().class(), ErrorClass::Transient);
-        drop(device);
-        assert_eq!(d.final_report().leaks, Vec::<String>::new());
-    });
 }
 
 #[test]
@@ -80,7 +38,8 @@ fn a_driver_that_has_ended_is_not_called_for_memory() {
             pool.wait_pinned(Some(HANG)).unwrap();
             pool
         });
-        let [(adopted, a), (one, b), (two, c)] = [4 * PAGE, 100, 100].map(|len| watched(bytes(1, len)));
+        let [(adopted, a), (one, b), (two, c)] =
+            [4 * PAGE, 100, 100].map(|len| Value::watched(bytes(1, len)));
         pools[0].adopt(adopted).unwrap();
         let (one, two) = (device.register(one).unwrap(), device.register(two).unwrap());
         let (plain, (owner, owner_gone)) = (device.alloc(64).unwrap(), flag());
@@ -153,7 +112,7 @@ fn what_cannot_be_unpinned_is_leaked_and_not_dropped() {
     on_stand_in(|d| {
         let device = open();
         let [(dropped, a), (kept, b), (adopted, c)] =
-            [PAGE, PAGE, 6 * PAGE].map(|len| watched(bytes(1, len)));
+            [PAGE, PAGE, 6 * PAGE].map(|len| Value::watched(bytes(1, len)));
         let (dropped, kept) = (device.register(dropped).unwrap(), device.register(kept).unwrap());
         let refuse = |name| d.fail(name, 1, 999, false);
         let struck = |count| until("it is made to fail", || d.struck() == count);
@@ -189,7 +148,7 @@ fn a_value_in_flight_on_a_lost_device_is_never_dropped() {
     on_stand_in(|d| {
         let device = open();
         let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
-        let [(owned, a), (shared, b), (idle, c)] = [1, 2, 3].map(|i| watched(bytes(i, PAGE)));
+        let [(owned, a), (shared, b), (idle, c)] = [1, 2, 3].map(|i| Value::watched(bytes(i, PAGE)));
         let [owned, shared, idle] = [owned, shared, idle].map(|w| device.register(w).unwrap());
         d.hang(true);
         let waited = stream.upload(owned, &memory).unwrap();
@@ -231,7 +190,7 @@ fn adopting_is_rolled_back_when_a_part_fails() {
         pool.check().unwrap();
         assert_eq!(d.report().violations, Vec::<String>::new());
         // Not even the rollback works: then the memory is leaked, since the device may still reach it.
-        let (kept, dropped) = watched(bytes(1, 6 * PAGE));
+        let (kept, dropped) = Value::watched(bytes(1, 6 * PAGE));
         d.fail("cuMemHostRegister_v2", 3, 1, false);
         d.fail("cuMemHostUnregister", 2, 999, false);
         assert!(pool.adopt(kept).unwrap_err().buffer.is_none());

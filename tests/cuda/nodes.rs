@@ -1,8 +1,7 @@
-//! Pools for GPUs on several NUMA nodes, on the stand-in driver: the node that a pool lies on, a pool for
-//! each node, and a pool that goes on with another GPU when its first one dies. (`core/regressions.rs` has
-//! the same on host devices.)
+//! Pools for GPUs on several NUMA nodes, on the stand-in driver: the node that a pool lies on, and what it
+//! starts with. (`core/regressions.rs` has a pool that goes on with another device when its first one dies.)
 
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder};
+use pinpool::{Device, Error, Pool, PoolBuilder};
 
 use crate::rig::{self, both, is_clean};
 use crate::support::doubles::{self, HANG, StandIn};
@@ -76,62 +75,5 @@ fn what_a_pool_starts_with_is_not_rounded_away() {
         let more = small(8 * MIB, 8 * MIB + 4096).unwrap_err();
         let told = "are 4 KiB more than the capacity of 8 MiB";
         assert!(matches!(&more, Error::Argument(text) if text.contains(told)), "{more}");
-    });
-}
-
-#[test]
-fn memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead() {
-    on_nodes([0, 0], |d| {
-        let (first, second) = both();
-        let pool = builder(&first, &second).initial(0).build().unwrap();
-        d.kill(0, 700);
-        let adopted = pool.adopt(vec![0_u8; MIB]).map_err(|e| e.error).unwrap();
-        assert!(first.lost().is_some() && adopted.pinned == adopted.len);
-        assert_eq!((pool.pinning().wanted, pool.trim(0)), (adopted.len, adopted.len));
-        // The worker has unpinned it when it has done a later call.
-        second.register(vec![0; 1]).map_err(|e| e.error).unwrap().into_inner().unwrap();
-        // Where all devices are dead, the caller is told, and gets the memory back.
-        d.kill(1, 700);
-        let refused = pool.adopt(vec![0_u8; MIB]).unwrap_err();
-        assert!(refused.error.is_device_lost() && refused.buffer.is_some_and(|m| m.len() == MIB));
-        assert_eq!(pool.pinning().wanted, 0);
-    });
-}
-
-/// The device that pins dies while many requests wait for what it was to pin.
-#[test]
-fn nobody_who_waits_notices_that_another_device_pins() {
-    on_nodes([0, 0], |d| {
-        for backing in [Backing::Registered, Backing::HostAlloc(HostAllocFlags::default())] {
-            for round in [0, 3, 6, 9] {
-                let (first, second) = both();
-                let builder = builder(&first, &second).capacity(24 * MIB).initial(0).backing(backing);
-                let pool = builder.region(2 * MIB).build().unwrap();
-                let got = std::thread::scope(|scope| {
-                    let threads = [0; 4].map(|_| {
-                        scope.spawn(|| {
-                            let get = |_| pool.checkout_timeout(400_000, HANG).unwrap();
-                            (0..5).map(get).collect::<Vec<_>>()
-                        })
-                    });
-                    while pool.stats().checkouts < round {
-                        std::thread::yield_now();
-                    }
-                    d.kill(0, 700);
-                    threads.map(|thread| thread.join().unwrap())
-                });
-                let pinning = pool.wait_pinned(Some(HANG)).unwrap();
-                assert_eq!((pinning.wanted, pinning.error), (pinning.ready, None));
-                assert_eq!(pool.stats().pinned_bytes, pinning.ready);
-                pool.check().unwrap();
-                drop(got);
-                // What the living device has pinned is given back, and so is what the dead one had (which it
-                // cannot undo).
-                assert_eq!((pool.trim(0), pool.pinning().ready), (pinning.ready, 0));
-                drop((pool, first, second));
-                d.final_report();
-                d.reset();
-            }
-        }
     });
 }

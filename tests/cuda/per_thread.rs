@@ -33,54 +33,6 @@ fn is_of_another_thread<T>(said: Result<T, Error>) -> bool {
 }
 
 #[test]
-fn each_thread_has_its_own() {
-    on_gpu(|gpu| {
-        let device = open();
-        let pool = pool(&device, 2 << 20);
-        // None ends before all have begun: see `docs/cuda.md`.
-        let all = std::sync::Barrier::new(4);
-        let work = |seed| {
-            gpu.current(gpu.context);
-            all.wait();
-            let (stream, memory) = (own(&device), device.alloc(LEN).unwrap());
-            (0..20).for_each(|n| round_trip(&pool, &stream, &memory, seed + n));
-            assert_eq!(own(&device).number(), stream.number(), "adopted again it is the same stream");
-            assert_eq!(cuda::raw_stream(&stream).unwrap() as usize, RAW);
-            // In order with streams of the crate, both ways.
-            let other = device.stream().unwrap();
-            drop(stream.upload(filled(&pool, &bytes(seed, LEN)), &memory).unwrap());
-            other.wait_for(&stream).unwrap();
-            let landing = pool.checkout_timeout(LEN, HANG).unwrap();
-            assert!(*other.download(&memory, landing).unwrap().wait().unwrap() == *bytes(seed, LEN));
-            stream.wait_for(&other).unwrap();
-            stream.synchronize().unwrap();
-            stream.number()
-        };
-        let mut numbers = std::thread::scope(|scope| {
-            let work = &work;
-            let threads = [0, 1, 2, 3].map(|n| scope.spawn(move || work(100 * n)));
-            threads.map(|thread| thread.join().unwrap()).to_vec()
-        });
-        numbers.sort_unstable();
-        numbers.dedup();
-        assert_eq!(numbers.len(), 4, "no two threads have the same stream");
-        // A capture of one thread's stream is no other thread's.
-        let (stream, memory) = (own(&device), device.alloc(LEN).unwrap());
-        gpu.begin_capture(RAW, 1);
-        let refused = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap_err();
-        assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
-        elsewhere(|| {
-            gpu.current(gpu.context);
-            round_trip(&pool, &own(&device), &memory, 2);
-        });
-        gpu.ok("cuGraphDestroy", &[gpu.end_capture(RAW)]);
-        round_trip(&pool, &stream, &memory, 3);
-        drop(refused);
-        all_back(&pool);
-    });
-}
-
-#[test]
 fn another_thread_is_refused_and_loses_nothing() {
     on_gpu(|gpu| {
         let device = open();
@@ -121,7 +73,24 @@ fn another_thread_is_refused_and_loses_nothing() {
         });
         copier.wait_for(&stream).unwrap();
         round_trip(&pool, &stream, &memory, 4);
-        drop((copier, stream));
+        // In order with streams of the crate, both ways.
+        let other = device.stream().unwrap();
+        drop(stream.upload(filled(&pool, &bytes(5, LEN)), &memory).unwrap());
+        other.wait_for(&stream).unwrap();
+        let landing = pool.checkout_timeout(LEN, HANG).unwrap();
+        assert!(*other.download(&memory, landing).unwrap().wait().unwrap() == *bytes(5, LEN));
+        stream.wait_for(&other).unwrap();
+        // A capture of one thread's stream is no other thread's.
+        gpu.begin_capture(RAW, 1);
+        let refused = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap_err();
+        assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
+        elsewhere(|| {
+            gpu.current(gpu.context);
+            round_trip(&pool, &own(&device), &memory, 2);
+        });
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(RAW)]);
+        round_trip(&pool, &stream, &memory, 3);
+        drop((copier, stream, refused));
         all_back(&pool);
     });
 }

@@ -2,22 +2,16 @@
 //! has, and what only a simulation can be made to do.
 //!
 //! What any device must do with all of these is in `contract`, and each driver call fails once in
-//! `faults.rs`.
+//! `tests/faults`.
 
 #![allow(unsafe_code, reason = "calling the stand-in, and memory by its address")]
 
-use std::sync::{Arc, Mutex};
-
 use pinpool::cuda::{device_heap_limit, set_device_heap_limit};
-use pinpool::{Backing, Device, DeviceSlice, Error, ErrorClass, HostAllocFlags, Pool, Stream};
+use pinpool::{Backing, Error, ErrorClass, HostAllocFlags, Pool};
 
-use crate::rig::{both, is_clean, open};
-use crate::support::doubles::gpu::{self, all_back, bytes, calls, filled, until};
+use crate::rig::{both, open};
+use crate::support::doubles::gpu::{self, calls};
 use crate::support::doubles::{StandIn, gpu_name, on_stand_in};
-
-fn pool(device: &Device) -> Pool {
-    Pool::builder(device).capacity(2 << 20).build().unwrap()
-}
 
 /// What a command gives: memory of the device's heap (`malloc 0 LEN`), of another context (`memory 0 0 LEN`),
 /// managed (1) or mapped (2).
@@ -28,13 +22,11 @@ fn made(d: &StandIn, command: &str) -> u64 {
 #[test]
 fn an_address_that_copies_cannot_use_is_told_what_it_is() {
     gpu::on_stand_in(|gpu, d| {
-        let (device, other) = both();
+        let (device, _other) = both();
         let allocated = Backing::HostAlloc(HostAllocFlags::default());
         let allocated = Pool::builder(&device).capacity(1 << 20).backing(allocated).build().unwrap();
-        let (stream, far, pinned) =
-            (device.stream().unwrap(), other.alloc(64).unwrap(), allocated.checkout(64).unwrap());
+        let (stream, pinned) = (device.stream().unwrap(), allocated.checkout(64).unwrap());
         let (plain, memory, pooled) = (Box::new([0_u8; 64]), gpu.memory(1000) as u64, gpu.stream());
-        let far_name = format!("that is memory of {}", gpu_name(1));
         let leaves = format!("leaves it by {}", usize::MAX - 999);
         let says = |at: u64, len: usize, words: &str| {
             // SAFETY: refused.
@@ -49,7 +41,6 @@ fn an_address_that_copies_cannot_use_is_told_what_it_is() {
         };
         says(plain.as_ptr() as u64, 64, "ordinary host memory|blocking copies");
         says(pinned.as_ptr() as u64, 64, "page-locked host memory|buffer of a pool");
-        says(far.address(), 64, &far_name);
         says(made(d, "memory 0 0 64"), 64, "another context|peer access|primary");
         says(memory + 1, usize::MAX, &leaves);
         // Known to no allocator: what was freed, what never was, and the end of everything.
@@ -99,68 +90,6 @@ fn what_the_driver_says_of_an_address_comes_with_the_owner() {
         let asked = calls(d, "cuPointerGetAttributes");
         assert!(refused().error.is_device_lost() && device.lost().is_some());
         assert_eq!(calls(d, "cuPointerGetAttributes"), asked);
-    });
-}
-
-/// An owner goes on the device's worker, with the last handle to everything. It may use the device there, and
-/// panic.
-#[test]
-fn an_owner_may_use_the_device_when_it_goes() {
-    struct Last(Option<(Device, Stream, DeviceSlice)>, Arc<Mutex<Option<String>>>);
-    impl Drop for Last {
-        fn drop(&mut self) {
-            let (device, stream, memory) = self.0.take().unwrap();
-            stream.upload_blocking(&[5; 64], &memory).unwrap();
-            drop(device.alloc(64).unwrap());
-            *self.1.lock().unwrap() = std::thread::current().name().map(str::to_owned);
-            panic!("as this owner does");
-        }
-    }
-    on_stand_in(|d| {
-        let (device, gone) = (open(), Arc::new(Mutex::new(None)));
-        let (stream, memory) = (device.stream().unwrap(), device.alloc(64).unwrap());
-        let at = memory.address();
-        let owner = Last(Some((device.clone(), stream.clone(), memory)), gone.clone());
-        // SAFETY: the owner has the memory.
-        let raw = unsafe { device.raw_memory(at, 64, owner) }.unwrap();
-        d.hang(true);
-        drop(stream.copy(raw.slice(..10), raw.slice(10..20)).unwrap());
-        drop((raw, stream));
-        // Not yet, whatever else the worker does meanwhile.
-        drop(device.alloc(1).unwrap());
-        device.reap();
-        assert_eq!(*gone.lock().unwrap(), None);
-        drop(device);
-        d.hang(false);
-        until("the owner is done", || gone.lock().unwrap().is_some());
-        assert_eq!(gone.lock().unwrap().as_deref(), Some(&*format!("pinpool-{}", gpu_name(0))));
-        is_clean(d);
-    });
-}
-
-/// Where the wait fails nothing is copied, and both buffers return by themselves.
-#[test]
-fn a_copy_between_host_memory_that_fails_gives_both_buffers_back() {
-    on_stand_in(|d| {
-        let device = open();
-        let (pool, stream) = (pool(&device), device.stream().unwrap());
-        let copy = || {
-            let to = pool.checkout(1000).unwrap();
-            let refusal = stream.copy_host(filled(&pool, &bytes(3, 1000)), to).unwrap_err();
-            assert!(refusal.buffer.is_none());
-            refusal.error
-        };
-        for after in [false, true] {
-            d.fail("cuStreamSynchronize", 1, 1, after);
-            assert!(copy().to_string().contains("cuStreamSynchronize"));
-        }
-        all_back(&pool);
-        // The device dies first: both are quarantined, and the caller gets the error.
-        d.fail("cuStreamSynchronize", 1, 700, false);
-        assert!(copy().is_device_lost());
-        until("both are quarantined", || pool.stats().quarantined_bytes >= 2000);
-        assert_eq!(pool.stats().in_flight_bytes, 0, "{:?}", pool.stats());
-        assert_eq!(d.report().violations, Vec::<String>::new());
     });
 }
 

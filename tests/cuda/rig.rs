@@ -65,26 +65,6 @@ pub fn flag() -> (Flag, impl Fn() -> bool + Clone) {
     (Flag(flag.clone()), move || flag.load(Ordering::Acquire))
 }
 
-/// Random numbers, the same in each run.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_add(1).wrapping_mul(0x2545_F491_4F6C_DD1D) | 1)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    pub fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
-    }
-}
-
 /// What the child of [`in_a_child`] runs on: `real` or `stand-in`.
 const KIND: &str = "PINPOOL_HARDWARE";
 
@@ -94,14 +74,8 @@ pub fn in_a_child(test: &str, needs_kernels: bool) -> Option<bool> {
     if let Ok(kind) = std::env::var(KIND) {
         return Some(kind == "real");
     }
-    let passes = |environment: &[(&str, &str)]| {
-        // Longer than any test takes.
-        let child = doubles::child(test, environment, Duration::from_secs(560));
-        crate::support::process::forward(&child.stdout, &child.stderr);
-        let passed = child.status.is_some_and(|status| status.success());
-        assert!(passed, "{test}: the child {}: {}", child.how(), child.last_words());
-        assert!(child.stdout.contains("1 passed"), "{test} did not run");
-    };
+    // Longer than any test takes.
+    let passes = |environment: &[_]| doubles::passes(test, environment, Duration::from_secs(560));
     let why = match doubles::real_driver() {
         Ok((_, text)) => {
             println!("{test}: on {text}");

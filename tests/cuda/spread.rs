@@ -12,9 +12,9 @@ use pinpool::cuda::{self, spread};
 use pinpool::{Device, Error, ErrorClass};
 
 use crate::rig::open;
-use crate::support::doubles::gpu::{Gpu, calls, on_driver, on_gpu, on_stand_in};
+use crate::support::doubles::gpu::{Gpu, Raw, calls, on_driver, on_gpu, on_stand_in};
 use crate::support::doubles::{self, HANG, gpu_name};
-use crate::support::kernels::{Kernels, Raw};
+use crate::support::kernels::Kernels;
 use crate::support::{bytes, skip};
 use pinpool_sim::cuda::Driver;
 
@@ -278,7 +278,7 @@ fn a_first_launch_waits_for_no_other_kernel() {
             return skip!("the stand-in has no kernels that run for long");
         }
         let path = std::env::var_os(doubles::PATH).unwrap_or_else(|| "libcuda.so.1".into());
-        let raw = Raw::new(Path::new(&path));
+        let raw = Raw::at(Path::new(&path));
         let (kernels, busy) = (Kernels::load(&raw), gpu.stream());
         kernels.spin(1000, busy);
         gpu.ok("cuStreamSynchronize", &[busy]);

@@ -4,10 +4,9 @@
 use std::ops::Deref;
 
 use memmap2::MmapMut;
-use pinpool::host::HostUsage;
+use pinpool::host::{self, HostConfig, HostNode, HostUsage};
 use pinpool::{Backing, HostAllocFlags, Unpinned};
 
-use super::site::fail;
 use super::*;
 use crate::scenario::Topic;
 use crate::support::doubles::gpu::until;
@@ -148,7 +147,7 @@ fn value(s: &mut Server<'_>, round: usize) -> Option<()> {
         }
         1 => {
             let sent = s.streams[0].upload(value, &memory).is_ok();
-            s.site.resume();
+            resume(s.machine);
             sent
         }
         _ => {
@@ -203,8 +202,8 @@ fn memory_that_can_never_be_pinned_keeps_no_other_memory_unpinned() {
     let pool = Pool::builder(&device).capacity(4 * PAGE).initial(0).extent(2 * PAGE);
     let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
     // Both are refused before the memory is adopted, and so before either is tried again.
-    for failure in [Failure::Transient, Failure::Transient, Failure::Argument] {
-        fail(&node, Call::Pin, 0, failure);
+    for failure in [host::Failure::Transient, host::Failure::Transient, host::Failure::Argument] {
+        node.fail(host::Fault { device: 0, call: host::Call::Pin, nth: 0, failure });
     }
     let info = pool.adopt(MmapMut::map_anon(4 * PAGE).unwrap()).unwrap();
     assert_eq!((info.len, info.pinned), (4 * PAGE, 0));

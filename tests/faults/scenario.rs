@@ -10,7 +10,7 @@ pub type Topic = fn(&mut Server<'_>);
 pub const OWN: &[Topic] = &[copies, memories, holds, shortage, rest];
 
 /// Some topics. The report says what went wrong.
-pub fn scenario(site: &Site, device: Device, topics: &[Topic]) -> Report {
+pub fn scenario(machine: &Machine, device: Device, topics: &[Topic]) -> Report {
     let mut report = Report::default();
     let build = || {
         let built = Pool::builder(&device)
@@ -21,7 +21,6 @@ pub fn scenario(site: &Site, device: Device, topics: &[Topic]) -> Report {
             .pin_threads(1)
             .before_unpin(|_| {})
             .build();
-        // With threads the second extent may still be under way, and fail later than the call.
         built.inspect(|pool| drop(pool.wait_pinned(Some(HANG))))
     };
     // Twice each. With one fault in a run, only a lost device fails twice.
@@ -40,13 +39,13 @@ pub fn scenario(site: &Site, device: Device, topics: &[Topic]) -> Report {
             }
             report.lost = true;
             if let Some(pool) = made {
-                audit(&pool, &device, site, &mut report);
+                audit(&pool, &device, machine, &mut report);
             }
             return report;
         }
     };
     let mut server = Server {
-        site,
+        machine,
         device,
         pool,
         streams,
@@ -58,7 +57,7 @@ pub fn scenario(site: &Site, device: Device, topics: &[Topic]) -> Report {
     };
     topics.iter().for_each(|topic| topic(&mut server));
     let Server { device, pool, streams, memory, mut report, .. } = server;
-    audit(&pool, &device, site, &mut report);
+    audit(&pool, &device, machine, &mut report);
     drop((pool, streams, memory, device));
     report
 }
@@ -217,7 +216,7 @@ fn shortage(s: &mut Server<'_>) {
         s.did("growth");
     }
     // All of them are sent and dropped.
-    s.site.hang();
+    s.machine.hang(true);
     let kept = hogs.len() / 2;
     for (at, buf) in hogs.into_iter().enumerate() {
         s.expected[20] = None;
@@ -242,7 +241,7 @@ fn shortage(s: &mut Server<'_>) {
                 },
                 _ => {
                     if let Ok(flight) = s.streams[0].download(s.slot(0), buf) {
-                        s.site.resume();
+                        resume(s.machine);
                         if let Some(buf) = s.settle(flight) {
                             s.compare(0, &buf, "download into a claimed buffer");
                         }
@@ -258,13 +257,13 @@ fn shortage(s: &mut Server<'_>) {
     if claimed > 0 {
         s.did("claim");
     }
-    s.site.resume();
+    resume(s.machine);
     if let Ok(buf) = s.pool.try_checkout_on(&s.streams[1], BIG) {
         // Host-ready after waiting.
         match buf.wait() {
             Ok(buf) => drop(buf),
             Err(e) if e.is_device_lost() => {}
-            Err(Error::Timeout(_)) => s.site.resume(),
+            Err(Error::Timeout(_)) => resume(s.machine),
             Err(e) => s.wrong(format!("waiting for a claimed buffer: {e}")),
         }
     }

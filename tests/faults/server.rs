@@ -17,7 +17,7 @@ pub struct Report {
 }
 
 pub struct Server<'a> {
-    pub site: &'a Site,
+    pub machine: &'a Machine,
     pub device: Device,
     pub pool: Pool,
     pub streams: Vec<Stream>,
@@ -58,7 +58,7 @@ impl Server<'_> {
                 Err(error) => last = Some(error),
             }
             // Resumes what is stalled, as an operator would.
-            self.site.resume();
+            resume(self.machine);
         }
         if !self.dead() {
             self.wrong(format!("{what} failed twice: {last:?}"));
@@ -96,7 +96,7 @@ impl Server<'_> {
                     return None;
                 }
             }
-            self.site.resume();
+            resume(self.machine);
         }
         self.wrong("a wait hangs");
         None
@@ -210,18 +210,14 @@ impl Server<'_> {
         Some(())
     }
 
-    /// Moves a device that does not move by itself, or waits a little for one that does.
+    /// Moves the device, which does not move by itself.
     pub fn nudge(&self) -> bool {
-        let moved = self.site.step() | self.device.reap();
-        if self.site.has_threads() {
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        moved
+        self.machine.step() | self.device.reap()
     }
 
     pub fn block_on<R>(&mut self, what: &'static str, future: impl Future<Output = Result<R>>) -> Option<R> {
         let mut future = pin!(future);
-        let (since, mut quiet) = (Instant::now(), 0);
+        let mut quiet = 0;
         loop {
             match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
                 Poll::Ready(Ok(value)) => {
@@ -233,10 +229,9 @@ impl Server<'_> {
             }
             quiet = if self.nudge() { 0 } else { quiet + 1 };
             if quiet % 8 == 7 {
-                self.site.resume();
+                resume(self.machine);
             }
-            let hangs = if self.site.has_threads() { since.elapsed() > HANG } else { quiet > 64 };
-            if hangs {
+            if quiet > 64 {
                 if !self.dead() {
                     self.wrong(format!("{what} hangs"));
                 }

@@ -2,16 +2,16 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use memmap2::{Mmap, MmapMut};
-use pinpool::{Backing, Error, HostAllocFlags, HugePages, Pool, RegionId, Request, StableDeref, Unpinned};
+use pinpool::{Backing, Error, HostAllocFlags, HugePages, Pool, RegionId, Request, Unpinned};
 
 use crate::support::bytes;
 use crate::support::doubles::HANG;
 use crate::support::rig::block_on;
+use crate::support::value::Value;
 use crate::{On, filled, flags, on_every_device, round_trip, until};
 
 const PAGE: usize = 64 << 10;
@@ -47,38 +47,6 @@ fn all_kinds_of_copies_carry_every_byte() {
     });
 }
 
-/// Bytes that count how often they were dropped.
-struct Watched(Vec<u8>, Arc<AtomicUsize>);
-
-impl Watched {
-    fn new(bytes: Vec<u8>) -> (Self, Arc<AtomicUsize>) {
-        let dropped = Arc::new(AtomicUsize::new(0));
-        (Self(bytes, dropped.clone()), dropped)
-    }
-}
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        self.1.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-impl Deref for Watched {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl DerefMut for Watched {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.0
-    }
-}
-
-// SAFETY: a vector that is not resized stays where it is.
-unsafe impl StableDeref for Watched {}
-
 /// Whether this device can have memory of the program's pinned: newer libraries of Ascend, and there on a host only.
 fn registers(on: &On) -> bool {
     let can = |npu: &crate::StandIn| npu.has("aclrtHostRegister") && !npu.is("rc true");
@@ -98,7 +66,7 @@ fn is_limited(error: &Error) -> bool {
 fn a_registered_value_is_copied_from_where_it_is_and_comes_back() {
     on_every_device(|on| {
         let (stream, memory) = (on.stream(), on.device.alloc(100_000).unwrap());
-        let (value, dropped) = Watched::new(bytes(1, 100_000));
+        let (value, dropped) = Value::watched(bytes(1, 100_000));
         let at = value.as_ptr();
         let value = match on.device.register(value) {
             Ok(value) => value,
@@ -215,7 +183,7 @@ fn memory_of_the_program_becomes_a_region_of_the_pool() {
     on_every_device(|on| {
         let pool = Pool::builder(&on.device).capacity(16 * PAGE).initial(0).region(2 * PAGE).extent(2 * PAGE);
         let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
-        let (value, dropped) = Watched::new(bytes(1, 5 * PAGE));
+        let (value, dropped) = Value::watched(bytes(1, 5 * PAGE));
         let whole = value.as_ptr_range();
         let info = match pool.adopt(value) {
             Ok(info) => info,

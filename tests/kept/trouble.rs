@@ -6,7 +6,7 @@ use std::time::Duration;
 use pinpool::{Device, Error, ErrorClass, Pool, Request, Unpinned};
 
 use crate::support::bytes;
-use crate::support::doubles::{self, ascendcl, npu};
+use crate::support::doubles::{self, npu};
 use crate::support::exits::{self, Way};
 use crate::support::process::forked;
 use crate::{DEVICES, filled, on_every_device, on_every_device_leaving, own_process, round_trip, until};
@@ -135,6 +135,6 @@ fn a_process_ends_while_a_gpu_works() {
 
 #[test]
 fn a_process_ends_while_an_npu_works() {
-    let built = (!npu::is_set()).then(|| (ascendcl::PATH, ascendcl::named_or_built()));
+    let built = (!npu::is_set()).then(|| (npu::PATH, npu::named_or_built()));
     ends("a_process_ends_while_an_npu_works", "acl:0", built);
 }

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Checkout, Device, Error, PinnedBuf, Pool, Request, Unpinned};
 
+use crate::support::Random;
 use crate::variable;
 use crate::world::Flag;
 
@@ -28,24 +29,7 @@ const POOLS: u64 = 24;
 const STEPS: usize = 40;
 const CAPACITY: usize = 4 << 20;
 
-struct Random(u64);
-
 impl Random {
-    fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % n as u64) as usize
-    }
-
-    fn one_in(&mut self, n: usize) -> bool {
-        self.below(n) == 0
-    }
-
     fn request(&mut self, largest: usize) -> Request {
         let len = match self.below(5) {
             0 => 1 + self.below(500),

@@ -91,9 +91,9 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
             let _ = std::fs::remove_file(&report);
             let mut command = command(test);
             command.env(EXIT, format!("{way:?}:{number}")).env(PLUGIN, &plugin);
-            command.env(doubles::ascendcl::REPORT, &report).envs(environment.iter().copied());
+            command.env(doubles::npu::REPORT, &report).envs(environment.iter().copied());
             let child = doubles::ended(&mut command, Duration::from_secs(120));
-            let seen = doubles::ascendcl::report_of(&report).unwrap_or_default();
+            let seen = doubles::npu::report_of(&report).unwrap_or_default();
             let _ = std::fs::remove_file(&report);
             let late = seen.violations.iter().filter(|text| text.starts_with("END-")).count();
             let meant = child.stdout.contains("ending now");

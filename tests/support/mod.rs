@@ -17,6 +17,7 @@ pub mod value;
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
+use std::time::{Duration, Instant};
 
 pub(crate) use process::own_process;
 pub(crate) use skip::skip;
@@ -26,6 +27,43 @@ pub(crate) use skip::skip;
 pub fn root() -> PathBuf {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     own.ancestors().find(|folder| folder.join("tests/support").is_dir()).unwrap_or(own).to_owned()
+}
+
+/// Longer than anything takes here: what has not happened by then hangs.
+pub const HANG: Duration = Duration::from_secs(20);
+
+/// Waits until it is so; no test asserts how long that takes.
+#[track_caller]
+pub fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let since = Instant::now();
+    while !so() {
+        assert!(since.elapsed() < HANG, "never: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Random numbers, the same in each run.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub fn below(&mut self, bound: usize) -> usize {
+        ((self.next() >> 11) % bound as u64) as usize
+    }
+
+    pub fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
 }
 
 /// Bytes of a pool that are checked out or in flight, at one moment: between two looks a buffer may go from one sum to

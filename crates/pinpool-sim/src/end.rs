@@ -6,8 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use crate::acl::Library;
-use crate::common::{Vendor, locked, setup};
+use crate::common::{Vendor, locked};
 
 /// The file that gets the report when the process ends.
 const REPORT: &str = "PINPOOL_SIM_REPORT";
@@ -71,14 +70,6 @@ extern "C" fn take_down() {
     }
 }
 
-/// What is done when the library is loaded.
-extern "C" fn at_load() {
-    if setup().iter().any(|command| command == "library Of2024") {
-        crate::older::hide(Library::Of2024.lacks());
-    }
-    end_with_process();
-}
-
 /// Registers the exit handler: when the library is loaded, and again when it is initialised, as late as a driver may.
 pub extern "C" fn end_with_process() {
     // SAFETY: the function lives as long as the library, which is not unloaded before the process ends.
@@ -89,7 +80,7 @@ pub extern "C" fn end_with_process() {
 /// handlers.
 #[used]
 #[unsafe(link_section = ".init_array")]
-static AT_LOAD: extern "C" fn() = at_load;
+static AT_LOAD: extern "C" fn() = end_with_process;
 
 #[used]
 #[unsafe(link_section = ".fini_array")]

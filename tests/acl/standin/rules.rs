@@ -1,5 +1,5 @@
 //! Scripts that break each rule of `crates/pinpool-sim/src/rules.rs` and do what is allowed, and show what the library
-//! does. See the page of the folder.
+//! does. See `tests/cuda/standin/script.rs`.
 
 pub const SCRIPTS: &str = "
 the library is initialised and ended
@@ -109,12 +109,12 @@ memory is freed once and not in use
     0 down h m 64 s
     0 Free m ! MEM-8
     0 SynchronizeStream s
-    h is 0xDD
+    h is 221
     m = memory 64
     0 up m h 64 s
     0 FreeHost h ! HST-2
     0 SynchronizeStream s
-    m is 0xDD
+    m is 221
     107000 FreeHost h ! HST-1
     h = host 256
     107000 FreeHost h+64 ! HST-1
@@ -155,14 +155,14 @@ plain memory is no memory for asynchronous copies
     0 up m page 64 s ! CPY-4
     0 down page+64 m 64 s ! CPY-4
     0 SynchronizeStream s
-    m is 0xDB
+    m is 219
     page+64 is 1
     0 Memcpy m 64 page 64 1
     m is 1
 what is copied at once has no order with what is queued
     fill h 6
     0 up m h 64 s
-    m is 0xA5 ! CPY-6
+    m is 165 ! CPY-6
     0 Memset h 64 7 64 ! CPY-6
     0 Memcpy h+128 64 h 64 0
     0 SynchronizeStream s
@@ -191,14 +191,14 @@ memory is registered in whole pages and once
     107000 HostRegister 4096 4096 0 & ! HST-5
     507899 HostRegister page+64 4096 0 & ! REG-1
     507911 HostUnregister page ! MEM-2
-    0 HostRegister page 8192 0 &
+    0 HostRegister page 8192 0 & => it
     107000 up m it 64 s ! CPY-7
     507910 HostRegister page+4096 4096 0 & ! MEM-1
     507911 HostUnregister page+4096 ! MEM-2
     0 up m page 64 s
     0 HostUnregister page ! MEM-4
     0 SynchronizeStream s
-    m is 0xDD
+    m is 221
     big = host 8192
     0 HostRegister big+4032 4096 0 &
     0 FreeHost big ! MEM-4
@@ -220,7 +220,7 @@ a lost device stays lost until it is reset and the other one lives
     507010 QueryEventStatus e &
     507010 SynchronizeStream s
     507010 Free m
-    h is 0xA5
+    h is 165
     0 SetDevice d1
     far = stream
     0 SynchronizeStream far

@@ -15,8 +15,8 @@ use pinpool::{Device, DeviceSlice, Stream, cuda};
 
 use super::checkouts;
 use super::worker::{Machine, Phase, Site};
-use crate::support::doubles;
-use crate::support::kernels::{Kernels, Raw};
+use crate::support::doubles::{self, gpu::Raw};
+use crate::support::kernels::Kernels;
 
 /// Set in a child, which is to run on the real GPU.
 const REAL: &str = "PINPOOL_REPLAY_GPU";
@@ -43,11 +43,7 @@ pub fn in_a_child(test: &str) -> bool {
     // Kernels are loaded with their module, not when they are first launched, which may wait for whatever
     // runs.
     let environment = [(REAL, "1"), (doubles::PATH, library), ("CUDA_MODULE_LOADING", "EAGER")];
-    let child = doubles::child(test, &environment, LIMIT);
-    crate::support::process::forward(&child.stdout, &child.stderr);
-    let ended_well = child.status.is_some_and(|status| status.success());
-    assert!(ended_well, "{test}: the child {}: {}", child.how(), child.last_words());
-    assert!(child.stdout.contains("1 passed"), "{test} did not run");
+    doubles::passes(test, &environment, LIMIT);
     true
 }
 
@@ -58,7 +54,7 @@ pub fn of_child() -> Option<Site> {
     std::env::var_os(REAL)?;
     let named = std::env::var_os(doubles::PATH).expect("the child is told which library to load");
     let (raw, context) = DRIVER.get_or_init(|| {
-        let raw = Raw::new(named.as_ref());
+        let raw = Raw::at(named.as_ref());
         let context = raw.enter(0);
         (raw, context)
     });
@@ -83,16 +79,16 @@ struct Real {
 impl Machine for Real {
     fn ready(&self, device: &Device) {
         self.enter();
-        let at = self.raw.alloc(GONE);
+        let at = self.raw.memory(GONE);
         // SAFETY: what is copied from it is refused from here on: nothing is allocated any more in this phase
         // that could lie there, and it is not written to.
-        let memory = unsafe { device.raw_memory(at, GONE, ()) }.unwrap();
-        self.raw.free(at);
+        let memory = unsafe { device.raw_memory(at as u64, GONE, ()) }.unwrap();
+        self.raw.ok("cuMemFree_v2", &[at]);
         assert!(self.gone.set(memory).is_ok(), "a phase begins once");
     }
 
     fn enter(&self) {
-        self.raw.set_current(self.context);
+        self.raw.current(self.context);
     }
 
     fn delay(&self, stream: &Stream) {

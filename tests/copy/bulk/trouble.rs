@@ -1,8 +1,5 @@
 //! What goes wrong: a clear error each, no wrong byte reported as right, and nothing left behind.
 
-use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Waker};
 use std::time::Duration;
 
 use crate::support::downloaded;
@@ -154,39 +151,6 @@ fn a_lost_device_ends_everything_with_its_error() {
         }
         rig.pool.check().unwrap();
     }
-}
-
-#[test]
-fn cancelled_futures_and_dropped_handles_leave_nothing() {
-    let rig = Rig::late();
-    let (copier, bytes, memory) = with(&rig, 2 << 20, 7);
-    let bytes: Arc<[u8]> = bytes.into();
-    for round in 0..20 {
-        let mut load = copier.upload(bytes.clone(), &memory).unwrap();
-        match round % 4 {
-            0 => drop(load),
-            // Polled once, and dropped.
-            1 => _ = Pin::new(&mut load).poll(&mut Context::from_waker(Waker::noop())),
-            2 => {
-                load.cancel();
-                match load.wait().map_err(|failed| failed.error) {
-                    Ok(_) => {}
-                    Err(Error::Cancelled { done, total, .. }) => assert!(done < total && total == 2 << 20),
-                    Err(other) => panic!("{other}"),
-                }
-            }
-            // By another thread than the one that waits.
-            _ => std::thread::scope(|scope| {
-                scope.spawn(|| load.cancel());
-                assert!(load.wait_landed(u64::MAX) || load.outcome().is_some());
-            }),
-        }
-    }
-    // Those whose handles were dropped go on, one after the other. Then nothing has a share of the source any more.
-    until("all transfers are over", || Arc::strong_count(&bytes) == 1);
-    rig.all_is_back();
-    copier.upload_slice(&bytes, &memory).unwrap();
-    assert!(downloaded(&copier, &memory)[..] == bytes[..]);
 }
 
 #[test]

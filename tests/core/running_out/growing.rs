@@ -153,6 +153,7 @@ fn pinning_can_be_asked_about_and_waited_for() {
     let done = pool.wait_pinned(Some(HANG)).unwrap();
     assert_eq!((done.ready, done.wanted, &done.error), (16 << 20, 16 << 20, &None));
     assert!(done.busy >= done.longest_call && done.longest_call > Duration::ZERO);
+    assert!(done.bytes_per_second().is_some_and(|speed| speed > 0.0));
     assert_eq!(checked(&pool).pinned_bytes, 16 << 20);
     assert_eq!(pool.wait_pinned(None).unwrap(), pool.pinning(), "nothing to wait for");
     pool.trim(0);

@@ -72,39 +72,3 @@ fn a_stuck_stream_keeps_only_its_own_buffers() {
     let stats = checked(&pool);
     assert_eq!((stats.checked_out_bytes, stats.quarantined_bytes), (0, 0));
 }
-
-#[test]
-fn a_panic_in_a_callback_loses_nothing() {
-    struct Bomb;
-    impl Wake for Bomb {
-        fn wake(self: Arc<Self>) {
-            panic!("on purpose, in a waker");
-        }
-    }
-    let rig = Rig::threads();
-    let calls = Arc::new(AtomicUsize::new(0));
-    let counted = calls.clone();
-    let before_unpin = move |_: &RegionInfo| {
-        counted.fetch_add(1, Ordering::Relaxed);
-        panic!("on purpose, before unpinning");
-    };
-    let pool = rig.builder(128 << 10).before_unpin(before_unpin).build().unwrap();
-    let stream = rig.device.stream().unwrap();
-    let bomb = Waker::from(Arc::new(Bomb));
-    let mut cx = Context::from_waker(&bomb);
-    // Woken by the reaper, which has other waiters to wake and other buffers to return.
-    rig.node().hang(0);
-    let mut sent = Box::pin(stream.hold(pool.checkout(pages(30)).unwrap()).unwrap());
-    assert!(sent.as_mut().poll(&mut cx).is_pending());
-    let mut waiting: Pin<Box<Checkout>> = Box::pin(pool.checkout_async(pages(3)));
-    assert!(waiting.as_mut().poll(&mut cx).is_pending());
-    rig.node().resume(0);
-    drop(block_on(sent).unwrap());
-    // And the reaper still works.
-    send(&stream, block_on(waiting).unwrap());
-    drop(pool.checkout_timeout(pages(32), HANG).unwrap());
-    assert_eq!(checked(&pool).checked_out_bytes, 0);
-    drop((stream, pool));
-    rig.all_is_given_back();
-    assert_eq!(calls.load(Ordering::Relaxed), 1);
-}

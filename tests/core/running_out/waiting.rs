@@ -103,27 +103,6 @@ fn first_come_first_served() {
     assert_eq!((stats.waiting, stats.waits, stats.checked_out_bytes), (0, 7, 0));
 }
 
-#[test]
-fn several_buffers_come_together_or_not_at_all() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
-    let mut both = Waiter::new(pool.checkout_many_async([pages(8), pages(4), pages(4)]));
-    drop(a);
-    both.still_waits();
-    assert_eq!(checked(&pool).checked_out_bytes, 8 * PAGE, "it holds none while it waits for the rest");
-    drop(b);
-    let bufs = both.ready().unwrap();
-    assert_eq!(bufs.iter().map(|b| b.capacity()).collect::<Vec<_>>(), [8, 4, 4].map(|n| n * PAGE - 32));
-    drop(bufs);
-    // More than the pool can ever have.
-    let error = pool.checkout_many(&[pages(8), pages(9)], None).unwrap_err();
-    assert!(matches!(error, Error::Impossible { quarantined: 0, .. }), "{error}");
-    let text = error.to_string();
-    assert!(text.contains("capacity of 64 KiB;") && !text.contains("quarantined"), "{text}");
-    assert_eq!(checked(&pool).checked_out_bytes, 0);
-}
-
 /// Many requests together can ask for more bytes than there are addresses.
 #[test]
 fn a_sum_beyond_all_numbers_is_impossible() {

@@ -9,7 +9,7 @@
 use pinpool::{Device, DeviceSlice, Pool, Stream};
 
 use super::{Gpu, filled, open, raw_stream, until};
-use crate::rig::Random;
+use crate::support::Random;
 use crate::support::kernels::{Counts, Kernels};
 
 const LARGEST: usize = 1 << 20;
@@ -50,7 +50,7 @@ fn worker(
     count: u64,
 ) -> Totals {
     let ring: Vec<DeviceSlice> = (0..RING).map(|_| device.alloc(LARGEST).expect("device memory")).collect();
-    gpu.raw.set_current(context);
+    gpu.raw.current(context);
     let (raw, counts) = (raw_stream(stream), kernels.counts());
     let (mut random, mut totals) = (Random::new(number), Totals::default());
     for n in 0..count {
@@ -64,7 +64,7 @@ fn worker(
     }
     gpu.raw.synchronize(raw);
     totals.checked += kernels.read(counts);
-    gpu.raw.free(counts);
+    gpu.raw.ok("cuMemFree_v2", &[counts as usize]);
     totals
 }
 
@@ -97,7 +97,7 @@ pub fn churn(
         }
         totals
     });
-    gpu.raw.release(ordinal);
+    gpu.raw.ok("cuDevicePrimaryCtxRelease_v2", &[ordinal]);
     totals
 }
 

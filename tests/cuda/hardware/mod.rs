@@ -12,7 +12,6 @@
 
 #![allow(unsafe_code, reason = "calling the driver")]
 
-mod adopted;
 mod churn;
 mod exit;
 mod pointers;
@@ -26,9 +25,9 @@ use std::path::Path;
 use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Result, Stream, cuda};
 
 use crate::rig::in_a_child;
-use crate::support::doubles::gpu::until;
+use crate::support::doubles::gpu::{Raw, until};
 use crate::support::doubles::{self, HANG, StandIn};
-use crate::support::kernels::{self, Kernels, Raw};
+use crate::support::kernels::{self, Kernels};
 
 /// The driver that a test has, beside pinpool.
 pub struct Gpu {
@@ -54,7 +53,7 @@ impl Gpu {
 
     /// The stand-in, which the test can control. `None`: a real GPU.
     fn stand_in(&self) -> Option<&StandIn> {
-        (!self.real).then(|| self.raw.stand_in())
+        (!self.real).then_some(&self.raw.0)
     }
 
     /// Checks at the end of a test that the stand-in saw none of its rules broken.
@@ -79,7 +78,7 @@ fn on_gpu(test: &str, needs: Needs, body: impl FnOnce(&Gpu)) {
     let Some(real) = in_a_child(test, needs == Needs::Kernels) else { return };
     let named = std::env::var_os(doubles::PATH).filter(|path| !path.is_empty());
     let path = named.unwrap_or_else(|| "libcuda.so.1".into());
-    body(&Gpu { raw: Raw::new(Path::new(&path)), real });
+    body(&Gpu { raw: Raw::at(Path::new(&path)), real });
 }
 
 /// A checked-out buffer with the pattern of a seed.
@@ -139,7 +138,6 @@ tests! {
     the_runtime_api_works_beside_the_pool (Kernels) runtime::beside;
     one_pool_for_two_gpus (Kernels) two::both;
     a_dead_gpu_leaves_the_other_serving (Driver) two::one_dies;
-    the_legacy_default_stream_is_in_order_with_its_caller (Driver) adopted::legacy;
     a_process_may_end_while_the_pool_grows (Driver) exit::growing;
     a_process_may_end_in_every_way (Driver) exit::ways;
 }

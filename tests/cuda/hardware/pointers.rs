@@ -16,12 +16,12 @@ pub fn heap(gpu: &Gpu) {
     let after = device_heap_limit(&device).expect("the heap's limit");
     assert!(after >= 32 << 20, "{before} before, {after} after 32 MiB were asked for");
     gpu.raw.enter(0);
-    let heap_alloc = gpu.raw.kernel(gpu.raw.module(HEAP), c"heap_alloc");
-    let (stream, out) = (gpu.raw.stream(), gpu.raw.alloc(8));
-    gpu.raw.launch(heap_alloc, 1, 1, stream, &[LEN, out]);
+    let heap_alloc = gpu.raw.kernel(HEAP, c"heap_alloc");
+    let (stream, out) = (gpu.raw.stream(), gpu.raw.memory(8));
+    gpu.raw.start(heap_alloc, 1, 1, stream, &[LEN, out as u64]);
     gpu.raw.synchronize(stream);
     let mut word = [0; 8];
-    gpu.raw.read(out, &mut word);
+    gpu.raw.fetch(out, &mut word);
     let address = u64::from_le_bytes(word);
     assert_ne!(address, 0, "the kernel's malloc gave nothing");
     let refused = raw_memory(&device, address, LEN as usize);

@@ -32,10 +32,10 @@ impl<'a> Fault<'a> {
     pub fn new(gpu: &'a Gpu, ordinal: usize) -> Self {
         let kernel = gpu.real.then(|| {
             gpu.raw.enter(ordinal);
-            let poke = gpu.raw.kernel(gpu.raw.module(POKE), c"poke");
-            let (stream, memory) = (gpu.raw.stream(), gpu.raw.alloc(1));
+            let poke = gpu.raw.kernel(POKE, c"poke");
+            let (stream, memory) = (gpu.raw.stream(), gpu.raw.memory(1));
             // Once at an address where it may store: the kernel works.
-            gpu.raw.launch(poke, 1, 1, stream, &[memory]);
+            gpu.raw.start(poke, 1, 1, stream, &[memory as u64]);
             gpu.raw.synchronize(stream);
             (poke, stream)
         });
@@ -45,13 +45,13 @@ impl<'a> Fault<'a> {
     /// Ends the context, which is current on the caller's thread.
     pub fn strike(self) {
         let (gpu, Some((poke, stream))) = (self.gpu, self.kernel) else {
-            self.gpu.raw.stand_in().kill(self.ordinal, 700);
-            return self.gpu.raw.stand_in().hang(false);
+            self.gpu.raw.0.kill(self.ordinal, 700);
+            return self.gpu.raw.0.hang(false);
         };
         // To the page that nothing is ever mapped at.
-        gpu.raw.launch(poke, 1, 1, stream, &[0x10]);
-        let code = gpu.raw.synchronized(stream);
-        println!("a kernel that stores to 0x10: {code} ({})", gpu.raw.name(code));
+        gpu.raw.start(poke, 1, 1, stream, &[0x10]);
+        let code = gpu.raw.call("cuStreamSynchronize", &[stream]);
+        println!("a kernel that stores to 0x10: {code} ({})", gpu.raw.word(code));
         assert_ne!(code, 0, "the store went through");
     }
 }

@@ -53,18 +53,6 @@ impl Runtime {
         Err(why.join("; "))
     }
 
-    #[track_caller]
-    fn ok(&self, name: &str, arguments: &[usize]) {
-        assert_eq!(self.0.call(name, arguments), 0, "{name}");
-    }
-
-    #[track_caller]
-    fn made(&self, name: &str, more: &[usize]) -> usize {
-        let mut made = 0_usize;
-        self.ok(name, &[&[(&raw mut made) as usize], more].concat());
-        made
-    }
-
     /// The calling thread's last error; the call clears it.
     fn last_error(&self) -> u32 {
         self.0.call("cudaGetLastError", &[])
@@ -74,7 +62,7 @@ impl Runtime {
     fn kind(&self, address: usize) -> u32 {
         // cudaPointerAttributes begins with it; the rest has grown from version to version.
         let mut attributes = [0_u32; 64];
-        self.ok("cudaPointerGetAttributes", &[attributes.as_mut_ptr() as usize, address]);
+        self.0.ok("cudaPointerGetAttributes", &[attributes.as_mut_ptr() as usize, address]);
         attributes[0]
     }
 }
@@ -88,24 +76,25 @@ pub fn beside(gpu: &Gpu) {
         Err(why) => return skip!("there is no libcudart for this driver: {why}"),
     };
     // Makes the runtime initialise, if setting the device did not.
-    runtime.ok("cudaFree", &[0]);
+    runtime.0.ok("cudaFree", &[0]);
     let ours = pinpool::cuda::raw_context(&device).expect("a GPU") as usize;
-    assert_eq!(gpu.raw.current(), ours, "the runtime works in another context");
+    assert_eq!(gpu.raw.made("cuCtxGetCurrent", &[]), ours, "the runtime works in another context");
     let kernels = gpu.kernels().expect("a real GPU");
     // The runtime's memory, on the device and pinned on the host.
-    let (memory, landing) = (runtime.made("cudaMalloc", &[LEN]), runtime.made("cudaMallocHost", &[LEN]));
-    let theirs = runtime.made("cudaStreamCreateWithFlags", &[NON_BLOCKING]);
+    let (memory, landing) = (runtime.0.made("cudaMalloc", &[LEN]), runtime.0.made("cudaMallocHost", &[LEN]));
+    let theirs = runtime.0.made("cudaStreamCreateWithFlags", &[NON_BLOCKING]);
     let slice = raw_memory(&device, memory as u64, LEN).expect("the runtime's memory");
     let adopted = adopt(&device, theirs).expect("the runtime's stream");
     let own = device.stream().expect("a stream");
-    // Copies of the crate and of the runtime in alternation, on a stream of each.
-    for (stream, raw) in [(&adopted, theirs), (&own, raw_stream(&own))] {
+    let legacy = adopt(&device, 0).expect("the legacy default stream");
+    // Copies of the crate and of the runtime in alternation, on a stream of each, and on the legacy default stream.
+    for (stream, raw) in [(&adopted, theirs), (&own, raw_stream(&own)), (&legacy, 0)] {
         for round in 0..ROUNDS {
             // A copy of the crate, read by the runtime.
             kernels.spin(SPIN_NANOSECONDS, raw);
             drop(stream.upload(filled(&pool, LEN, round), &slice).expect("an upload"));
-            runtime.ok("cudaMemcpyAsync", &[landing, memory, LEN, TO_HOST, raw]);
-            runtime.ok("cudaStreamSynchronize", &[raw]);
+            runtime.0.ok("cudaMemcpyAsync", &[landing, memory, LEN, TO_HOST, raw]);
+            runtime.0.ok("cudaStreamSynchronize", &[raw]);
             // SAFETY: pinned memory of the runtime's of that length, and the copy there was waited for.
             let landed = unsafe { std::slice::from_raw_parts(landing as *const u8, LEN) };
             assert_eq!(kernels::wrong(landed, round), 0, "round {round}");
@@ -113,7 +102,7 @@ pub fn beside(gpu: &Gpu) {
             let seed = round + 1_000_000;
             let buf = filled(&pool, LEN, seed);
             kernels.spin(SPIN_NANOSECONDS, raw);
-            runtime.ok("cudaMemcpyAsync", &[memory, buf.as_ptr() as usize, LEN, TO_DEVICE, raw]);
+            runtime.0.ok("cudaMemcpyAsync", &[memory, buf.as_ptr() as usize, LEN, TO_DEVICE, raw]);
             drop(stream.hold(buf).expect("a hold"));
             // Overwrites the buffer, if it returned too early.
             drop(filled(&pool, LEN, seed + 1));
@@ -144,9 +133,9 @@ pub fn beside(gpu: &Gpu) {
     adopted.synchronize().expect("all is done");
     until("all is back", || pool.stats().in_flight_bytes == 0);
     assert_eq!((pool.stats().quarantined_bytes, device.lost()), (0, None), "{:?}", pool.stats());
-    drop((slice, adopted, own, back));
+    drop((slice, adopted, own, legacy, back));
     for (call, what) in [("cudaStreamDestroy", theirs), ("cudaFree", memory), ("cudaFreeHost", landing)] {
-        runtime.ok(call, &[what]);
+        runtime.0.ok(call, &[what]);
     }
     drop((pool, device));
     assert_eq!(runtime.last_error(), 0);
@@ -159,20 +148,21 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
         println!("{what}: {error}");
         assert!(!error.is_device_lost(), "{error}");
         assert_eq!(runtime.0.call("cudaPeekAtLastError", &[]), 0, "{what} left an error behind");
-        let memory = runtime.made("cudaMalloc", &[4096]);
-        runtime.ok("cudaMemset", &[memory, 0, 4096]);
-        runtime.ok("cudaFree", &[memory]);
-        runtime.ok("cudaDeviceSynchronize", &[]);
+        let memory = runtime.0.made("cudaMalloc", &[4096]);
+        runtime.0.ok("cudaMemset", &[memory, 0, 4096]);
+        runtime.0.ok("cudaFree", &[memory]);
+        runtime.0.ok("cudaDeviceSynchronize", &[]);
         assert_eq!(runtime.last_error(), 0, "{what} left an error behind");
     };
     let registered = vec![0_u8; 1 << 20];
-    gpu.raw.register(registered.as_ptr().cast_mut(), registered.len());
+    gpu.raw.ok("cuMemHostRegister_v2", &[registered.as_ptr() as usize, registered.len(), 1]);
     let refused = device.register(registered).expect_err("it is registered");
-    gpu.raw.unregister(refused.buffer.expect("it comes back").as_ptr().cast_mut());
+    let back = refused.buffer.expect("it comes back");
+    gpu.raw.ok("cuMemHostUnregister", &[back.as_ptr() as usize]);
     leaves_nothing("registering twice", refused.error);
-    let gone = runtime.made("cudaMalloc", &[64 << 20]);
+    let gone = runtime.0.made("cudaMalloc", &[64 << 20]);
     let slice = raw_memory(device, gone as u64, 64 << 20).expect("the runtime's memory");
-    runtime.ok("cudaFree", &[gone]);
+    runtime.0.ok("cudaFree", &[gone]);
     let refused = stream.upload(filled(pool, LEN, 1), slice).expect_err("its memory is gone");
     leaves_nothing("an upload to memory that is gone", refused.error);
     leaves_nothing("an allocation of 1 EiB", device.alloc(1 << 60).expect_err("no GPU has as much"));

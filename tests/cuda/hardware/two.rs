@@ -7,7 +7,8 @@ use super::{Gpu, doubles, filled, open, poison, until};
 
 /// The two, and a pool for both. `None`: there is one GPU.
 fn open_two(gpu: &Gpu, test: &str) -> Option<(Device, Device, Pool)> {
-    let devices = gpu.raw.devices();
+    // It writes an int.
+    let devices = gpu.raw.made("cuDeviceGetCount", &[]) & 0xFFFF_FFFF;
     if devices < 2 {
         crate::support::skip!("there is one GPU");
         assert!(!doubles::required_device("cuda:1"), "{test}: PINPOOL_REQUIRE names cuda:1");
@@ -67,11 +68,11 @@ pub fn one_dies(gpu: &Gpu) {
     let stats = pool.stats();
     assert!(stats.quarantined_bytes >= 2 * LEN, "{stats:?}");
     gpu.raw.enter(1);
-    let code = gpu.raw.synchronized(beside);
+    let code = gpu.raw.call("cuStreamSynchronize", &[beside]);
     if code != 0 {
         println!(
             "{TEST}: cuda:0 died with: {error}; for cuda:1 the driver says {code} ({})",
-            gpu.raw.name(code)
+            gpu.raw.word(code)
         );
         assert!(gpu.real, "the stand-in's GPUs have nothing to do with each other");
         let refused = other.upload(filled(&pool, LEN, 4), &theirs).expect_err("the driver has ended");
@@ -94,6 +95,6 @@ pub fn one_dies(gpu: &Gpu) {
     assert_eq!(second.lost(), None);
     pool.check().expect("the pool is whole");
     gpu.raw.enter(1);
-    gpu.raw.destroy(beside);
+    gpu.raw.ok("cuStreamDestroy_v2", &[beside]);
     gpu.no_violations();
 }

@@ -1,6 +1,6 @@
 //! The rules by the ids of the simulation's page, each with a script that breaks it and does what is allowed.
 
-/// See the page of the folder.
+/// See `script.rs`.
 pub const RULES: &str = "
 INIT-1
     bare

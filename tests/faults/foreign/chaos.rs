@@ -12,7 +12,7 @@ use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::task::{Context, Poll, Wake};
 use std::time::{Duration, Instant};
 
@@ -443,7 +443,14 @@ fn chaos(faults: bool) {
     let node =
         HostNode::new(HostConfig::new().memory(256 << 20).late(Duration::from_micros(60), seed)).unwrap();
     let device = Device::on(&node, 0).unwrap();
+    // The pool's own callback has no share of the pool.
+    let known = Arc::new(OnceLock::<Weak<Mischief>>::new());
+    let callback = known.clone();
     let pool = Pool::builder(&device)
+        .before_unpin(move |_| {
+            let mischief = callback.get().and_then(Weak::upgrade);
+            mischief.iter().for_each(|mischief| mischief.happens(3));
+        })
         .capacity(3 << 20)
         .region(1 << 20)
         .initial(1 << 20)
@@ -453,6 +460,7 @@ fn chaos(faults: bool) {
         .unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
     let mischief = Mischief::new(&pool, seed);
+    _ = known.set(Arc::downgrade(&mischief));
     let own = mischief.clone();
     panicking::act(move |_, _| own.happens(40));
     #[cfg(feature = "metrics")]
@@ -488,11 +496,12 @@ fn chaos(faults: bool) {
                 node.clear_faults();
                 node.resume(0);
             } else if faults {
-                use Call::{Copy, CreateEvent, Pin, Query, Record, WaitEvent};
-                use Failure::{Argument, RunsAnyway, Stall, Transient};
-                const FAILURES: [Failure; 4] = [Transient, RunsAnyway, Argument, Stall];
-                const CALLS: [Call; 6] = [Copy, Record, Query, CreateEvent, Pin, WaitEvent];
-                let (failure, call) = (FAILURES[mischief.draw(4) as usize], CALLS[mischief.draw(6) as usize]);
+                use Call::{Allocate, Copy, CopyBlocking, CreateEvent, Pin, Query, Record, WaitEvent};
+                use Failure::{Argument, Capture, RunsAnyway, Stall, Transient};
+                const FAILURES: [Failure; 5] = [Transient, RunsAnyway, Argument, Stall, Capture];
+                const CALLS: [Call; 8] =
+                    [Copy, Record, Query, CreateEvent, Pin, WaitEvent, CopyBlocking, Allocate];
+                let (failure, call) = (FAILURES[mischief.draw(5) as usize], CALLS[mischief.draw(8) as usize]);
                 node.fail(Fault { device: 0, call, nth: mischief.draw(5), failure });
                 node.resume(0);
             }

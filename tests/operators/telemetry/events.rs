@@ -7,7 +7,7 @@ use pinpool::{Backing, Device, HostAllocFlags, Pool, Request, Unpinned};
 use tracing::Level;
 
 use super::sampler::poll;
-use super::{Bench, eventually};
+use super::{Bench, until};
 use crate::record::{all, clear, event, events, span};
 
 #[test]
@@ -31,7 +31,7 @@ fn setting_up_and_ending() {
     assert!(events("pinpool::pool::outstanding").is_empty());
     // A hit of a thread's own cache tells nobody.
     let bench = Bench::new(|builder| builder);
-    eventually("pinned", || bench.pool.stats().free_bytes > 0);
+    until("pinned", || bench.pool.stats().free_bytes > 0);
     drop(bench.pool.checkout(64).unwrap());
     clear();
     (0..100).for_each(|_| drop(bench.pool.checkout(64).unwrap()));
@@ -84,7 +84,7 @@ fn what_is_younger_than_the_wait_is_not_reported() {
     let old = pool.checkout(Request::new(600 << 10).tag("old")).unwrap();
     std::thread::scope(|scope| {
         let late = scope.spawn(|| pool.checkout_timeout(900 << 10, Duration::from_millis(300)));
-        eventually("it waits", || pool.stats().waiting > 0);
+        until("it waits", || pool.stats().waiting > 0);
         std::thread::sleep(Duration::from_millis(5));
         let young = pool.try_checkout(Request::new(64).tag("young")).unwrap();
         assert!(late.join().unwrap().is_err());
@@ -125,24 +125,6 @@ fn a_lost_device_and_all_that_is_quarantined() {
     let listed = bench.pool.stuck(Duration::ZERO).len();
     assert_eq!((listed, events("pinpool::pool::stuck").len()), (3, 1), "asked for, all are there");
     drop((shared, lent, kept));
-}
-
-#[test]
-fn what_a_copier_loses_is_in_the_event() {
-    recorded!();
-    let bench = Bench::new(|builder| builder);
-    let memory = bench.device.alloc(4096).unwrap();
-    let copier = pinpool::Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
-    bench.node.hang(0);
-    let sent = copier.upload(vec![1; 4096], &memory).unwrap();
-    eventually("submitted", || bench.pool.stats().in_flight_bytes > 0);
-    bench.node.kill(0);
-    assert!(sent.wait().is_err());
-    eventually("quarantined", || bench.pool.stats().quarantined_bytes > 0);
-    eventually("said", || !events("pinpool::stream::quarantine").is_empty());
-    let gone = event("pinpool::stream::quarantine", Level::ERROR, &["buffers", "bytes"]);
-    let bytes = bench.pool.stats().quarantined_bytes.to_string();
-    assert_eq!((gone.field("buffers"), gone.field("bytes")), ("1", &*bytes));
 }
 
 #[test]

@@ -14,15 +14,11 @@ mod snapshot;
 mod stuck;
 mod transfers;
 
-use std::time::{Duration, Instant};
-
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
 
 use crate::support::hand::Machine;
-
-/// Longer than anything takes here: a condition that has not come by then hangs.
-const HANG: Duration = Duration::from_secs(30);
+use crate::support::until;
 
 /// A machine with one device, and a pool of 1 MiB on it.
 struct Bench<N = HostNode> {
@@ -80,14 +76,5 @@ impl<N> Bench<N> {
         let len = buf.capacity();
         buf.try_resize(len, 1).unwrap();
         buf
-    }
-}
-
-/// Waits for what another thread does.
-fn eventually(what: &str, mut there: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !there() {
-        assert!(since.elapsed() < HANG, "not in {HANG:?}: {what}");
-        std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -9,7 +9,7 @@ use pinpool::telemetry::{Histogram, METRICS, MetricKind, Sampler};
 use pinpool::{Device, Request};
 use tracing::Level;
 
-use super::{Bench, eventually};
+use super::{Bench, until};
 use crate::record::{Record, all, clear, event, events};
 
 /// What one poll has given to a recorder: the text of an exporter for Prometheus, and whether a pool is left.
@@ -137,7 +137,7 @@ fn a_thread_polls_until_it_is_dropped() {
     let bench = Bench::new(|builder| builder.name("threaded"));
     let sampling = Sampler::new(&bench.pool).spawn(Duration::from_millis(10)).unwrap();
     let polls = || all(|record| record.fields.contains_key("gauge.pinpool.waiting.requests")).len();
-    eventually("three polls", || polls() >= 3);
+    until("three polls", || polls() >= 3);
     drop(sampling);
     let after = polls();
     std::thread::sleep(Duration::from_millis(50));
@@ -288,7 +288,7 @@ fn what_has_ended_reads_zero_once() {
     let before = labels.map(|label| sent.gauges(label).len());
     assert!(before[0] > 20 && before[1] >= 3, "{before:?}");
     drop((kept, gone, leaving));
-    eventually("its memory is gone", || other.live(0).pinned_bytes == 0);
+    until("its memory is gone", || other.live(0).pinned_bytes == 0);
     let sent = poll(&mut sampler);
     assert!(sent.1, "one pool is left");
     let zeros = |count| vec![0.0; count];
@@ -310,7 +310,7 @@ fn what_has_ended_reads_zero_once() {
     assert!(!sent.gauges("pool=\"stays\"").is_empty());
     // The last poll of a sampler whose last pool has closed says so, too.
     drop((stays, device));
-    eventually("its memory is gone", || node.live(1).pinned_bytes == 0);
+    until("its memory is gone", || node.live(1).pinned_bytes == 0);
     let sent = poll(&mut sampler);
     let ended = sent.gauges("pool=\"stays\"");
     assert!(!sent.1 && !ended.is_empty() && ended.iter().all(|value| *value == 0.0), "{ended:?}");

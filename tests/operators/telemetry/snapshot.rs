@@ -1,14 +1,12 @@
 //! The snapshot: each part after the conditions that it reports. (`tests/kept` has all fields on each kind of
 //! device, and `tests/model` the sums after each of many operations.)
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pinpool::telemetry::ClassStats;
 use pinpool::{Error, Request};
 
-use super::{Bench, eventually};
+use super::{Bench, until};
 
 fn class(classes: &[ClassStats], stride: Option<usize>) -> ClassStats {
     *classes
@@ -97,7 +95,7 @@ fn waits_and_holding_are_timed() {
     // A granted wait counts as well. The request has begun before it is seen to wait.
     let granted = std::thread::scope(|scope| {
         let waiter = scope.spawn(|| bench.pool.checkout(512 << 10).is_ok());
-        eventually("it waits", || bench.pool.stats().waiting == 1);
+        until("it waits", || bench.pool.stats().waiting == 1);
         std::thread::sleep(pause);
         drop(all);
         waiter.join().unwrap()
@@ -110,92 +108,4 @@ fn waits_and_holding_are_timed() {
     // A pool that tracks times each checkout, and caches none.
     assert_eq!((s.holding.count(), s.pool.cached_bytes), (2, 0));
     assert!(s.holding.sum() >= pause, "{:?}", s.holding);
-}
-
-#[test]
-fn pinning_has_a_speed() {
-    let bench = Bench::new(|builder| builder.region(256 << 10).initial(256 << 10));
-    bench.pool.wait_pinned(None).unwrap();
-    let s = bench.pool.snapshot();
-    assert_eq!((s.pinning.made, s.pool.growths), (256 << 10, 0), "what it starts with is no growth");
-    assert!(s.pinning.bytes_per_second().is_some_and(|speed| speed > 0.0));
-    assert!(s.pinning.longest_call <= s.pinning.busy);
-    let both = (bench.pool.checkout(200 << 10).unwrap(), bench.pool.checkout(200 << 10).unwrap());
-    eventually("it grew", || bench.pool.pinning().made == 512 << 10);
-    assert_eq!(bench.pool.stats().growths, 1);
-    drop(both);
-    bench.pool.trim(0);
-    assert_eq!(bench.pool.pinning().made, 512 << 10, "what has gone was made all the same");
-}
-
-/// The parts equal the whole while other threads are at work as well, and what is out all the time is listed
-/// once.
-#[test]
-fn under_way_the_sums_hold_and_the_report_is_whole() {
-    [false, true].into_iter().for_each(under_way);
-}
-
-/// Ends the threads at work, also where an assertion fails.
-struct Stops<'a>(&'a AtomicBool);
-
-impl Drop for Stops<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
-fn under_way(track: bool) {
-    let bench = Bench::new(|builder| builder.track_checkouts(track).capacity(8 << 20));
-    bench.pool.wait_pinned(None).unwrap();
-    let kept: Vec<_> =
-        (0..2000).map(|_| bench.pool.checkout(Request::new(2000).tag("kept")).unwrap()).collect();
-    let (stop, start) = (AtomicBool::new(false), Instant::now());
-    let sums_hold = || {
-        let s = bench.pool.snapshot();
-        let p = &s.pool;
-        let parts =
-            p.free_bytes + p.checked_out_bytes + p.in_flight_bytes + p.quarantined_bytes + p.cut_bytes;
-        assert_eq!(parts, p.pinned_bytes + p.unpinned_bytes, "{p:?}");
-        assert_eq!(p.granted_bytes, p.checked_out_bytes + p.in_flight_bytes + p.quarantined_bytes);
-        assert!(p.claimed_bytes <= p.in_flight_bytes && p.cached_bytes <= p.free_bytes, "{p:?}");
-        let sum = |part: fn(&ClassStats) -> u64| s.classes.iter().map(part).sum::<u64>();
-        assert_eq!(sum(|class| class.out_bytes as u64), p.granted_bytes as u64, "{s:#?}");
-        assert_eq!((sum(|class| class.checkouts), sum(|class| class.returns)), (p.checkouts, p.returns));
-        assert!(s.devices[0].completed <= s.devices[0].submitted);
-        p.returns
-    };
-    std::thread::scope(|scope| {
-        let (bench, stop) = (&bench, &stop);
-        // One thread checks out what another returns, two keep to themselves, one submits.
-        let (pass, passed) = mpsc::sync_channel(16);
-        scope.spawn(move || passed.into_iter().for_each(drop::<pinpool::Result<_>>));
-        let work = |mut work: Box<dyn FnMut() + Send>| {
-            scope.spawn(move || {
-                while !stop.load(Ordering::Relaxed) {
-                    work();
-                }
-            });
-        };
-        // One that would make the queue long is dropped here.
-        work(Box::new(move || drop(pass.try_send(bench.pool.checkout(1000)))));
-        work(Box::new(|| drop(bench.pool.checkout(1000))));
-        work(Box::new(|| drop(bench.pool.checkout(70_000))));
-        let (stream, memory) = bench.target();
-        work(Box::new(move || drop(stream.upload(bench.filled(4096), &memory))));
-        let _stops = Stops(stop);
-        while sums_hold() < 3000 {
-            let report = bench.pool.stuck(Duration::ZERO);
-            let (stay, go): (Vec<_>, Vec<_>) = report.iter().partition(|buffer| buffer.tag.is_some());
-            // Of a pool that does not track, a sample.
-            assert!(stay.len() == kept.len() || !track, "each of them is there once: {}", stay.len());
-            assert!(stay.len() <= kept.len(), "{} of {}", stay.len(), kept.len());
-            assert!(go.iter().all(|buffer| buffer.age <= start.elapsed()), "{go:#?}");
-        }
-    });
-    drop(kept);
-    eventually("all is back", || bench.pool.stats().granted_bytes == 0);
-    sums_hold();
-    let p = bench.pool.stats();
-    assert_eq!((p.checkouts - p.returns, p.requested_bytes), (0, 0));
-    bench.pool.check().unwrap();
 }

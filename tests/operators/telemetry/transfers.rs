@@ -9,7 +9,7 @@ use pinpool::copier::{FileSource, Fill, Priority, Reading, Source};
 use pinpool::{Copier, DeviceSlice, Error};
 use tracing::Level;
 
-use super::{Bench, eventually};
+use super::{Bench, until};
 use crate::record::{Record, clear, events, spans};
 
 const BYTES: usize = 1 << 20;
@@ -121,7 +121,7 @@ fn what_failed_and_what_was_cancelled() {
     clear();
     let gate = Gate::default();
     let transfer = copier.upload(Torn(Some(gate.clone())), &memory).unwrap();
-    eventually("read", || gate.0.lock().unwrap().0 > 0);
+    until("read", || gate.0.lock().unwrap().0 > 0);
     transfer.cancel();
     let found = spans("pinpool::copier", "transfer");
     assert!(!found[0].closed, "a worker is at it still: {found:#?}");
@@ -138,7 +138,7 @@ fn what_failed_and_what_was_cancelled() {
         }
     }
     copier.upload_read(&mut io::Read::chain(&[1; 1000][..], Broken), &memory).unwrap_err();
-    eventually("closed", || spans("pinpool::copier", "transfer").iter().all(|span| span.closed));
+    until("closed", || spans("pinpool::copier", "transfer").iter().all(|span| span.closed));
     assert_eq!(ended(&["copied_bytes", "outcome", "seconds"]).field("outcome"), "cancelled");
 }
 

@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard};
 use pinpool::{Device, PinnedBuf, Pool, Unpinned};
 use pinpool_sim::cuda::Driver;
 
-pub use crate::support::bytes;
 use crate::support::in_use;
+pub use crate::support::{bytes, until};
 
 use super::{HANG, StandIn, gpu_name, is_set, required};
 use crate::support::skip;
@@ -17,7 +17,7 @@ use crate::support::skip;
 /// The driver's handles and numbers, all of the size of a register.
 type Word = usize;
 
-/// A driver's entry points by their names.
+/// A driver's entry points by their names. Handles are numbers.
 pub struct Raw(pub StandIn);
 
 /// The first GPU, whose primary context is current on this thread.
@@ -68,6 +68,47 @@ impl Raw {
     pub fn call(&self, name: &str, a: &[Word]) -> u32 {
         self.0.call(name, a)
     }
+
+    /// One that must succeed.
+    #[track_caller]
+    pub fn ok(&self, name: &str, a: &[Word]) {
+        let code = self.call(name, a);
+        assert!(code == 0, "{name} failed with {code}");
+    }
+
+    /// The same for one that writes a word to its first argument.
+    #[track_caller]
+    pub fn made(&self, name: &str, more: &[Word]) -> Word {
+        let mut word: Word = 0;
+        self.ok(name, &[&[(&raw mut word) as Word], more].concat());
+        word
+    }
+
+    /// Makes a context current on this thread.
+    pub fn current(&self, context: Word) {
+        self.ok("cuCtxSetCurrent", &[context]);
+    }
+
+    /// A stream that the legacy default stream does not wait for.
+    pub fn stream(&self) -> Word {
+        self.made("cuStreamCreate", &[1])
+    }
+
+    pub fn synchronize(&self, stream: Word) {
+        self.ok("cuStreamSynchronize", &[stream]);
+    }
+
+    pub fn memory(&self, len: usize) -> Word {
+        self.made("cuMemAlloc_v2", &[len])
+    }
+}
+
+impl std::ops::Deref for Gpu {
+    type Target = Raw;
+
+    fn deref(&self) -> &Raw {
+        &self.raw
+    }
 }
 
 impl Gpu {
@@ -109,43 +150,12 @@ impl Gpu {
         }
     }
 
-    pub fn call(&self, name: &str, a: &[Word]) -> u32 {
-        self.raw.call(name, a)
-    }
-
-    /// The same for one that writes a word to its first argument.
-    pub fn made(&self, name: &str, more: &[Word]) -> Word {
-        let mut word: Word = 0;
-        let mut all = vec![(&raw mut word) as Word];
-        all.extend(more);
-        assert_eq!(self.call(name, &all), 0, "{name}");
-        word
-    }
-
-    pub fn ok(&self, name: &str, a: &[Word]) {
-        assert_eq!(self.call(name, a), 0, "{name}");
-    }
-
-    /// Makes a context current on this thread.
-    pub fn current(&self, context: Word) {
-        self.ok("cuCtxSetCurrent", &[context]);
-    }
-
     /// A context beside the primary one. The current one stays what it was.
     pub fn other_context(&self) -> Word {
         let made = self.made("cuCtxCreate_v2", &[0, self.ordinal(0)]);
         let mut popped: Word = 0;
         self.ok("cuCtxPopCurrent_v2", &[(&raw mut popped) as Word]);
         made
-    }
-
-    /// A stream that the legacy default stream does not wait for.
-    pub fn stream(&self) -> Word {
-        self.made("cuStreamCreate", &[1])
-    }
-
-    pub fn memory(&self, len: usize) -> Word {
-        self.made("cuMemAlloc_v2", &[len])
     }
 
     pub fn upload(&self, to: Word, from: *const u8, len: usize, stream: Word) {
@@ -156,7 +166,7 @@ impl Gpu {
     pub fn read(&self, from: Word, len: usize, stream: Word) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.ok("cuMemcpyDtoHAsync_v2", &[bytes.as_mut_ptr() as Word, from, len, stream]);
-        self.ok("cuStreamSynchronize", &[stream]);
+        self.synchronize(stream);
         bytes
     }
 
@@ -174,7 +184,7 @@ impl Gpu {
 
     pub fn launch(&self, executable: Word, stream: Word) {
         self.ok("cuGraphLaunch", &[executable, stream]);
-        self.ok("cuStreamSynchronize", &[stream]);
+        self.synchronize(stream);
     }
 }
 
@@ -199,13 +209,4 @@ pub fn calls(stand_in: &StandIn, name: &str) -> u64 {
 pub fn all_back(pool: &Pool) {
     until("all is back", || in_use(pool) == 0);
     pool.check().unwrap();
-}
-
-/// Waits until it is so; no test asserts how long that takes.
-pub fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = std::time::Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
 }

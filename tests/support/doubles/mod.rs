@@ -7,7 +7,6 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "loading a library and calling it")]
 
-pub mod ascendcl;
 pub mod gpu;
 pub mod npu;
 
@@ -29,8 +28,7 @@ use pinpool_sim::{Machine, acl, cuda};
 pub const PATH: &str = "PINPOOL_LIBCUDA";
 /// The variable that sets up the machine of a library which a child loads: commands with semicolons between them.
 pub const SETUP: &str = "PINPOOL_SIM";
-/// Longer than anything takes here: what has not happened by then hangs.
-pub const HANG: Duration = Duration::from_secs(20);
+pub use crate::support::HANG;
 
 /// Whether `PINPOOL_REQUIRE` names a GPU: then the machine's own driver is to be used.
 pub fn required() -> bool {
@@ -74,10 +72,8 @@ pub fn again(test: &str, environment: &[(&str, &str)]) {
         skip!("the simulated libcuda is not beside the executable; {PATH} can name one");
         return;
     };
-    let mut command = process::command(test);
-    command.env(PATH, library).envs(environment.iter().copied());
-    let output = command.output().expect("this executable can be started again");
-    process::passed(test, "with the stand-in", &output);
+    let library = library.to_str().expect("a path in UTF-8");
+    passes(test, &[&[(PATH, library)], environment].concat(), 20 * HANG);
 }
 
 /// Runs the body of a test on two simulated GPUs of its own; in a child that loads the simulation, on those.
@@ -125,6 +121,14 @@ impl Ended {
 pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended {
     let mut command = process::command(test);
     ended(command.envs(environment.iter().copied()), limit)
+}
+
+/// The same for a child in which the test passes.
+pub fn passes(test: &str, environment: &[(&str, &str)], limit: Duration) {
+    let child = child(test, environment, limit);
+    process::forward(&child.stdout, &child.stderr);
+    let passed = child.status.is_some_and(|status| status.success()) && child.stdout.contains("1 passed");
+    assert!(passed, "{test} {environment:?}: the child {}: {}", child.how(), child.last_words());
 }
 
 /// The same for any command.

@@ -1,11 +1,17 @@
 //! An Ascend device as a test through pinpool has it: a simulated machine of its own in each of the ways in which
 //! libraries and devices differ, or the machine's own library where `PINPOOL_REQUIRE` names an Ascend device.
 
+use std::path::{Path, PathBuf};
+
 use pinpool_sim::acl::Library;
 
-use super::ascendcl::PATH;
-use super::{Report, StandIn};
+use super::{Report, StandIn, library, named};
 use crate::support::skip;
+
+/// The variable that pinpool reads.
+pub const PATH: &str = "PINPOOL_LIBASCENDCL";
+/// A file that the report is written to when a process ends that has loaded the simulation by its path.
+pub const REPORT: &str = "PINPOOL_SIM_REPORT";
 
 /// A library and a machine.
 #[derive(Clone, Copy)]
@@ -35,7 +41,17 @@ pub fn required() -> bool {
 
 /// Whether this process is a child that was started with a library.
 pub fn is_set() -> bool {
-    super::named(PATH).is_some()
+    named(PATH).is_some()
+}
+
+/// The simulation that the environment names, or the one beside this executable.
+pub fn named_or_built() -> Option<PathBuf> {
+    named(PATH).or_else(library)
+}
+
+/// The report of a process that had [`REPORT`] set and has ended. `None`: there is none.
+pub fn report_of(path: &Path) -> Option<Report> {
+    std::fs::read_to_string(path).ok().map(|text| Report::parse(&text))
 }
 
 /// The simulation that this process has loaded. `None`: it uses something else.
@@ -44,10 +60,9 @@ pub fn stand_in() -> Option<StandIn> {
 }
 
 impl Way {
-    /// The commands that make a loaded library such a one: a value of [`SETUP`](super::SETUP).
+    /// The commands that make a machine such a one: a value of [`SETUP`](super::SETUP).
     pub fn setup(self) -> String {
-        let library = format!("library {:?}", self.library);
-        [&[library.as_str()], self.commands].concat().join(";")
+        self.commands.join(";")
     }
 
     /// A machine of this test's own.

@@ -5,7 +5,7 @@
 //! meant to send, so that a copy that read too late or from the wrong place is seen on the device. [`fill`] and
 //! [`wrong`] compute the same pattern on the host.
 //!
-//! Calls that are not expected to fail panic with their name and the driver's word for the code.
+//! Calls that are not expected to fail panic with their name and the code.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "calling the driver")]
@@ -13,7 +13,7 @@
 use std::ffi::{CStr, CString, c_char};
 use std::path::Path;
 
-use crate::support::doubles::{StandIn, gpu};
+use crate::support::doubles::gpu::Raw;
 
 /// The kernels' sources. The device's heap has a module of its own: loading it fixes the heap's size.
 const PATTERN: &str = include_str!("pattern.ptx");
@@ -69,136 +69,48 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
-/// A driver, called directly. Handles are numbers.
-pub struct Raw(gpu::Raw);
-
 impl Raw {
-    /// The library at a path, which pinpool has loaded too or is about to.
-    pub fn new(path: &Path) -> Self {
-        Self::of(StandIn::any(path, "sim_cuda").expect("it was loaded before"))
-    }
-
-    /// The same of a simulated driver.
-    pub fn of(library: StandIn) -> Self {
-        let raw = Self(gpu::Raw(library));
-        raw.ask("cuInit", &[0]);
+    /// The library at a path, which pinpool has loaded too or is about to; initialised.
+    pub fn at(path: &Path) -> Self {
+        let raw = Self::load(path).expect("it was loaded before");
+        raw.ok("cuInit", &[0]);
         raw
     }
 
-    /// The stand-in, if the library is it.
-    pub fn stand_in(&self) -> &StandIn {
-        &self.0.0
-    }
-
-    /// A call that must succeed.
-    #[track_caller]
-    fn ask(&self, call: &str, words: &[usize]) {
-        let code = self.0.call(call, words);
-        assert!(code == 0, "{call} failed with {code} ({})", self.name(code));
-    }
-
-    /// The same for one that writes a word to its first argument.
-    #[track_caller]
-    fn make(&self, call: &str, more: &[usize]) -> usize {
-        let mut made = 0_usize;
-        self.ask(call, &[&[(&raw mut made) as usize], more].concat());
-        made
-    }
-
     /// The driver's word for a code.
-    pub fn name(&self, code: u32) -> String {
+    pub fn word(&self, code: u32) -> String {
         let mut text: *const c_char = std::ptr::null();
-        self.0.call("cuGetErrorName", &[code as usize, (&raw mut text) as usize]);
+        self.call("cuGetErrorName", &[code as usize, (&raw mut text) as usize]);
         // SAFETY: null, or a string that lives as long as the library.
         let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
         text.unwrap_or_else(|| "no name".into())
     }
 
-    pub fn devices(&self) -> usize {
-        // It writes an int.
-        self.make("cuDeviceGetCount", &[]) & 0xFFFF_FFFF
-    }
-
     /// Retains a GPU's primary context and makes it current here.
     pub fn enter(&self, device: usize) -> usize {
-        let context = self.make("cuDevicePrimaryCtxRetain", &[device]);
-        self.set_current(context);
+        let context = self.made("cuDevicePrimaryCtxRetain", &[device]);
+        self.current(context);
         context
     }
 
-    pub fn set_current(&self, context: usize) {
-        self.ask("cuCtxSetCurrent", &[context]);
-    }
-
-    /// The context that is current here.
-    pub fn current(&self) -> usize {
-        self.make("cuCtxGetCurrent", &[])
-    }
-
-    pub fn release(&self, device: usize) {
-        self.ask("cuDevicePrimaryCtxRelease_v2", &[device]);
-    }
-
-    pub fn alloc(&self, len: usize) -> u64 {
-        self.make("cuMemAlloc_v2", &[len]) as u64
-    }
-
-    pub fn free(&self, address: u64) {
-        self.ask("cuMemFree_v2", &[address as usize]);
-    }
-
-    /// A stream that is not ordered with the legacy default stream.
-    pub fn stream(&self) -> usize {
-        self.make("cuStreamCreate", &[1])
-    }
-
-    pub fn destroy(&self, stream: usize) {
-        self.ask("cuStreamDestroy_v2", &[stream]);
-    }
-
-    pub fn synchronize(&self, stream: usize) {
-        self.ask("cuStreamSynchronize", &[stream]);
-    }
-
-    /// The code of waiting for a stream.
-    pub fn synchronized(&self, stream: usize) -> u32 {
-        self.0.call("cuStreamSynchronize", &[stream])
-    }
-
-    /// Registers host memory with the driver, for every context.
-    pub fn register(&self, at: *mut u8, len: usize) {
-        self.ask("cuMemHostRegister_v2", &[at as usize, len, 1]);
-    }
-
-    pub fn unregister(&self, at: *mut u8) {
-        self.ask("cuMemHostUnregister", &[at as usize]);
-    }
-
     /// Copies from the device and waits.
-    pub fn read(&self, from: u64, to: &mut [u8]) {
-        self.ask("cuMemcpyDtoH_v2", &[to.as_mut_ptr() as usize, from as usize, to.len()]);
+    pub fn fetch(&self, from: usize, to: &mut [u8]) {
+        self.ok("cuMemcpyDtoH_v2", &[to.as_mut_ptr() as usize, from, to.len()]);
     }
 
-    pub fn set_bytes(&self, at: u64, byte: u8, len: usize, stream: usize) {
-        self.ask("cuMemsetD8Async", &[at as usize, byte as usize, len, stream]);
-    }
-
-    /// Loads a module into the current context.
-    pub fn module(&self, source: &str) -> usize {
+    /// A kernel of a module, which is loaded into the current context.
+    pub fn kernel(&self, source: &str, name: &CStr) -> usize {
         let source = CString::new(source).expect("text without zeros");
-        self.make("cuModuleLoadData", &[source.as_ptr() as usize])
-    }
-
-    pub fn kernel(&self, module: usize, name: &CStr) -> usize {
-        self.make("cuModuleGetFunction", &[module, name.as_ptr() as usize])
+        let module = self.made("cuModuleLoadData", &[source.as_ptr() as usize]);
+        self.made("cuModuleGetFunction", &[module, name.as_ptr() as usize])
     }
 
     /// Launches a kernel whose parameters are all words.
-    pub fn launch(&self, kernel: usize, blocks: u32, threads: u32, stream: usize, words: &[u64]) {
+    pub fn start(&self, kernel: usize, blocks: u32, threads: u32, stream: usize, words: &[u64]) {
         let mut parameters: Vec<usize> = words.iter().map(|word| std::ptr::from_ref(word) as usize).collect();
         let (blocks, threads, at) = (blocks as usize, threads as usize, parameters.as_mut_ptr() as usize);
         // The parameters are read during the call.
-        self.ask("cuLaunchKernel", &[kernel, blocks, 1, 1, threads, 1, 1, 0, stream, at, 0]);
+        self.ok("cuLaunchKernel", &[kernel, blocks, 1, 1, threads, 1, 1, 0, stream, at, 0]);
     }
 }
 
@@ -212,13 +124,8 @@ pub struct Kernels<'a> {
 
 impl<'a> Kernels<'a> {
     pub fn load(raw: &'a Raw) -> Self {
-        let pattern = raw.module(PATTERN);
-        Self {
-            raw,
-            check: raw.kernel(pattern, c"check_pattern"),
-            fill: raw.kernel(pattern, c"fill_pattern"),
-            spin: raw.kernel(raw.module(SPIN), c"spin"),
-        }
+        let [check, fill] = [c"check_pattern", c"fill_pattern"].map(|name| raw.kernel(PATTERN, name));
+        Self { raw, check, fill, spin: raw.kernel(SPIN, c"spin") }
     }
 
     fn blocks(len: usize) -> u32 {
@@ -227,31 +134,31 @@ impl<'a> Kernels<'a> {
 
     /// Compares memory with the pattern and adds to the counts at `counts`.
     pub fn check(&self, at: u64, len: usize, seed: u64, counts: u64, stream: usize) {
-        self.raw.launch(self.check, Self::blocks(len), THREADS, stream, &[at, len as u64, seed, counts]);
+        self.raw.start(self.check, Self::blocks(len), THREADS, stream, &[at, len as u64, seed, counts]);
     }
 
     pub fn fill(&self, at: u64, len: usize, seed: u64, stream: usize) {
-        self.raw.launch(self.fill, Self::blocks(len), THREADS, stream, &[at, len as u64, seed]);
+        self.raw.start(self.fill, Self::blocks(len), THREADS, stream, &[at, len as u64, seed]);
     }
 
     /// Keeps a stream busy.
     pub fn spin(&self, nanoseconds: u64, stream: usize) {
-        self.raw.launch(self.spin, 1, 1, stream, &[nanoseconds]);
+        self.raw.start(self.spin, 1, 1, stream, &[nanoseconds]);
     }
 
     /// Room for counts, all zero.
     pub fn counts(&self) -> u64 {
-        let at = self.raw.alloc(size_of::<[u64; 3]>());
+        let at = self.raw.memory(size_of::<[u64; 3]>());
         // The legacy default stream, and waited for: zero before any kernel adds.
-        self.raw.set_bytes(at, 0, size_of::<[u64; 3]>(), 0);
+        self.raw.ok("cuMemsetD8Async", &[at, 0, size_of::<[u64; 3]>(), 0]);
         self.raw.synchronize(0);
-        at
+        at as u64
     }
 
     /// The counts, when all kernels that add to them are complete.
     pub fn read(&self, counts: u64) -> Counts {
         let mut bytes = [0; size_of::<[u64; 3]>()];
-        self.raw.read(counts, &mut bytes);
+        self.raw.fetch(counts as usize, &mut bytes);
         let word = |n: usize| u64::from_le_bytes(bytes[8 * n..8 * n + 8].try_into().expect("eight bytes"));
         Counts { wrong: word(0), bytes: word(1), launches: word(2) }
     }

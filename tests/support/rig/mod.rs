@@ -12,8 +12,7 @@ use pinpool::copier::Sink;
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Copier, CopierBuilder, Device, PinnedBuf, Pool, Request, Unpinned};
 
-/// Longer than anything takes that does not hang.
-const HANG: Duration = Duration::from_secs(60);
+use super::{HANG, Random, in_use, until};
 
 /// A device of its own, with a pool.
 pub struct Rig {
@@ -56,17 +55,15 @@ impl Rig {
 
     /// Everything is back, at once or a little later, and the sums are right.
     pub fn all_is_back(&self) {
-        let deadline = Instant::now() + Duration::from_secs(20);
-        loop {
+        self.all_is_back_to(&self.pool);
+    }
+
+    pub fn all_is_back_to(&self, pool: &Pool) {
+        until("all is back", || {
             self.device.reap();
-            let stats = self.pool.stats();
-            if stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes == 0 {
-                break;
-            }
-            assert!(Instant::now() < deadline, "not all came back: {stats:?}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.pool.check().unwrap();
+            in_use(pool) + pool.stats().quarantined_bytes == 0
+        });
+        pool.check().unwrap();
     }
 }
 
@@ -94,14 +91,9 @@ impl Sink for Whole {
 
 /// Bytes in which no two neighbourhoods are alike.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
-    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = vec![0; len];
+    let (mut random, mut bytes) = (Random::new(seed), vec![0; len]);
     for eight in bytes.chunks_mut(8) {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        let n = eight.len();
-        eight.copy_from_slice(&x.to_le_bytes()[..n]);
+        eight.copy_from_slice(&random.next().to_le_bytes()[..eight.len()]);
     }
     bytes
 }
@@ -117,10 +109,10 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     let waker = Waker::from(Arc::new(Unparks(std::thread::current())));
     let (mut future, since) = (pin!(future), Instant::now());
     loop {
-        assert!(since.elapsed() < HANG, "a future hangs");
+        assert!(since.elapsed() < 3 * HANG, "a future hangs");
         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
             Poll::Ready(output) => return output,
-            Poll::Pending => std::thread::park_timeout(HANG),
+            Poll::Pending => std::thread::park_timeout(3 * HANG),
         }
     }
 }

@@ -2,15 +2,18 @@
 
 #![cfg(any(feature = "acl", feature = "cuda"))]
 
-#[cfg(feature = "acl")]
 use super::checkpoints::checkpoint;
 use super::{Files, doubles, pinpool, report, simulation, stderr, stdout};
+
+/// Tensors that start and end anywhere.
+const LENS: [usize; 8] = [700_000, 0, 3, 16_384, 16_384, 3_000_000, 1, 77_777];
 
 #[test]
 #[cfg(feature = "cuda")]
 fn files_go_to_a_gpu_and_back() {
     let files = Files::new();
     let file = files.make("model", (9 << 20) + 77);
+    let tensors = files.put("model.safetensors", checkpoint(&LENS));
     let mut command = pinpool();
     command.args(["load", "--device", "cuda:0", "--json", "--verify"]);
     command.args(["--capacity", "4MiB", "--chunk", "100KiB"]);
@@ -18,10 +21,11 @@ fn files_go_to_a_gpu_and_back() {
         let Some(library) = simulation() else { return };
         command.env(doubles::PATH, &library);
     }
-    let output = command.arg(&file).output().unwrap();
+    let output = command.args([&file, &tensors]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    let report = report(&output);
-    assert_eq!((&report["device"], &report["verified"]), (&"cuda:0".into(), &true.into()), "{report}");
+    let (report, bytes) = (report(&output), (9 << 20) + 77 + LENS.iter().sum::<usize>());
+    let found = (&report["device"], &report["verified"], &report["bytes"]);
+    assert_eq!(found, (&"cuda:0".into(), &true.into(), &bytes.into()), "{report}");
 }
 
 /// `--backing` says where pinned memory comes from; without it the driver allocates where memory cannot be registered
@@ -49,7 +53,7 @@ fn the_backing_is_chosen_or_what_the_device_can_do() {
         let report = files.path("report");
         let mut run = pinpool();
         run.args(command).args(["--device", "cuda:0"]).args((!backing.is_empty()).then_some(backing));
-        run.env(doubles::PATH, &library).env(doubles::SETUP, setup).env(doubles::ascendcl::REPORT, &report);
+        run.env(doubles::PATH, &library).env(doubles::SETUP, setup).env(doubles::npu::REPORT, &report);
         let output = run.output().unwrap();
         let what = format!("{command:?} {setup} {backing}: {}{}", stdout(&output), stderr(&output));
         let is_refused = registers && !allocates && !setup.is_empty();
@@ -68,27 +72,23 @@ fn the_backing_is_chosen_or_what_the_device_can_do() {
 #[test]
 #[cfg(feature = "acl")]
 fn every_command_leaves_an_npu_in_order() {
-    use doubles::ascendcl::{PATH, REPORT, report_of};
     use doubles::npu;
+    use doubles::npu::{PATH, REPORT, report_of};
 
     let files = Files::new();
     let file = files.make("model", (9 << 20) + 77);
-    // Whose tensors start and end anywhere.
-    let lens = [700_000, 0, 3, 16_384, 16_384, 3_000_000, 1, 77_777];
-    let tensors = files.put("model.safetensors", checkpoint(&lens));
-    let bytes = (9 << 20) + 77 + lens.iter().sum::<usize>();
+    let tensors = files.put("model.safetensors", checkpoint(&LENS));
+    let bytes = (9 << 20) + 77 + LENS.iter().sum::<usize>();
     let (file, tensors) = (file.to_str().unwrap(), tensors.to_str().unwrap());
     let load = ["load", "--json", "--verify", "--capacity", "4MiB", "--chunk", "100KiB", file, tensors];
-    let some = [npu::ON_DEVICE, npu::OF_2024];
-    for (command, ways) in [
-        (&load[..], &npu::WAYS[..]),
-        (&["bench", "--size", "1MiB", "--threads", "2"], &some),
-        (&["doctor", "--capacity", "4MiB"], &some),
+    for command in [
+        &load[..],
+        &["bench", "--size", "1MiB", "--threads", "2"],
+        &["doctor", "--capacity", "4MiB"],
         // Refused after the device was opened.
-        (&["load", "--capacity", "4KiB", "--chunk", "1MiB"], &some),
+        &["load", "--capacity", "4KiB", "--chunk", "1MiB"],
     ] {
-        // The devices take turns: a way is one of the library, and not of a device.
-        for (way, device) in ways.iter().zip(["acl:0", "acl:1"].into_iter().cycle()) {
+        for (way, device) in [(npu::TODAY, "acl:0"), (npu::ON_DEVICE, "acl:1")] {
             let device = if npu::required() { "acl:0" } else { device };
             let (written, mut run) = (files.path("report"), pinpool());
             run.args(command).args(["--device", device]);

@@ -81,28 +81,6 @@ fn tensors_lie_side_by_side_where_their_alignment_lets_them() {
 }
 
 #[test]
-fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
-    let (rig, folder) = (Rig::late(), Folder::new());
-    let tensors: Vec<Made> = (0..64).map(|i| made(&format!("t{i}"), "F32", &[16 << 10], i)).collect();
-    // All of it takes two seconds; a tensor may lie in two chunks.
-    let copier = rig.builder().rate(2 << 20).build().unwrap();
-    let checkpoint = Checkpoint::open(folder.put("model.safetensors", file(&tensors))).unwrap();
-    let loading = checkpoint.loader(&copier).start().unwrap();
-    let first = loading.blocking().next().unwrap().unwrap();
-    let progress = loading.progress();
-    assert!(progress.done >= 65_536 && progress.done < progress.total && !progress.over, "{progress:?}");
-    // By a stream of its own: the copier is as slow as it was told.
-    let mut back = vec![0; tensors[0].bytes.len()];
-    copier.device().stream().unwrap().download_blocking(first.slice().unwrap(), &mut back).unwrap();
-    assert!(back == tensors[0].bytes);
-    let rest: Vec<DeviceTensor> = loading.blocking().map(Result::unwrap).collect();
-    arrived(&rig.copier(), &rest, tensors.iter().skip(1));
-    let progress = loading.progress();
-    assert_eq!((progress.done, progress.total, progress.landed_to), (4 << 20, 4 << 20, 4 << 20));
-    rig.all_is_back();
-}
-
-#[test]
 fn memory_of_the_callers_own_is_used() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
     let (copier, (_, checkpoint)) = (rig.copier(), shards(&folder, &tensors, 10));

@@ -1,11 +1,9 @@
 //! Checkpoints in the safetensors format: what arrives, where, and in which order; what is refused; and what is left
-//! behind when something goes wrong. On the host device with late copies, and on the stand-in libcuda.
+//! behind when something goes wrong. On the host device with late copies.
 #![cfg(target_os = "linux")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod fork;
-#[cfg(feature = "cuda")]
-mod gpu;
 mod headers;
 mod indexes;
 mod loading;
@@ -19,15 +17,13 @@ mod waiting;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use pinpool::Error;
 use pinpool::copier::Copier;
 use pinpool_safetensors::{Checkpoint, DeviceTensor, Load};
 
 use support::rig::{Rig, block_on, pattern};
-
-const HANG: Duration = Duration::from_secs(20);
+use support::{HANG, until};
 
 /// A tensor to be written: bytes of no type's in particular.
 #[derive(Clone, Debug)]
@@ -97,15 +93,6 @@ fn shards(folder: &Folder, tensors: &[Made], each: usize) -> (Vec<PathBuf>, Chec
         parts.map(|(part, number)| folder.put(&format!("{number}.safetensors"), file(part))).collect();
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     (paths, checkpoint)
-}
-
-/// Waits for it.
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + HANG;
-    while !so() {
-        assert!(Instant::now() < deadline, "{what}");
-        std::thread::yield_now();
-    }
 }
 
 /// All that a load still gives, to a thread or a task: the tensors, and the first error. One of both comes

@@ -183,19 +183,3 @@ fn a_wait_for_a_late_tensor_holds_up_no_other() {
     drop(load);
     rig.all_is_back();
 }
-
-/// A device that is moved by hand runs only what a thread tells it to, so one that waits for a tensor does.
-#[cfg(feature = "cuda")]
-#[test]
-fn a_thread_that_waits_moves_a_device_by_hand() {
-    let machine = super::support::hand::Machine::new(1, 64 << 20, 3);
-    let (folder, device) = (Folder::new(), machine.device(0));
-    let (tensors, checkpoint) = checkpoint(&folder);
-    let pool = pinpool::Pool::builder(&device).capacity(16 << 20).build().unwrap();
-    let copier = pinpool::Copier::builder(&pool, &device).chunk(64 << 10).share(1 << 20).build().unwrap();
-    let loaded = checkpoint.loader(&copier).load().unwrap();
-    arrived(&copier, &loaded, &tensors);
-    let load = checkpoint.loader(&copier).start().unwrap();
-    assert_eq!(load.take("t23").unwrap().unwrap().name(), "t23");
-    assert_eq!(load.blocking().map(Result::unwrap).count(), COUNT - 1);
-}

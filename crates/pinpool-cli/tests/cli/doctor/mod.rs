@@ -5,7 +5,6 @@
 //! same. Limits of the process are also set for real.
 
 mod accelerator;
-mod cgroup;
 mod limits;
 mod machine;
 mod memory;
