@@ -139,8 +139,10 @@ impl Store {
         });
     }
 
-    /// All segments' numbers, reclaimed from the caches. The caller has joined the owners.
+    /// All segments' numbers, reclaimed from the caches. The caller has joined the owners, none of
+    /// which the cold side has kept out.
     fn all(&self) -> Vec<usize> {
+        assert!(self.cold.lock().0.caches().all(|cache| self.gate.enter(cache).is_some()), "it is kept out");
         self.reclaim();
         let mut all = self.cold.lock().1.clone();
         all.sort_unstable();
@@ -186,7 +188,7 @@ fn revoked(store: &Arc<Store>) {
     assert_eq!(store.all(), [0, 1, 2]);
 }
 
-/// Runs a model in both modes of the gate: with permits, and where owners fence for themselves.
+/// Runs a model in both modes: with the asymmetric fence, and where owners fence for themselves.
 fn in_both_modes(name: &'static str, segments: u32, run: fn(&Arc<Store>)) {
     model(name, 3, move || run(&Store::new(segments)));
     model_fenced(name, 3, move || run(&Store::new(segments)));

@@ -419,7 +419,14 @@ pub(super) fn give_back(extents: Vec<Extent>, before_unpin: Option<&BeforeUnpin>
 /// [Undoes](Extent::undo) a region's extents, one after the other, since no thread can map memory
 /// while some is unmapped. `false`: a part stays pinned, and an adopted value must stay too.
 pub(super) fn undo(extents: &[Extent]) -> bool {
-    extents.iter().fold(true, |clean, extent| extent.undo() & clean)
+    let undo = |extent: &Extent| {
+        // After a panic the device may have the extent or not.
+        foreign::survive("giving memory back panicked: it is leaked", || extent.undo()).unwrap_or_else(|| {
+            extent.context.holds().leaked(1);
+            false
+        })
+    };
+    extents.iter().fold(true, |clean, extent| undo(extent) & clean)
 }
 
 /// Makes a call that pins or unpins, and then a pause, in which other callers get the driver's

@@ -286,7 +286,8 @@ enum Pinned {
     Never,
 }
 
-// SAFETY: an extent owns its memory.
+// SAFETY: only the addresses keep it from being Send. What a call does to the memory is done on the
+// region thread, and an adopted value is Send.
 unsafe impl Send for Extent {}
 
 impl Extent {
@@ -538,6 +539,7 @@ impl Drop for Regions {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::sync::Arc;
     use std::time::{Duration, Instant};
 
     use super::Unpinned;
@@ -590,6 +592,40 @@ mod tests {
         let refused = pool.adopt(vec![0; 3 * EXTENT + 4095]).unwrap_err();
         assert!(refused.buffer.is_none(), "the device may have the third one pinned");
         assert_eq!(node.live(0).pinned_bytes, 0);
+    }
+
+    #[test]
+    fn an_adopted_value_stays_where_unpinning_it_panics() {
+        const LEN: usize = 1 << 16;
+        struct Adopted(Vec<u8>, #[expect(dead_code, reason = "its count tells of the drop")] Arc<()>);
+        impl std::ops::Deref for Adopted {
+            type Target = [u8];
+            fn deref(&self) -> &[u8] {
+                &self.0
+            }
+        }
+        impl std::ops::DerefMut for Adopted {
+            fn deref_mut(&mut self) -> &mut [u8] {
+                &mut self.0
+            }
+        }
+        // SAFETY: the bytes are a vector's.
+        unsafe impl stable_deref_trait::StableDeref for Adopted {}
+
+        let node = HostNode::new(HostConfig::new()).unwrap();
+        node.hook(|call| assert!(!matches!(call, Call::Unpin), "unpinning panics"));
+        let device = Device::on(&node, 0).unwrap();
+        let pool = Pool::builder(&device).capacity(LEN).initial(0).build().unwrap();
+        let is_alive = Arc::new(());
+        let adopted = pool.adopt(Adopted(vec![0; LEN + 4095], is_alive.clone()));
+        adopted.map(drop).map_err(|refused| refused.error).unwrap();
+        assert_eq!(pool.trim(0), LEN);
+        // A job that comes behind.
+        drop(device.alloc(1).unwrap());
+        assert_eq!(Arc::strong_count(&is_alive), 2, "the device has it pinned");
+        drop(pool);
+        let closed = device.close(Duration::from_secs(10)).unwrap_err();
+        assert!(closed.is_closed() && closed.held_by().leaked == 1, "{closed}");
     }
 
     #[test]

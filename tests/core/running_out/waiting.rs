@@ -187,6 +187,42 @@ fn a_deadline_that_is_changed_wakes_the_task() {
     assert!(checked(&pool).timeouts >= 4);
 }
 
+/// A task that waits is polled by whoever joins it with others, any number of times.
+#[test]
+fn a_deadline_wakes_the_task_that_polled_last_and_keeps_no_other() {
+    let rig = Rig::threads();
+    let pool = rig.pool(64 << 10);
+    let all = pool.checkout(pages(16)).unwrap();
+    let bells = [(); 2].map(|()| Arc::<Bell>::default());
+    let timeout = Duration::from_millis(300);
+    let until = Instant::now() + timeout;
+    let mut waiting = Box::pin(pool.checkout_async(1).timeout(timeout));
+    for bell in &bells {
+        for _ in 0..100 {
+            let is_pending =
+                waiting.as_mut().poll(&mut Context::from_waker(&bell.clone().into())).is_pending();
+            assert!(is_pending || Instant::now() >= until);
+        }
+    }
+    let kept = bells.each_ref().map(Arc::strong_count);
+    if Instant::now() < until {
+        // One for the queue and one for the deadline, and that of this test.
+        assert_eq!(kept, [1, 3]);
+        while bells[1].0.load(Ordering::Relaxed) == 0 {
+            assert!(until.elapsed() < HANG, "it sleeps on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(Instant::now() >= until && bells[0].0.load(Ordering::Relaxed) == 0);
+    }
+    drop(waiting);
+    // The timer's thread may be behind its wake still.
+    while bells.iter().any(|bell| Arc::strong_count(bell) > 1) {
+        assert!(until.elapsed() < HANG, "a dropped request keeps a task");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(all);
+}
+
 #[test]
 fn a_bounded_queue_refuses_who_would_be_one_more() {
     let rig = Rig::threads();
