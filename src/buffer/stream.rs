@@ -57,9 +57,10 @@ impl StreamBuf {
     /// Takes the segment out of the buffer, which is not dropped.
     pub(crate) fn into_segment(self) -> Segment {
         let mut this = ManuallyDrop::new(self);
+        let segment = this.segment.alias();
         // SAFETY: dropped once: `this` is never dropped, and not used any more.
         unsafe { std::ptr::drop_in_place(&raw mut this.timeline) };
-        this.segment.alias()
+        segment
     }
 
     /// Waits until the earlier work is done, and gives the buffer, host-ready and empty.

@@ -62,7 +62,7 @@ impl Device {
         context.alive()?;
         let maker = context.clone();
         let handle = context.worker().call(move || maker.noting(maker.driver().create_stream(urgent)))?;
-        let make = || Timeline::new(context, handle, true, None, self.listing().clone());
+        let make = || Timeline::new(context, handle, true, true, None, self.listing().clone());
         Ok(Stream { timeline: self.listing().know(None, make), device: self.clone() })
     }
 }
@@ -80,7 +80,7 @@ impl Stream {
         confined: Option<Confined>,
     ) -> Self {
         let (context, listing) = (device.context().clone(), device.listing());
-        let make = || Timeline::new(context, handle, false, confined, listing.clone());
+        let make = || Timeline::new(context, handle, false, id.is_some(), confined, listing.clone());
         let timeline = listing.know(id, make);
         if let Some(keep_alive) = keep_alive {
             timeline.keep(keep_alive);

@@ -190,7 +190,7 @@ impl Setup {
         // A model has no threads of the crate, and queries move this driver.
         let context = Context::by_hand(driver.clone(), Some(Hand::new(|| false))).unwrap();
         let listing = Arc::new(Listing::default());
-        let timeline = Timeline::new(context, StreamHandle(0), true, None, listing.clone());
+        let timeline = Timeline::new(context, StreamHandle(0), true, true, None, listing.clone());
         let config = CentralConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,

@@ -263,8 +263,7 @@ fn a_new_stream_under_an_old_handle_is_another() {
     });
 }
 
-/// What is in flight on a stream is claimed for later work on it. On an old driver nothing tells two streams
-/// apart, and each handle claims what is in flight by it.
+/// What is in flight on a stream is claimed for later work on it only if it is known to be that stream.
 #[test]
 fn claims_need_streams_that_can_be_told_apart() {
     on_driver(Driver::Cuda12_8, |gpu| claims(gpu, false));

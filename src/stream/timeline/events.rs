@@ -247,8 +247,15 @@ impl Timeline {
     /// did. For the reaper, which has the list.
     pub(crate) fn unlist(&self) -> bool {
         let mut state = self.state.lock();
-        state.listed = !state.is_idle();
+        (state.listed, state.idle_looks) = (!state.is_idle(), 0);
         !state.listed
+    }
+
+    /// How many looks of the reaper in a row, this one among them, found nothing in flight.
+    pub(super) fn count_idle(&self) -> u32 {
+        let mut state = self.state.lock();
+        state.idle_looks = if state.is_idle() { state.idle_looks + 1 } else { 0 };
+        state.idle_looks
     }
 
     /// Whether nothing is in flight.

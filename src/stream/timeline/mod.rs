@@ -121,6 +121,8 @@ const TIMED: u64 = 16;
 struct TimelineEntry {
     /// The sequence number, once the driver's call has returned.
     seq: u64,
+    /// The entries and bytes of its sequence number, up to this one and with it.
+    sum: (usize, usize),
     /// How many entries came before it: by this its submission finds it.
     number: u64,
     /// Host memory: a segment, or something else. (Without either: a claimer has submitted the
@@ -165,8 +167,10 @@ struct TimelineState {
     completed: u64,
     /// Whether the timeline is on the reaper's list.
     listed: bool,
-    /// The open sequence number at the reaper's last look.
+    /// The open sequence number at the reaper's last look, and how many looks in a row found
+    /// nothing in flight.
     seen: u64,
+    idle_looks: u32,
 }
 
 /// A recorded event, which covers all sequence numbers up to its own.
@@ -188,6 +192,8 @@ pub(crate) struct Timeline {
     /// only, which is enough: the program gets the handle, and so can begin a capture, only after
     /// the flag was set. (Not loom's type: in no model a read without the lock matters.)
     shared: std::sync::atomic::AtomicBool,
+    /// Whether segments in flight here may be claimed: only if the stream has no other timeline.
+    claims: bool,
     /// Whether the crate made the stream, and so destroys it.
     destroy: bool,
     /// The thread that submits to the stream, if only one can.
@@ -206,11 +212,13 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
-    /// The timeline of a stream. `own`: the crate made it; else the program did.
+    /// The timeline of a stream. `own`: the crate made it; else the program did. `claims`: it has
+    /// no other timeline.
     pub(crate) fn new(
         context: Arc<Context>,
         stream: StreamHandle,
         own: bool,
+        claims: bool,
         confined: Option<Confined>,
         listing: Arc<Listing>,
     ) -> Arc<Self> {
@@ -220,6 +228,7 @@ impl Timeline {
             context,
             stream,
             shared: std::sync::atomic::AtomicBool::new(!own),
+            claims,
             destroy: own,
             confined,
             keep_alive: OnceLock::new(),
@@ -340,7 +349,7 @@ impl Timeline {
         state.submitted += 1;
         let since = (number % TIMED == 0).then(Instant::now);
         let memory = memory.map(Hold::new);
-        state.submitting.push(TimelineEntry { seq: 0, number, flown, host, memory, since });
+        state.submitting.push(TimelineEntry { seq: 0, sum: (0, 0), number, flown, host, memory, since });
         // Foreign code is put off from here until the entry has its sequence number.
         let deferral = foreign::defer();
         Ok(Submission { timeline: self, number: Some(number), patient: false, _deferral: deferral })
@@ -382,7 +391,7 @@ impl Timeline {
     /// segment has the length `len` from then on.
     pub(crate) fn claim(&self, central: &CentralPool, class: Class, len: usize) -> Option<Segment> {
         // During a capture, newly submitted work does not come after what is in flight.
-        if !self.is_capturing().is_ok_and(|capturing| !capturing) {
+        if !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
             return None;
         }
         let mut state = self.state.lock();
@@ -479,7 +488,9 @@ impl TimelineState {
     fn join(&mut self, number: u64, seq: u64) {
         let Some(at) = self.submitting.iter().position(|entry| entry.number == number) else { return };
         let entry = self.submitting.swap_remove(at);
-        self.entries.push_back(TimelineEntry { seq, ..entry });
+        let (count, bytes) = self.sum(seq);
+        let sum = (count + 1, bytes + entry.flown.as_ref().map_or(0, |flown| flown.bytes));
+        self.entries.push_back(TimelineEntry { seq, sum, ..entry });
     }
 
     /// Whether the open sequence number has entries.
@@ -487,12 +498,16 @@ impl TimelineState {
         self.entries.back().is_some_and(|entry| entry.seq == self.open)
     }
 
+    /// The entries and bytes so far of a sequence number: the highest that entries have, or a
+    /// later one.
+    fn sum(&self, seq: u64) -> (usize, usize) {
+        self.entries.back().filter(|last| last.seq == seq).map_or((0, 0), |last| last.sum)
+    }
+
     /// Whether the open sequence number has as many entries or bytes as it may have.
     fn is_full(&self) -> bool {
-        let open = self.entries.iter().rev().take_while(|entry| entry.seq == self.open);
-        let bytes = |entry: &TimelineEntry| entry.flown.as_ref().map_or(0, |flown| flown.bytes);
-        let (count, sum) = open.fold((0, 0), |(count, sum), entry| (count + 1, sum + bytes(entry)));
-        count >= SEQ_ENTRIES || sum >= SEQ_BYTES
+        let (count, bytes) = self.sum(self.open);
+        count >= SEQ_ENTRIES || bytes >= SEQ_BYTES
     }
 
     /// The entry with a claimed segment. `None`: it is not claimed, or was seen complete.

@@ -57,8 +57,6 @@ struct Listed {
     /// When there was news of it.
     since: Instant,
     next_look: Instant,
-    /// How many looks in a row found nothing in flight.
-    idle_looks: u32,
 }
 
 /// The listed timelines.
@@ -86,8 +84,7 @@ impl Listing {
     pub(super) fn list(&self, timeline: &Arc<Timeline>) {
         let now = Instant::now();
         let mut queue = self.queue.lock();
-        let (timeline, next_look) = (timeline.clone(), now + SHORTEST_PAUSE);
-        queue.plan(Listed { timeline, since: now, next_look, idle_looks: 0 });
+        queue.plan(Listed { timeline: timeline.clone(), since: now, next_look: now + SHORTEST_PAUSE });
         // The reaper sleeps only while nothing is listed.
         if queue.listed.len() == 1 {
             self.doorbell.notify_one();
@@ -143,9 +140,10 @@ impl Listing {
     /// The timeline of the stream with this number, or a new one.
     pub(crate) fn know(&self, id: Option<u64>, make: impl FnOnce() -> Arc<Timeline>) -> Arc<Timeline> {
         let mut known = self.known.lock();
-        known.retain(|(timeline, _)| timeline.strong_count() > 0);
-        let same = known.iter().find(|(_, other)| id.is_some() && *other == id);
-        same.and_then(|(timeline, _)| timeline.upgrade()).unwrap_or_else(|| {
+        let mut same = known.iter().filter(|(_, other)| id.is_some() && *other == id);
+        same.find_map(|(timeline, _)| timeline.upgrade()).unwrap_or_else(|| {
+            // Only here: a program may adopt the same stream for each of its calls.
+            known.retain(|(timeline, _)| timeline.strong_count() > 0);
             let timeline = make();
             known.push((Arc::downgrade(&timeline), id));
             timeline
@@ -268,13 +266,12 @@ impl Queue {
     /// for so many looks. (The caller has another reference to it, so it is not dropped under the
     /// lock.)
     fn note(&mut self, timeline: &Timeline, progress: bool, now: Instant, idle_looks: u32) {
-        let is_idle = timeline.is_idle();
-        if !progress && !is_idle {
+        let idle = timeline.count_idle();
+        if !progress && idle == 0 {
             return;
         }
-        let Some(mut listed) = self.remove(timeline) else { return };
-        listed.idle_looks = if is_idle { listed.idle_looks + 1 } else { 0 };
-        if listed.idle_looks < idle_looks || !timeline.unlist() {
+        let Some(listed) = self.remove(timeline) else { return };
+        if idle < idle_looks || !timeline.unlist() {
             self.plan(Listed { since: now, next_look: now + SHORTEST_PAUSE, ..listed });
         }
     }
@@ -342,6 +339,21 @@ mod tests {
         }
         queue.note(timeline, false, now, IDLE_LOOKS);
         assert!(queue.listed.is_empty());
+    }
+
+    /// The ends of the work are seen by a waiter, so no look of the reaper makes progress.
+    #[test]
+    fn only_idle_looks_in_a_row_end_the_listing() {
+        let now = Instant::now();
+        let (streams, mut queue) = listed(1, now);
+        let (stream, timeline) = (&streams[0], streams[0].timeline());
+        for _ in 0..3 {
+            queue.note(timeline, false, now, IDLE_LOOKS);
+            stream.synchronize().unwrap();
+            (1..IDLE_LOOKS).for_each(|_| queue.note(timeline, false, now, IDLE_LOOKS));
+            assert_eq!(queue.listed.len(), 1);
+            drop(stream.hold(()).unwrap());
+        }
     }
 
     #[test]

@@ -331,6 +331,16 @@ fn no_more_events_are_made_and_recorded_than_are_needed() {
         settle(&rig.device);
         assert_eq!((rig.calls(Call::Record), completed(&stream)), (before + 1, 1), "{failure:?}");
     }
+    // A question about what is complete leaves the open number open, on a shared stream, too.
+    let stream = rig.device.stream().unwrap();
+    stream.timeline().share();
+    let mut held = stream.hold(()).unwrap();
+    settle(&rig.device);
+    let before = rig.calls(Call::Record);
+    drop(stream.hold_patiently(()).unwrap());
+    assert!(std::pin::pin!(&mut held).poll(&mut Context::from_waker(Waker::noop())).is_ready());
+    assert_eq!(rig.calls(Call::Record), before);
+    settle(&rig.device);
     // Where nothing waits for an event, none is due after a failure.
     let before = rig.calls(Call::Record);
     rig.fail(Call::Record, Failure::Transient);

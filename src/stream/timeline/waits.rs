@@ -70,7 +70,9 @@ impl Timeline {
         // a capture is in the way that only this thread can end, the wait must be refused.
         let is_due = {
             let state = self.state.lock();
-            seq >= state.open || self.is_shared() && seq > state.covered()
+            // Only changed under the lock, which is held here.
+            let completed = self.completed.load(Ordering::Relaxed);
+            seq >= state.open || self.is_shared() && seq > state.covered().max(completed)
         };
         if is_due {
             // (The capture is of this stream; or of another, if this is the legacy default stream.)
