@@ -291,7 +291,7 @@ fn regions_with_the_fewest_bytes_out_are_replaced_first() {
         let mut arena = arena(&[16, 64, 15]);
         let [last, ..] = [15, out[0], out[1]].map(|n| take(&mut arena, n * PAGE - 32, 4096).unwrap());
         quarantine(&mut arena, last);
-        let ranges = arena.replaceable(pages * PAGE, most)?;
+        let ranges = arena.replaceable(pages * PAGE, most, &[])?;
         assert!(ranges.iter().all(|range| range.first == 0 && range.end == [16, 64][range.extent as usize]));
         Some(ranges.iter().map(|range| range.extent).collect::<Vec<_>>())
     };

@@ -297,9 +297,14 @@ impl Arena {
     }
 
     /// Ranges that cover whole regions of so many bytes together, those with the fewest bytes out:
-    /// when they are free, the regions can be replaced. `None`: windows and quarantined segments
-    /// leave too few, or more than `most` ranges would be needed.
-    pub(crate) fn replaceable(&self, bytes: usize, most: usize) -> Option<Vec<PageRange>> {
+    /// when they are free, the regions can be replaced. `None`: windows, quarantined segments and the
+    /// ranges to `avoid` leave too few, or more than `most` ranges would be needed.
+    pub(crate) fn replaceable(
+        &self,
+        bytes: usize,
+        most: usize,
+        avoid: &[PageRange],
+    ) -> Option<Vec<PageRange>> {
         let region_of = |extent: u32| self.extents[extent as usize].region;
         let mut out = BTreeMap::<RegionId, usize>::new();
         for (_, run) in &self.runs {
@@ -307,8 +312,11 @@ impl Arena {
         }
         let mut regions = self.regions();
         regions.retain(|_, region| !region.stuck);
-        for range in self.windows.iter().flat_map(|(_, window)| &window.ranges) {
-            regions.remove(&region_of(range.extent));
+        // Of the ranges to avoid, the regions may be gone.
+        for range in self.windows.iter().flat_map(|(_, window)| &window.ranges).chain(avoid) {
+            if let Some(e) = self.extents.get(range.extent as usize) {
+                regions.remove(&e.region);
+            }
         }
         let mut regions: Vec<_> =
             regions.into_iter().map(|(id, region)| (out.get(&id), id, region.bytes)).collect();

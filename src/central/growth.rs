@@ -9,11 +9,12 @@
 //!
 //! # The rule
 //!
-//! 1. While requests wait and no memory is being pinned, a region is planned for the first waiter
-//!    for which there is room, and for which one as short was not refused.
+//! 1. While requests wait and no memory is being pinned, a region is planned for the queue's head,
+//!    if it needs a longer one and idle ones make room for that; else for the first waiter for
+//!    which there is room. None is planned for one for which a region as short was refused.
 //! 2. A refusal that may pass strands nobody: the growth is tried again at once with half as many
 //!    bytes, down to what the waiter needs, and then after a pause that doubles, at the queue's
-//!    looks (`waiting`). (Without a clock the next call on the slow path is the pause.)
+//!    looks (`waiting`). (Without a clock the next change is the end of the pause.)
 //! 3. A request that only growing can serve gets the error of a growth that was as short as it
 //!    could be, or that will not be tried again.
 
@@ -187,14 +188,25 @@ impl Owner for CentralPool {
 impl Core {
     /// Plans a region as the rule at the head of this module says. `true`: one is planned.
     pub(super) fn grow_for_queue(&mut self) -> bool {
-        let room = self.room_beside();
-        // Nothing needs less than a page.
-        if room == 0 || self.config.step == 0 {
-            return false;
+        let Some(head) = self.queue.head().filter(|_| self.config.step > 0) else { return false };
+        if self.may_replace(head) && self.grow_for(head) {
+            return true;
         }
+        let room = self.room_beside();
         let fits = |key: &Ticket| room >= least(self.queue.wants(*key)) && self.may_try(*key);
-        let first = self.queue.firsts().filter(fits).min();
+        // Nothing needs less than a page.
+        let first = self.queue.firsts().take_while(|_| room > 0).filter(fits).min();
         first.is_some_and(|key| self.grow_for(key))
+    }
+
+    /// Whether idle regions may make way for a waiter, as far as bytes tell: at once, whatever is
+    /// withheld for it, since that may never come back.
+    fn may_replace(&self, key: Ticket) -> bool {
+        let waiter = &self.queue.waiting[&key];
+        !waiter.replaced
+            && self.room() + self.arena.bytes().free >= least(&waiter.wants)
+            && self.outgrow(&waiter.wants)
+            && self.may_try(key)
     }
 
     /// Plans a region for a waiter, if need be in place of idle regions. They are replaced at most

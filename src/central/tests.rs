@@ -267,6 +267,48 @@ fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
     }
 }
 
+/// A request that no region holds has whole regions for a window. Others that get idle before these
+/// make way for it all the same, and so do more than a window can have.
+#[test]
+fn idle_regions_make_way_for_the_head_whatever_is_withheld_for_it() {
+    // The regions, the pages that are out of each for good, and how many regions get free.
+    for (regions, kept, free) in [(4, 2, 2), (40, 1, 39)] {
+        let central = pool(&vec![64; regions]);
+        let rests: Vec<_> = (0..kept).map(|_| [1, 63].map(|n| out(&central, pages(n)))[1]).collect();
+        let held: Vec<_> = (0..free).map(|_| out(&central, pages(64))).collect();
+        rests.iter().for_each(|rest| back(&central, *rest));
+        central.core.lock().config.step = PAGE;
+        let key = join(&central, &[pages(64 * free)]);
+        assert_eq!(has_window(&central, key), kept == 2, "those of which least is out");
+        held.iter().for_each(|taken| back(&central, *taken));
+        let core = central.core.lock();
+        assert_eq!((core.growing, core.arena.bytes().total), (64 * free * PAGE, 64 * kept * PAGE));
+    }
+}
+
+/// Regions that are withheld to be replaced may have a buffer that stays out, while others get free that
+/// would do: alone with the room that there is, or together with one that was withheld.
+#[test]
+fn regions_to_replace_that_do_not_empty_are_exchanged() {
+    // The pages that are out of each region when the request comes, those that stay out, and the room.
+    for (before, after, room) in [(&[1, 2][..], &[1, 0][..], 64), (&[1, 2, 3, 4], &[1, 0, 0, 4], 0)] {
+        let central = pool(&vec![64; before.len()]);
+        let fill = |left: usize| [out(&central, pages(left)), out(&central, pages(64 - left))];
+        let held: Vec<_> = before.iter().map(|left| fill(*left)).collect();
+        held.iter().for_each(|[_, rest]| back(&central, *rest));
+        central.core.lock().config.capacity += room * PAGE;
+        central.core.lock().config.step = PAGE;
+        let key = join(&central, &[pages(128)]);
+        assert!(has_window(&central, key));
+        for (at, _) in after.iter().enumerate().filter(|(_, left)| **left == 0) {
+            back(&central, held[at][0]);
+        }
+        let look = || (0..64).for_each(|_| central.lock().changed = true);
+        (0..8).for_each(|_| look());
+        assert_eq!(central.core.lock().growing, 128 * PAGE, "{before:?}");
+    }
+}
+
 // --- windows -------------------------------------------------------------------------------------
 
 #[test]

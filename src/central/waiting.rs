@@ -33,7 +33,8 @@
 //! another if there is one: some thread may keep a buffer in it for ever. `moves` counts how often
 //! its waiter has done so: at last a window stays longer than any buffer in it. Its next window may
 //! not overlap one that it gave up, until all were tried. A request that no present region can hold
-//! has whole regions for a window: when all are free, a longer one is pinned in their place.
+//! has whole regions for a window, others in turn: when all are free, a longer one is pinned in their
+//! place.
 //!
 //! # While memory is being pinned
 //!
@@ -462,8 +463,7 @@ impl Core {
             // What is withheld is free, too: it serves the head, or is unpinned for a region that
             // does. (Regions to be replaced may have come back while others were pinned.)
             self.windows().into_iter().for_each(|id| self.end_window(id));
-            let is_helped = self.grant(head) || self.may_try(head) && self.grow_for(head);
-            if !is_helped {
+            if !self.grant(head) && !self.grow_for_queue() {
                 let failed = self.refused().map(|refusal| refusal.error.clone());
                 let error = failed.unwrap_or_else(|| self.impossible(self.queue.wants(head)));
                 self.end(head, Err(error));
@@ -610,9 +610,11 @@ impl Core {
         for id in self.windows() {
             let window = &mut self.arena.windows[id];
             window.looks += 1;
-            let (owner, looks, replaces) = (window.owner, window.looks, window.replaces);
+            let &mut Window { owner, looks, replaces, out, .. } = window;
             let moves = self.queue.waiting[&owner].moves;
-            if !replaces && looks > 1 << moves.min(20) {
+            // No regions are chosen to be replaced while others are being pinned.
+            let may_move = !replaces || self.growing == 0 && out > 0;
+            if may_move && looks > 1 << moves.min(20) {
                 if let Some(waiter) = self.queue.waiting.get_mut(&owner) {
                     waiter.moves += 1;
                     waiter.given_up.extend(&self.arena.windows[id].ranges);
@@ -632,7 +634,9 @@ impl Core {
             if left == 0 || self.arena.windows.len() >= MOST_WINDOWS {
                 break;
             }
-            let to_replace = self.ranges_to_replace(key, left);
+            let given_up = &self.queue.waiting[&key].given_up;
+            let to_replace = self.ranges_to_replace(key, left, given_up);
+            let to_replace = to_replace.or_else(|| self.ranges_to_replace(key, left, &[]));
             let replaces = to_replace.is_some();
             let Some(ranges) = to_replace.or_else(|| self.ranges_of(key, left)) else { continue };
             let id = self.arena.withhold(Window::new(key, ranges, replaces));
@@ -689,15 +693,15 @@ impl Core {
     }
 
     /// Whole regions that are to be withheld for a waiter, in whose place one can be pinned that
-    /// serves it: the present ones never can.
-    pub(super) fn ranges_to_replace(&self, key: usize, most: usize) -> Option<Vec<PageRange>> {
+    /// serves it: the present ones never can. None meets one of those to `avoid`.
+    fn ranges_to_replace(&self, key: Ticket, most: usize, avoid: &[PageRange]) -> Option<Vec<PageRange>> {
         let waiter = &self.queue.waiting[&key];
         let may = self.config.step > 0 && self.growing == 0 && self.may_try(key);
         if !may || waiter.replaced || !self.outgrow(&waiter.wants) {
             return None;
         }
         let missing = least(&waiter.wants).checked_sub(self.room_beside()).filter(|missing| *missing > 0)?;
-        self.arena.replaceable(missing, most)
+        self.arena.replaceable(missing, most, avoid)
     }
 
     /// What there is for a request of `len` bytes that is not served.

@@ -22,7 +22,7 @@ use crate::support::Random;
 use crate::variable;
 use crate::world::Flag;
 
-/// More than the longest pause between two looks at a pool's queue, one second, on a machine that is busy.
+/// More than the longest pause before a growth is tried again, eight looks at a pool's queue, on a machine that is busy.
 const PAUSE: Duration = Duration::from_millis(2200);
 /// Pools that are brought into a state and then left alone together.
 const POOLS: u64 = 24;
