@@ -20,7 +20,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use measure::{Spread, quick, wanted};
-use pinpool::host::{HostConfig, HostNode};
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::Sampler;
 use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream, Unpinned};
 
@@ -103,10 +103,12 @@ impl Open {
 
     /// Hangs all streams but the first, with an upload on each.
     fn hang(&mut self) {
-        for at in 1..self.streams.len() {
-            assert!(self.node.hang_stream(0, at), "a stream");
-        }
-        self.hung = (1..self.streams.len()).map(|at| self.upload(at)).collect();
+        self.hung = (1..self.streams.len())
+            .map(|at| {
+                self.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Stall });
+                self.upload(at)
+            })
+            .collect();
         // Until they are no news any more.
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -51,14 +51,14 @@
 //! # Failing
 //!
 //! [`HostNode::fail`] arms a [`Fault`]; with [`HostNode::start_trace`] a test learns which calls a
-//! scenario makes, and can repeat it with each of them failing once. [`HostNode::hang`] and
-//! [`HostNode::hang_stream`] keep queued operations from running until resumed.
+//! scenario makes, and can repeat it with each of them failing once. [`HostNode::hang`] keeps the
+//! operations of a device from running until it is resumed, [`Failure::Stall`] those of a stream.
 //!
 //! [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or
 //! any call has failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies
 //! touches host memory any more. Every later call fails with that class, but for those that give
-//! back what the device has, so that [`HostNode::live`] comes to zero. To free device memory that a
-//! queued operation uses kills the device, too.
+//! back what the device has, so that [`HostNode::live`] comes to zero where no buffer was
+//! quarantined. A device also dies when device memory is freed that a queued operation uses.
 
 pub use crate::copy::launch::launch;
 pub use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};

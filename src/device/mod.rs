@@ -29,7 +29,7 @@
 //!    [`Driver::create_event`]) come from the device's [`Worker`](worker::Worker) only. No call is
 //!    made under a lock of the crate, unless the lock is for that call alone.
 //! 7. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later
-//!    call on that device fails with that class.
+//!    call on that device fails with that class. Those that give something back may succeed.
 //! 8. *Captures.* Where [`Driver::capturing`] says so, only what is to be a part of the graph is
 //!    submitted to the stream or recorded there. Another event there is never complete: a query of
 //!    it is an error of class [`Capture`](crate::ErrorClass::Capture).
@@ -278,7 +278,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// priorities.
     fn create_stream(&self, urgent: bool) -> Result<StreamHandle>;
 
-    /// Destroys a stream that the crate made, once all its work is complete.
+    /// Destroys a stream that the crate made, once all its work is complete. A stream that was lost
+    /// may have work queued, which goes on.
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()>;
 
     /// Submits a copy. Returns before the copy has happened, unless it is one from host to host.

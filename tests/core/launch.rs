@@ -132,7 +132,7 @@ fn memory_stays_allocated_until_the_function_has_run() {
             drop(witness)
         });
     assert!(matches!(refused, Err(Error::Mismatch { .. })), "{refused:?}");
-    assert_eq!((is_dropped(&told), rig.node.queued(0)), (true, 1));
+    assert_eq!((is_dropped(&told), rig.node.live(0).queued), (true, 1));
     drop(memory);
     assert_eq!(rig.node.live(0).allocations, 1);
     rig.node.resume(0);

@@ -329,7 +329,7 @@ impl Driver for HostDriver {
             let text = format!("no thread for the stream: {error}");
             return Err(self.error(Call::CreateStream, ErrorClass::Transient, text));
         }
-        state.streams.insert(id, Stream { device: self.device, queue, held: None });
+        state.streams.insert(id, Stream { device: self.device, queue });
         Ok(StreamHandle(id))
     }
 

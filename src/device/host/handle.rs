@@ -93,12 +93,6 @@ impl HostNode {
         self.with(|state| state.units.len() as u32)
     }
 
-    /// The number of the device's operations that are queued or running.
-    #[must_use]
-    pub fn queued(&self, device: u32) -> usize {
-        self.with(|state| state.queued(device as usize))
-    }
-
     /// Arms a fault. It strikes once. Of several that are due for one call, the first armed
     /// strikes, and the others strike later calls.
     pub fn fail(&self, fault: Fault) {
@@ -136,33 +130,15 @@ impl HostNode {
         self.with(|state| _ = state.units.get_mut(device as usize).map(|unit| unit.hung = true));
     }
 
-    /// Lets everything on the device run again: it undoes [`hang`](Self::hang),
-    /// [`hang_stream`](Self::hang_stream) and [`Failure::Stall`](super::Failure::Stall).
+    /// Lets everything on the device run again: it undoes [`hang`](Self::hang) and
+    /// [`Failure::Stall`](super::Failure::Stall).
     pub fn resume(&self, device: u32) {
         self.with(|state| {
             _ = state.units.get_mut(device as usize).map(|unit| unit.hung = false);
-            state.streams_of(device).for_each(|stream| stream.held = None);
+            let own = state.queued.values_mut().filter(|operation| operation.device == device as usize);
+            own.for_each(|operation| operation.stalled = false);
             self.0.resumed.notify_all();
         });
-    }
-
-    /// Keeps one stream's operations from running. Streams that were not destroyed are counted from
-    /// 0 in the order in which they were created. `false`: there is no such stream.
-    pub fn hang_stream(&self, device: u32, nth: usize) -> bool {
-        self.hold(device, nth, Some(0))
-    }
-
-    /// Undoes [`hang_stream`](Self::hang_stream) and [`Failure::Stall`](super::Failure::Stall) for
-    /// one stream, counted in the same way. `false`: there is no such stream.
-    pub fn resume_stream(&self, device: u32, nth: usize) -> bool {
-        self.hold(device, nth, None)
-    }
-
-    fn hold(&self, device: u32, nth: usize, held: Option<u64>) -> bool {
-        self.with(|state| {
-            self.0.resumed.notify_all();
-            state.streams_of(device).nth(nth).map(|stream| stream.held = held).is_some()
-        })
     }
 
     /// What the device has that was not given back, for tests that look for leaks.
@@ -171,7 +147,7 @@ impl HostNode {
         let at = device as usize;
         self.with(|state| {
             let mut usage = HostUsage {
-                streams: state.streams_of(device).count(),
+                streams: state.streams.values().filter(|stream| stream.device == at).count(),
                 events: state.events.values().filter(|(device, _)| *device == at).count(),
                 allocations: state.memory.values().filter(|block| block.device == at).count(),
                 allocated_bytes: state.used(at),

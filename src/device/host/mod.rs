@@ -153,7 +153,7 @@ pub enum Failure {
     /// Fails with class [`Capture`](crate::ErrorClass::Capture); nothing happens.
     Capture,
     /// Succeeds, but the operation and all that follow it on that stream wait for
-    /// [`HostNode::resume`] or [`HostNode::resume_stream`]. Without an operation this is no fault.
+    /// [`HostNode::resume`]. Without an operation this is no fault.
     Stall,
 }
 

@@ -37,6 +37,8 @@ pub(super) struct Operation {
     after: u64,
     work: Option<Box<dyn FnOnce() + Send>>,
     begun: bool,
+    /// It does not begin until the device is resumed.
+    pub(super) stalled: bool,
 }
 
 impl Operation {
@@ -91,8 +93,6 @@ pub(super) struct Stream {
     pub(super) device: usize,
     /// The numbers of operations, for its thread, which ends when the stream was destroyed.
     pub(super) queue: Sender<u64>,
-    /// Operations from this number on do not run until the stream is resumed.
-    pub(super) held: Option<u64>,
 }
 
 /// One device.
@@ -157,19 +157,11 @@ impl State {
     }
 
     /// Queues an operation under a number, on a stream that is there.
-    pub(super) fn submit(&mut self, id: u64, number: u64, operation: Operation, stalls: bool) {
-        let Some(stream) = self.streams.get_mut(&id) else { return };
-        if stalls {
-            stream.held.get_or_insert(number);
-        }
-        self.queued.insert(number, Operation { device: stream.device, ..operation });
+    pub(super) fn submit(&mut self, id: u64, number: u64, operation: Operation, stalled: bool) {
+        let Some(stream) = self.streams.get(&id) else { return };
+        self.queued.insert(number, Operation { device: stream.device, stalled, ..operation });
         // The stream's thread takes numbers for as long as the stream is there.
         let _ = stream.queue.send(number);
-    }
-
-    /// The streams of a device, in the order of creation.
-    pub(super) fn streams_of(&mut self, device: u32) -> impl Iterator<Item = &mut Stream> {
-        self.streams.values_mut().filter(move |stream| stream.device == device as usize)
     }
 
     /// The number of a device's operations that are queued or running.
@@ -183,7 +175,7 @@ pub(super) struct Node {
     pub(super) state: Mutex<State>,
     /// An operation has ended, or is not to run any more.
     pub(super) ended: Condvar,
-    /// A device or a stream was resumed, or operations are not to run any more.
+    /// A device was resumed, or operations are not to run any more.
     pub(super) resumed: Condvar,
     /// Bytes of memory of each device.
     pub(super) capacity: usize,
@@ -232,27 +224,23 @@ impl Node {
     /// What a stream's thread does until the stream was destroyed.
     pub(super) fn serve(&self, id: u64, numbers: Receiver<u64>) {
         let mut late = self.late.map(|(max, seed)| (max, seed.wrapping_add(id)));
-        numbers.iter().for_each(|number| self.run(id, number, late.as_mut()));
+        numbers.iter().for_each(|number| self.run(number, late.as_mut()));
     }
 
     /// Runs an operation when its turn has come, unless it was dropped by then.
-    fn run(&self, id: u64, number: u64, mut late: Option<&mut (Duration, u64)>) {
+    fn run(&self, number: u64, mut late: Option<&mut (Duration, u64)>) {
         let mut state = self.state.lock();
         let work = loop {
-            let State { units, streams, queued, .. } = &mut *state;
-            let Some(Operation { device, after, work, .. }) = queued.get(&number) else { return };
-            let held = streams.get(&id).and_then(|stream| stream.held);
-            if units[*device].hung || held.is_some_and(|held| held <= number) {
+            let State { units, queued, .. } = &mut *state;
+            let Some(Operation { device, after, work, stalled, .. }) = queued.get(&number) else { return };
+            if units[*device].hung || *stalled {
                 self.resumed.wait(&mut state);
             } else if queued.contains_key(after) {
                 self.ended.wait(&mut state);
             } else if let Some((max, seed)) = late.take_if(|_| work.is_some()) {
-                let delay = random(seed, *max);
-                // Then the loop looks again: the device may be hung or dead by now.
-                MutexGuard::unlocked(&mut state, || {
-                    std::thread::yield_now();
-                    std::thread::sleep(delay);
-                });
+                // A device that dies ends the delay, since its streams' threads may have to end.
+                self.resumed.wait_for(&mut state, random(seed, *max));
+                MutexGuard::unlocked(&mut state, std::thread::yield_now);
             } else if let Some(operation) = queued.get_mut(&number) {
                 operation.begun = true;
                 break operation.work.take();

@@ -46,6 +46,11 @@ impl Rig {
         self.host.iter().all(|byte| byte.load(Ordering::Relaxed) == value)
     }
 
+    /// The node's users are its handle, the driver, and each stream's thread.
+    fn no_thread_is_left(&self) {
+        until(|| Arc::strong_count(&self.node.0) == 2);
+    }
+
     fn arm(&self, call: Call, failure: Failure) {
         self.node.fail(Fault { device: 0, call, nth: 0, failure });
     }
@@ -77,7 +82,7 @@ fn what_is_not_there_is_refused_and_addresses_are_never_used_again() {
     let node = HostNode::new(HostConfig::new().devices(3).memory(1000)).unwrap();
     assert!(node.driver(3).unwrap_err().to_string().contains("host:2"));
     node.kill(9);
-    assert!(!node.hang_stream(9, 0) && !node.hang_stream(0, 0) && node.live(9) == HostUsage::default());
+    assert_eq!(node.live(9), HostUsage::default());
     let driver = node.driver(0).unwrap();
     let first = driver.allocate(600).unwrap();
     assert_eq!(class(driver.allocate(401)), ErrorClass::Transient, "400 bytes are left");
@@ -106,7 +111,7 @@ fn memory_stays_pinned_while_a_copy_uses_it() {
     let error = unpin(&other).unwrap_err().to_string();
     assert!(error.contains("used by a copy that is queued or running"), "{error}");
     rig.node.resume(0);
-    until(|| rig.node.queued(0) == 0);
+    until(|| rig.node.live(0).queued == 0);
     assert!(unpin(&rig.driver).is_err(), "only the device that pinned it may unpin it");
     unpin(&other).unwrap();
     rig.close();
@@ -163,15 +168,38 @@ fn late_copies_are_overtaken_and_killed_devices_release_who_waits() {
     assert!(!rig.driver.query(rig.event).unwrap());
     thread::scope(|scope| {
         let waits = scope.spawn(|| rig.download(true));
-        until(|| rig.node.queued(0) == 4);
+        until(|| rig.node.live(0).queued == 4);
         rig.node.kill(0);
         assert_eq!(class(waits.join().unwrap()), ErrorClass::DeviceLost);
     });
-    assert!(rig.is_all(1) && rig.node.queued(0) == 0);
+    assert!(rig.is_all(1) && rig.node.live(0).queued == 0);
     assert_eq!(class(rig.driver.create_event()), ErrorClass::DeviceLost);
     rig.driver.destroy_stream(quick).unwrap();
     rig.driver.destroy_event(before).unwrap();
     rig.close();
+    rig.no_thread_is_left();
+}
+
+#[test]
+fn what_is_queued_runs_although_its_stream_is_destroyed() {
+    let rig = Rig::new(HostConfig::new(), 8);
+    let (other, after) = (rig.driver.create_stream(false).unwrap(), rig.driver.create_event().unwrap());
+    rig.arm(Call::Copy, Failure::Stall);
+    rig.download(false).unwrap();
+    rig.driver.record(rig.event, rig.stream).unwrap();
+    rig.driver.wait_event(other, rig.event).unwrap();
+    rig.driver.record(after, other).unwrap();
+    rig.driver.destroy_stream(rig.stream).unwrap();
+    rig.driver.destroy_stream(other).unwrap();
+    // A call for another device wakes the threads.
+    rig.node.resume(1);
+    thread::sleep(Duration::from_millis(5));
+    assert!(rig.is_all(1) && !rig.driver.query(after).unwrap());
+    assert_eq!(class(rig.download(false)), ErrorClass::Argument);
+    rig.node.resume(0);
+    until(|| rig.driver.query(after).unwrap());
+    assert!(rig.is_all(0) && rig.driver.query(rig.event).unwrap());
+    rig.no_thread_is_left();
 }
 
 #[test]
@@ -210,7 +238,7 @@ fn freeing_what_a_queued_operation_uses_kills_the_device() {
     rig.node.resume(0);
     let error = rig.driver.query(rig.event).unwrap_err();
     assert!(error.is_device_lost() && error.to_string().contains("freed"), "{error}");
-    assert!(rig.is_all(1) && rig.node.queued(0) == 0);
+    assert!(rig.is_all(1) && rig.node.live(0).queued == 0);
 }
 
 #[test]
@@ -223,7 +251,7 @@ fn copies_within_a_device_that_cross_do_not_deadlock() {
             unsafe { rig.driver.copy(stream, Transfer::OnDevice { src, dst, len: 3 << 19 }).unwrap() };
         }
     }
-    until(|| rig.node.queued(0) == 0);
+    until(|| rig.node.live(0).queued == 0);
     rig.driver.destroy_stream(other).unwrap();
     rig.close();
 }

@@ -77,7 +77,7 @@ fn a_child_opens_nothing_once_its_parent_has_opened_a_device() {
             {
                 node.hang(0);
                 node.kill(1);
-                node.trace().is_empty() && node.queued(0) == 0
+                node.trace().is_empty() && node.live(0).queued == 0
             },
         ];
         #[cfg(feature = "cuda")]
