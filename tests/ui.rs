@@ -50,13 +50,9 @@ impl Compiler {
             }
             None => {
                 cargo.args(["test", "--no-run", "--test", env!("CARGO_CRATE_NAME")]);
-                // A wrong guess here means no more than that the library and what it depends on are built
-                // once more. All features are those of the whole workspace, as README's command has them: the
-                // dependencies of the other packages add features to those of this one.
-                match FEATURES.iter().all(|(_, on)| *on) {
-                    true => cargo.args(["--workspace", "--all-features"]),
-                    false => cargo.args(["--no-default-features", "--features", &features()]),
-                };
+                // As README's command builds it. Where this test was built in another way, that library is built once
+                // more.
+                cargo.args(["--workspace", "--all-features"]);
                 cargo.args((!cfg!(debug_assertions)).then_some("--release"));
                 cargo.arg("--target-dir").args(Path::new(env!("CARGO_TARGET_TMPDIR")).parent());
                 std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into())
@@ -108,30 +104,6 @@ impl Compiler {
         }
         (errors, prose)
     }
-}
-
-/// The features that this test was built with, so that Cargo finds the same library.
-fn features() -> String {
-    FEATURES.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect::<Vec<_>>().join(",")
-}
-
-/// All features of the crate, and whether this test was built with them.
-const FEATURES: [(&str, bool); 5] = [
-    ("acl", cfg!(feature = "acl")),
-    ("cuda", cfg!(feature = "cuda")),
-    ("cudarc", cfg!(feature = "cudarc")),
-    ("default", cfg!(feature = "default")),
-    ("metrics", cfg!(feature = "metrics")),
-];
-
-/// A feature that `FEATURES` lacks makes `misuses_do_not_compile` build the library a second time.
-#[test]
-fn every_feature_is_known() {
-    let manifest = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml")).unwrap();
-    let section = manifest.split_once("\n[features]\n").unwrap().1.split("\n[").next().unwrap();
-    let names = section.lines().filter(|line| line.starts_with(|first: char| first.is_ascii_lowercase()));
-    let named: BTreeSet<&str> = names.filter_map(|line| Some(line.split_once(" = ")?.0)).collect();
-    assert_eq!(named, BTreeSet::from(FEATURES.map(|(name, _)| name)));
 }
 
 #[test]

@@ -132,36 +132,3 @@ fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
         assert_eq!(stand_in.struck(), 2);
     });
 }
-
-/// A blocking copy that was never submitted, since the work before it cannot be waited for, uses no memory: the error
-/// is returned at once, without a wait for the whole device.
-#[test]
-fn a_copy_that_was_not_submitted_is_not_waited_for() {
-    on_each(&[TODAY, OF_2024], |stand_in| {
-        let device = open(0);
-        let (stream, memory) = (device.stream().unwrap(), device.alloc(1000).unwrap());
-        stand_in.fail("aclrtSynchronizeStream", 1, 107_030, false);
-        let waited = calls(stand_in, "aclrtSynchronizeDevice");
-        assert!(stream.upload_blocking(&[1; 1000], &memory).is_err());
-        assert_eq!(calls(stand_in, "aclrtSynchronizeDevice"), waited);
-        stream.upload_blocking(&[2; 1000], &memory).unwrap();
-    });
-}
-
-/// A call of the crate that may be refused, as expected, leaves no message: a reader would take it for that of a later
-/// error.
-#[test]
-fn no_message_of_an_expected_refusal_is_left() {
-    on_each(&[TODAY], |stand_in| {
-        // SAFETY: acl.h has the signature; the result is null or a string.
-        let message =
-            unsafe { stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg") };
-        for _ in 0..2 {
-            let device = open(0);
-            assert!(message().is_null());
-            drop(pool(&device, 1 << 20));
-            device.close(HANG).unwrap();
-            assert!(message().is_null());
-        }
-    });
-}

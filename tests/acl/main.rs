@@ -91,14 +91,7 @@ fn what_the_device_says() {
         let device = open(0);
         let about = acl::about(&device).unwrap();
         println!("{about:#?}");
-        let pool = Pool::builder(&device).capacity(64 << 20).build().unwrap();
-        for region in pool.regions() {
-            println!(
-                "{region:?}, aligned to {} bytes",
-                1_u64 << region.base.as_ptr().addr().trailing_zeros()
-            );
-        }
-        round_trip(&pool, &device.stream().unwrap(), 1, 1 << 20);
+        round_trip(&pool(&device, 1 << 20), &device.stream().unwrap(), 1, 100_000);
         about
     };
     if npu::required() {

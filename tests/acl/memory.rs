@@ -20,14 +20,8 @@ fn plain_memory_is_never_copied_from_asynchronously() {
             (1..1000).for_each(|nth| stand_in.fail(call, nth, 207_001, false));
         }
         let refused = of_one(&device).build().unwrap_err().to_string();
-        for part in [
-            &*format!("{}: aclrtMallocHost", npu_name(0)),
-            "207001",
-            "ACL_ERROR_RT_MEMORY_ALLOCATION",
-            "ulimit -l",
-            "memory.max",
-            "PoolBuilder::extent",
-        ] {
+        let whose = format!("{}: aclrtMallocHost", npu_name(0));
+        for part in [&*whose, "ulimit -l", "memory.max", "PoolBuilder::extent"] {
             assert!(refused.contains(part), "{part} is not in: {refused}");
         }
         let pool = of_one(&device).unpinned(Unpinned::Allow).build().unwrap();

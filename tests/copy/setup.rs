@@ -45,6 +45,7 @@ impl Setup {
         options: impl FnOnce(CopierBuilder) -> CopierBuilder,
     ) -> Self {
         let rig = Rig::new(config, capacity);
+        rig.pool.wait_pinned(None).unwrap();
         let copier = options(Copier::builder(&rig.pool, &rig.device)).build().unwrap();
         let memory = rig.device.alloc(32 << 20).unwrap();
         Self { rig, copier, memory }
@@ -71,18 +72,5 @@ impl Setup {
     pub fn read(&self, place: &DeviceSlice) -> PinnedBuf {
         let stream = self.device.stream().unwrap();
         stream.download(place, self.pool.checkout(place.len()).unwrap()).unwrap().wait().unwrap()
-    }
-
-    /// All that the pool has. A worker that is about to put a segment into its cache has it for a moment longer.
-    pub fn emptied(&self) -> Vec<PinnedBuf> {
-        self.pool.wait_pinned(Some(HANG)).unwrap();
-        let mut all = Vec::new();
-        until("nothing is left", || {
-            for len in [8 << 20, 1 << 20, 64 << 10, 4 << 10, 64] {
-                all.extend(std::iter::from_fn(|| self.pool.try_checkout(len).ok()));
-            }
-            self.pool.stats().free_bytes < 128
-        });
-        all
     }
 }

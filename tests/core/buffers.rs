@@ -1,10 +1,9 @@
-//! What a buffer is by itself, without a copy: its bytes and what fits; and how handles print.
+//! What a buffer is by itself, without a copy: its bytes and what fits.
 
 use std::io::Write;
-use std::time::Duration;
 
 use bytes::BufMut;
-use pinpool::{Error, Request};
+use pinpool::Error;
 
 use crate::{host, pool};
 
@@ -49,32 +48,4 @@ fn a_buffer_that_is_filled_up_leaves_its_neighbours_alone() {
     for (buf, value) in bufs.iter().zip(1..) {
         assert_eq!(buf[..], [value; LEN]);
     }
-}
-
-#[test]
-fn handles_print_what_they_are() {
-    let (node, device) = host();
-    let pool = pool(&device, 1 << 16);
-    let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
-    let mut buf = pool.checkout(Request::new(LEN).tag("kv")).unwrap();
-    buf.extend_from_slice(b"hello");
-    assert_eq!(format!("{buf:?}"), "PinnedBuf { len: 5, capacity: 4096, .. }");
-    assert_eq!(format!("{stream:?}"), format!("Stream {{ device: {:?}, .. }}", device.name()));
-    let text = format!("{pool:?}");
-    assert!(text.starts_with(&format!("Pool {{ name: {:?}, devices: ", pool.name())), "{text}");
-    let text = format!("{:?}", pool.stuck(Duration::ZERO));
-    assert!(text.starts_with("[StuckBuffer { ") && text.contains("state: CheckedOut"), "{text}");
-    assert!(!text.contains("known_by") && !text.contains("Instant"), "{text}");
-    let landing = pool.checkout_on(&stream, LEN).unwrap();
-    assert_eq!(format!("{landing:?}"), "StreamBuf { capacity: 4096, claimed: false }");
-    // With nothing else left, the next checkout claims the buffer in flight.
-    let _rest: Vec<_> = std::iter::from_fn(|| pool.try_checkout(LEN).ok()).collect();
-    node.hang(0);
-    let sent = stream.upload(buf, &memory).unwrap();
-    assert_eq!(format!("{sent:?}"), "InFlight { seq: 1, .. }");
-    drop(sent);
-    let claimed = pool.checkout_on(&stream, LEN).unwrap();
-    assert_eq!(format!("{claimed:?}"), "StreamBuf { capacity: 4096, claimed: true }");
-    let registered = device.register_read_only(vec![7u8; LEN]).unwrap();
-    assert_eq!(format!("{registered:?}"), "Registered { len: 4096, read_only: true, .. }");
 }

@@ -6,19 +6,16 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
-use crate::support::{own_process, process, skip};
+use crate::support::{own_process, skip};
 use crate::{builder, host};
 
-const CHILD: &str = "PINPOOL_LIMITS_CHILD";
-
-/// A new control group below this process's own, which goes with the value.
+/// A new control group below this process's own, which this process is in for as long as the value lives.
 struct Group(PathBuf);
 
 impl Group {
-    fn new(limit: usize) -> std::io::Result<Self> {
+    fn enter(limit: usize) -> std::io::Result<Self> {
         let own = fs::read_to_string("/proc/self/cgroup")?;
         let of = |mark: &str| {
             own.lines().find_map(|line| Some(line.split_once(mark)?.1.trim_start_matches('/').to_owned()))
@@ -31,48 +28,34 @@ impl Group {
         fs::create_dir(&dir)?;
         let group = Self(dir);
         fs::write(group.0.join(file), limit.to_string())?;
+        fs::write(group.0.join("cgroup.procs"), "0")?;
         Ok(group)
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
+        let _ = fs::write(self.0.join("../cgroup.procs"), "0");
         let _ = fs::remove_dir(&self.0);
     }
 }
 
 #[test]
 fn growth_past_a_control_groups_limit_is_an_error_that_names_it() {
-    const LIMIT: usize = 192 << 20;
-    if std::env::var_os(CHILD).is_some() {
-        let pool = builder(&host().1, 1 << 30).region(16 << 20).initial(0).build().unwrap();
-        let mut held = Vec::new();
-        let error = loop {
-            match pool.checkout_timeout(15 << 20, Duration::from_secs(2)) {
-                Ok(buf) => held.push(buf),
-                Err(error) => break error,
-            }
-        };
-        println!("GROWN BY {}: {error}", held.len());
-        return;
-    }
-    let group = match Group::new(LIMIT) {
+    own_process!();
+    let _group = match Group::enter(192 << 20) {
         Ok(group) => group,
-        Err(error) => return skip!("no control group can be made here: {error}"),
+        Err(error) => return skip!("no control group can be made and entered here: {error}"),
     };
-    let again = process::command("growth_past_a_control_groups_limit_is_an_error_that_names_it");
-    let mut command = Command::new("sh");
-    command.args(["-c", "echo 0 > \"$0\" || exit 77; exec \"$@\""]).arg(group.0.join("cgroup.procs"));
-    command.arg(again.get_program()).args(again.get_args());
-    command.envs(again.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    let output = command.env(CHILD, "1").output().unwrap();
-    if output.status.code() == Some(77) {
-        return skip!("no process can be put into a control group here");
-    }
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{}: {text}{}", output.status, String::from_utf8_lossy(&output.stderr));
-    let line = text.lines().find(|line| line.contains("GROWN BY")).unwrap_or_else(|| panic!("{text}"));
-    assert!(line.contains("pinpool-test-") && line.contains("of 192 MiB"), "{line}");
+    let pool = builder(&host().1, 1 << 30).region(16 << 20).initial(0).build().unwrap();
+    let mut held = Vec::new();
+    let error = loop {
+        match pool.checkout_timeout(15 << 20, Duration::from_secs(2)) {
+            Ok(buf) => held.push(buf),
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.contains("pinpool-test-") && error.contains("of 192 MiB"), "{error}");
 }
 
 #[test]

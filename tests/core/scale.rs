@@ -2,13 +2,12 @@
 //! `streams`'s; here is what can be counted.
 
 use std::sync::Barrier;
-use std::time::Duration;
 
 use pinpool::Pool;
 use pinpool::telemetry::ClassStats;
 
 use crate::threads::all_idle;
-use crate::{builder, checked, filled, host, pool, until};
+use crate::{checked, filled, host, pool};
 
 /// The thread caches of most ended threads leave their pool, and what they had counted stays.
 #[test]
@@ -41,24 +40,10 @@ fn what_ended_threads_have_counted_stays() {
     all_idle(&pool, &[]);
 }
 
-/// Large sizes that have no room in a thread cache together take the room of each other, and not that of
-/// small ones. They share an eighth of what one size alone may have, so that the pool stays small.
+/// Large sizes that have no room in a thread cache together take the room of each other, and not that of small ones.
 #[test]
-fn many_large_sizes_share_a_part_of_a_threads_cache_and_leave_the_small_ones_their_room() {
-    let device = host().1;
-    // What a thread caches after it has held these at once a few times.
-    let cached = |lens: &[usize]| {
-        let pool = builder(&device, 256 << 20).thread_cache(64 << 20).initial(0).region(32 << 20);
-        let pool = pool.build().unwrap();
-        for _ in 0..4 {
-            drop(lens.iter().map(|len| pool.checkout(*len).unwrap()).collect::<Vec<_>>());
-        }
-        checked(&pool).cached_bytes
-    };
-    let (one, many) = (cached(&[1 << 20; 24]), cached(&std::array::from_fn::<_, 17, _>(|i| (i + 8) << 17)));
-    assert!((16 << 20..=32 << 20).contains(&one), "{one}");
-    assert!((2 << 20..=9 << 20).contains(&many), "{many}");
-    let pool = pool(&device, 256 << 20);
+fn many_large_sizes_leave_the_small_ones_their_room_in_a_threads_cache() {
+    let pool = pool(&host().1, 256 << 20);
     for round in 0..20 {
         for size in 0..9 {
             drop(pool.checkout((128 << 10) * (size + 4) / 4).unwrap());
@@ -93,26 +78,4 @@ fn more_pools_than_a_thread_has_at_hand_serve_it_from_its_caches() {
         all_idle(pool, &[]);
         drop(pool.try_checkout(700 << 10).unwrap());
     }
-}
-
-/// Streams that have hung for long are looked at by turns. When they go on, all that is complete comes back.
-#[test]
-fn hundreds_of_streams_that_hung_come_back() {
-    const STREAMS: usize = 300;
-    let (node, device) = host();
-    let pool = pool(&device, 16 << 20);
-    let memory = device.alloc(1000).unwrap();
-    let streams: Vec<_> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
-    node.hang(0);
-    let mut sent: Vec<_> =
-        streams.iter().map(|stream| stream.upload(filled(&pool, 1000, 1), &memory).unwrap()).collect();
-    // Half of them come back by themselves, of the others one is waited for.
-    sent.truncate(STREAMS / 2);
-    assert!(checked(&pool).in_flight_bytes >= STREAMS * 1000);
-    std::thread::sleep(Duration::from_millis(50));
-    node.resume(0);
-    drop(sent.pop().unwrap().wait().unwrap());
-    until(|| pool.stats().in_flight_bytes == 0, || format!("{:?}", pool.stats()));
-    drop(sent);
-    checked(&pool);
 }

@@ -175,7 +175,7 @@ fn node() -> HostNode {
 #[test]
 fn what_overlaps_is_refused_and_comes_back() {
     let node = node();
-    let (device, other) = (Device::on(&node, 0).unwrap(), Device::open("host").unwrap());
+    let device = Device::on(&node, 0).unwrap();
     let value: Arc<[u8]> = bytes(1, 10_000).into();
     let Ok(first) = device.register(value.clone()) else { return skip!("the memlock limit") };
     let refused = device.register(value).unwrap_err();
@@ -188,10 +188,7 @@ fn what_overlaps_is_refused_and_comes_back() {
     let parts: Vec<_> = (0..100).map(|i| device.register(bytes(i, 100)).unwrap()).collect();
     assert_eq!(device.registered_bytes(), 100 * 100);
     drop(parts);
-    let (stream, memory) = (other.stream().unwrap(), other.alloc(10_000).unwrap());
-    let again = device.register(value).unwrap();
-    let again = stream.upload(again, &memory).unwrap().wait().unwrap();
-    assert!(*again == *bytes(1, 10_000), "any device of the family may use it");
+    assert!(device.register(value).is_ok(), "unregistered, it may be registered again");
 }
 
 /// Of two extents that went unpinned the driver then refuses the first for good.

@@ -5,9 +5,10 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use pinpool::cuda::{adopt_context, adopt_stream, device_heap_limit, raw_context, set_device_heap_limit};
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, SubmitError};
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, Stream, SubmitError};
 
 use crate::support::bytes;
+use crate::support::doubles::gpu::Gpu;
 use crate::support::doubles::{HANG, StandIn, on_stand_in};
 use crate::{calls, filled, flags, on_each_gpu, on_every_device, round_trip, until};
 
@@ -28,7 +29,8 @@ fn nothing_left(stand_in: &StandIn) {
     assert_eq!((report.violations, report.leaks), (vec![], vec![]));
 }
 
-/// `cudaHostAllocPortable`, `cudaHostAllocMapped` and `cudaHostAllocWriteCombined` (1, 2 and 4) in any mix.
+/// `cudaHostAllocPortable`, `cudaHostAllocMapped` and `cudaHostAllocWriteCombined` (1, 2 and 4) in any mix. No flag at all
+/// is `cudaMallocHost`.
 #[test]
 fn every_mix_of_flags_reaches_cuda_host_alloc() {
     on_stand_in(|stand_in| {
@@ -40,6 +42,7 @@ fn every_mix_of_flags_reaches_cuda_host_alloc() {
             let before = flags(stand_in, "cuMemHostAlloc");
             let pool = allocated(&device, mix).build().unwrap();
             assert_eq!(pool.wait_pinned(Some(HANG)).unwrap().ready, 4 * PAGE);
+            assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (4 * PAGE, 0));
             let mut after = flags(stand_in, "cuMemHostAlloc");
             after.retain(|told| !before.contains(told));
             assert!(after.len() == 1 && after[0].0 == format!("cuMemHostAlloc {bits}"), "{bits}: {after:?}");
@@ -49,21 +52,6 @@ fn every_mix_of_flags_reaches_cuda_host_alloc() {
             assert!(pool.shutdown(HANG).drained);
         }
         drop((stream, device));
-        nothing_left(stand_in);
-    });
-}
-
-#[test]
-fn no_flag_at_all_is_cuda_malloc_host() {
-    on_stand_in(|stand_in| {
-        let device = open();
-        let pool = allocated(&device, HostAllocFlags::default()).build().unwrap();
-        pool.wait_pinned(Some(HANG)).unwrap();
-        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (4 * PAGE, 0));
-        round_trip(&pool, &device.stream().unwrap(), &bytes(1, PAGE));
-        let told = flags(stand_in, "cuMemHostAlloc");
-        assert!(matches!(&told[..], [(flags, _)] if flags == "cuMemHostAlloc 0"), "{told:?}");
-        drop((pool, device));
         nothing_left(stand_in);
         assert_eq!(calls(stand_in, "cuMemHostAlloc"), calls(stand_in, "cuMemFreeHost"));
         assert_eq!(calls(stand_in, "cuMemHostRegister_v2"), 0);
@@ -237,17 +225,23 @@ fn each_thread_has_its_own_default_stream() {
     });
 }
 
+/// A pool with room for one buffer, and a stream of the server's own, which is destroyed when all work on it is complete.
+fn served(gpu: &Gpu) -> (Device, Pool, usize, Stream) {
+    let device = open();
+    let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
+    let raw = gpu.stream();
+    // SAFETY: as said above.
+    let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
+    (device, pool, raw, stream)
+}
+
 /// Kernels and copies of the server's own on a stream of its own, which the crate does not know of.
 #[test]
 fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
     on_each_gpu(|gpu| {
         const LEN: usize = 50_000;
-        let device = open();
-        // Room for one buffer.
-        let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
-        let (raw, theirs, sent) = (gpu.stream(), gpu.memory(LEN), bytes(1, LEN));
-        // SAFETY: destroyed when all work on it is complete.
-        let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
+        let (_device, pool, raw, stream) = served(gpu);
+        let (theirs, sent) = (gpu.memory(LEN), bytes(1, LEN));
         let buf = filled(&pool, &sent);
         if let Some(stand_in) = &gpu.stand_in {
             stand_in.hang(true);
@@ -275,12 +269,8 @@ fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
 fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
     on_each_gpu(|gpu| {
         const LEN: usize = 50_000;
-        let device = open();
-        // Room for one buffer.
-        let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
-        let (raw, theirs) = (gpu.stream(), gpu.memory(LEN));
-        // SAFETY: destroyed when all work on it is complete.
-        let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
+        let (_device, pool, raw, stream) = served(gpu);
+        let theirs = gpu.memory(LEN);
         let records = || gpu.stand_in.as_ref().map_or(0, |stand_in| calls(stand_in, "cuEventRecord"));
         let sent = bytes(1, LEN);
         let buf = Arc::new(filled(&pool, &sent));
@@ -325,12 +315,8 @@ fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
 fn a_graph_keeps_what_is_held_for_it() {
     on_each_gpu(|gpu| {
         const LEN: usize = 50_000;
-        let device = open();
-        // Room for one buffer.
-        let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
-        let (raw, memory) = (gpu.stream(), device.alloc(LEN).unwrap());
-        // SAFETY: destroyed when all work on it is complete.
-        let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
+        let (device, pool, raw, stream) = served(gpu);
+        let memory = device.alloc(LEN).unwrap();
         let sent = bytes(1, LEN);
         let back = |refused: SubmitError<_>, is: fn(&Error) -> bool| {
             assert!(is(&refused.error), "{}", refused.error);

@@ -1,6 +1,5 @@
 //! Host memory and copies, on every kind of device.
 
-use std::fs::File;
 use std::io::Write;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -102,12 +101,6 @@ fn a_registered_value_is_copied_from_where_it_is_and_comes_back() {
     });
 }
 
-fn file(content: &[u8]) -> File {
-    let mut file = tempfile::tempfile().unwrap();
-    file.write_all(content).unwrap();
-    file
-}
-
 /// `cudaHostRegisterReadOnly`: memory that the process itself cannot write to.
 #[test]
 fn what_is_registered_read_only_is_uploaded_and_never_written() {
@@ -115,8 +108,10 @@ fn what_is_registered_read_only_is_uploaded_and_never_written() {
         const LEN: usize = 65_536;
         let (stream, memory) = (on.stream(), on.device.alloc(LEN).unwrap());
         let content = bytes(1, LEN);
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&content).unwrap();
         // SAFETY: no other code has the file.
-        let map = unsafe { Mmap::map(&file(&content)) }.unwrap();
+        let map = unsafe { Mmap::map(&file) }.unwrap();
         let value = match on.device.register_read_only(map) {
             Ok(value) => value,
             Err(refused) if is_limited(&refused.error) => return,
@@ -391,10 +386,8 @@ fn size_0_is_refused_by_every_call() {
                 .unwrap_err()
                 .error,
         ] {
-            assert!(matches!(
-                &error,
-                Error::Argument(text) if text.contains("no byte of the buffer was written")
-            ));
+            let words = ["no byte of the buffer was written", "extend_from_slice"];
+            assert!(matches!(&error, Error::Argument(text) if words.iter().all(|word| text.contains(word))));
         }
         assert_eq!((pool.stats().checked_out_bytes, pool.stats().waiting), (0, 0));
         pool.check().unwrap();

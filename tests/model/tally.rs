@@ -58,12 +58,8 @@ impl Tally {
         other.0.iter().for_each(|(what, count)| self.add(what, *count));
     }
 
-    /// Prints everything, and says what is missing.
-    pub fn report(&self) -> Vec<String> {
-        println!("{:>9}  transition", "taken");
-        for (what, count) in &self.0 {
-            println!("{count:>9}  {what}");
-        }
+    /// What is missing.
+    pub fn missing(&self) -> Vec<String> {
         let faults = Failure::ALL.map(|failure| format!("fault: {failure:?}"));
         let required = REQUIRED.iter().map(|what| (*what).to_owned()).chain(faults);
         required.filter(|what| !self.0.contains_key(what)).collect()

@@ -8,7 +8,7 @@ use pinpool::copier::{FileSink, FileSource, Fill, Priority};
 use pinpool::host::HostConfig;
 use pinpool::{Copier, DeviceSlice, Error, PinnedBuf, Pool, Request, Unpinned, Waited};
 
-use crate::support::downloaded;
+use crate::support::{Random, downloaded};
 
 use super::{Blocks, HANG, Rig, Whole, file_of, pattern, reader, source, until};
 
@@ -393,20 +393,16 @@ fn copiers_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
                 let builder = rig.builder().threads(1 + number as usize % 3).share(400_000);
                 let bulk = builder.build().unwrap();
                 let urgent = bulk.with_priority(Priority::Foreground);
-                let mut random = number * 77 + 1;
+                let mut random = Random::new(number);
                 while Instant::now() < until {
-                    random ^= random << 13;
-                    random ^= random >> 7;
-                    random ^= random << 17;
-                    let len = 1 + (random >> 11) as usize % 500_000;
+                    let len = 1 + random.below(500_000);
                     let memory = rig.device.alloc(len).unwrap();
-                    let copier = if random >> 60 < 4 { &urgent } else { &bulk };
-                    match random >> 40 & 1 {
-                        0 => drop(copier.upload(vec![1; len], &memory).unwrap()),
-                        _ => {
-                            let back = copier.download(&memory, Whole::default()).unwrap();
-                            assert!(back.wait_timeout(2 * HANG).is_ok(), "it does not move");
-                        }
+                    let copier = if random.one_in(4) { &urgent } else { &bulk };
+                    if random.one_in(2) {
+                        drop(copier.upload(vec![1; len], &memory).unwrap());
+                    } else {
+                        let back = copier.download(&memory, Whole::default()).unwrap();
+                        assert!(back.wait_timeout(2 * HANG).is_ok(), "it does not move");
                     }
                 }
             });

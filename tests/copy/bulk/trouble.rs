@@ -7,7 +7,7 @@ use pinpool::copier::{CopyRange, FileSource, Fill, Reading};
 use pinpool::host::{Call, Failure, Fault};
 use pinpool::{Error, ErrorClass};
 
-use super::{Blocks, HANG, Rig, Whole, file_of, io, pattern, reader, sink, source, until, with, writer};
+use super::{Blocks, HANG, Rig, Whole, file_of, io, pattern, reader, source, until, with, writer};
 
 /// What a source or sink panics with: dropping it panics as well.
 struct Bomb;
@@ -151,26 +151,6 @@ fn a_lost_device_ends_everything_with_its_error() {
         }
         rig.pool.check().unwrap();
     }
-}
-
-#[test]
-fn a_sink_that_fails_or_panics_ends_its_transfer() {
-    let rig = Rig::late();
-    let copier = rig.builder().threads(1).build().unwrap();
-    let (bytes, memory) = (pattern(1 << 20, 9), rig.device.alloc(1 << 20).unwrap());
-    copier.upload_slice(&bytes, &memory).unwrap();
-    for panics in [false, true] {
-        let odd = sink(move |offset, bytes: &[u8]| match offset + bytes.len() as u64 {
-            ..300_000 => Ok(()),
-            _ if panics => std::panic::panic_any(Bomb),
-            _ => Err(io::Error::other("no")),
-        });
-        let failed = copier.download(&memory, odd).unwrap().wait().map(drop).unwrap_err();
-        assert!(failed.buffer.is_some() && matches!(failed.error, Error::Write { .. }), "{}", failed.error);
-    }
-    let whole = copier.download(&memory, Whole::default()).unwrap().wait().unwrap();
-    assert!(whole.into_vec() == bytes);
-    rig.all_is_back();
 }
 
 /// Parts of a chunk that were submitted before one was refused are in flight, and so is a copy that

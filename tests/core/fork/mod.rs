@@ -192,9 +192,8 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     });
     told("order behind a copy", || is_forked(stream.wait_for_copy(&flight.take().unwrap())));
     told("a stream-ready buffer", || is_forked(claimed.take().unwrap().wait()));
-    told("a stream", || is_forked(stream.synchronize()));
+    told("a stream", || is_forked(stream.synchronize()) && is_forked(stream.hold(())));
     told("a blocking copy", || is_forked(stream.upload_blocking(&[1; 10], at(0..10))));
-    told("a hold", || is_forked(stream.hold(())));
     told("new pieces", || {
         let mut back = [0; 100];
         is_forked(bulk.upload_slices(&pieces))
@@ -229,9 +228,11 @@ fn a_child_is_told_by_whatever_it_waits_for() {
         drop((ticket.take(), left.take(), polled.take()));
         true
     });
-    told("a new transfer", || is_forked(bulk.upload(vec![1_u8; 1000], at(0..1000))));
-    told("a slice", || is_forked(bulk.upload_slice(&[1; 1000], at(0..1000))));
-    told("a vector", || is_forked(bulk.download(at(0..10), Vec::new())));
+    told("new transfers", || {
+        is_forked(bulk.upload(vec![1_u8; 1000], at(0..1000)))
+            && is_forked(bulk.download(at(0..10), Vec::new()))
+            && is_forked(bulk.upload_slice(&[1; 1000], at(0..1000)))
+    });
     told("a reader", || is_forked(bulk.upload_read(&mut &[1_u8; 10][..], at(0..10))));
     told("a writer", || is_forked(bulk.download_write(at(0..10), &mut Vec::new())));
     told("memory", || is_forked(pool.checkout(1000)) && is_forked(pool.wait_pinned(None)));

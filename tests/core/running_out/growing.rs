@@ -87,7 +87,7 @@ fn growing_that_fails_is_the_waiters_error() {
     // With threads, when nothing that is out could help: no thread would ever wake the waiter.
     let rig = Rig::threads();
     for _ in 0..30 {
-        rig.node().fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Argument });
+        rig.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Argument });
         let pool = rig.builder(256 << 10).initial(0).build().unwrap();
         let error = pool.checkout_timeout(4096, HANG).unwrap_err();
         assert!(matches!(&error, Error::Device(e) if e.call == "pin"), "{error}");

@@ -28,76 +28,56 @@ const PAGE: usize = 4096;
 /// cuda.h: CUDA_ERROR_OUT_OF_MEMORY, which may pass.
 const OUT_OF_MEMORY: u32 = 2;
 
-/// What a device is of.
-enum Node {
-    Hand(Machine),
-    Threads(HostNode),
-}
-
-struct Rig {
+/// A device with threads, or one that the test moves.
+struct Rig<N = HostNode> {
     device: Device,
     /// The last to be dropped: a machine looks at what was done to it.
-    node: Node,
+    node: N,
+}
+
+impl Rig<Machine> {
+    fn by_hand() -> Self {
+        let machine = Machine::new(1, 8 << 20, 7);
+        Self { device: machine.device(0), node: machine }
+    }
+
+    /// The next so many calls that pin fail for a reason that may pass.
+    fn refuse_pins(&self, count: u64) {
+        (1..=count).for_each(|nth| self.node.fail("cuMemHostRegister_v2", nth, OUT_OF_MEMORY));
+    }
+
+    fn drain(&self) {
+        while self.node.step() | self.device.reap() {}
+    }
 }
 
 impl Rig {
-    fn by_hand() -> Self {
-        let machine = Machine::new(1, 8 << 20, 7);
-        Self { device: machine.device(0), node: Node::Hand(machine) }
-    }
-
     fn threads() -> Self {
         let node = HostNode::new(HostConfig::new().memory(8 << 20)).unwrap();
-        Self { device: Device::on(&node, 0).unwrap(), node: Node::Threads(node) }
+        Self { device: Device::on(&node, 0).unwrap(), node }
     }
 
-    fn node(&self) -> &HostNode {
-        match &self.node {
-            Node::Threads(node) => node,
-            Node::Hand(_) => unreachable!("the test asked for threads"),
-        }
+    /// The next so many calls that pin fail for a reason that may pass.
+    fn refuse_pins(&self, count: u64) {
+        let fault = Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient };
+        (0..count).for_each(|_| self.node.fail(fault));
     }
 
+    /// Everything is back where it came from, a little later.
+    fn all_is_given_back(self) {
+        let Self { node, device } = self;
+        drop(device);
+        until(|| node.live(0) == HostUsage::default(), || format!("{:?}", node.live(0)));
+    }
+}
+
+impl<N> Rig<N> {
     fn pool(&self, capacity: usize) -> Pool {
         self.builder(capacity).build().unwrap()
     }
 
     fn builder(&self, capacity: usize) -> PoolBuilder {
         Pool::builder(&self.device).capacity(capacity)
-    }
-
-    /// The next so many calls that pin fail for a reason that may pass.
-    fn refuse_pins(&self, count: u64) {
-        for nth in 0..count {
-            match &self.node {
-                Node::Hand(machine) => machine.fail("cuMemHostRegister_v2", nth + 1, OUT_OF_MEMORY),
-                Node::Threads(node) => {
-                    node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
-                }
-            }
-        }
-    }
-
-    fn kill(&self) {
-        match &self.node {
-            Node::Hand(machine) => machine.kill(0),
-            Node::Threads(node) => node.kill(0),
-        }
-    }
-
-    /// Everything is back where it came from, with threads a little later; and no rule of the driver's was broken.
-    fn all_is_given_back(self) {
-        let Self { node, device } = self;
-        drop(device);
-        let left = || match &node {
-            Node::Hand(machine) if machine.is_clean() => None,
-            Node::Hand(machine) => Some(machine.report()),
-            Node::Threads(node) => {
-                let live = node.live(0);
-                (live != HostUsage::default()).then(|| format!("{live:?}"))
-            }
-        };
-        until(|| left().is_none(), || format!("{:?}", left()));
     }
 }
 
@@ -162,9 +142,4 @@ fn send(stream: &Stream, mut buf: PinnedBuf) {
     buf.extend_from_slice(&[5; 32]);
     let target = stream.device().alloc(32).unwrap();
     drop(stream.upload(buf, target).unwrap());
-}
-
-fn drain(rig: &Rig) {
-    let step = || matches!(&rig.node, Node::Hand(machine) if machine.step());
-    while step() | rig.device.reap() {}
 }

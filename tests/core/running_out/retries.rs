@@ -131,7 +131,7 @@ fn memory_that_went_unpinned_is_pinned_later() {
     until(|| pool.stats().unpinned_bytes == 0, || format!("{pool:?}"));
     assert!(pool.regions().iter().all(|region| region.pinned == region.len), "{:?}", pool.regions());
     let pinned = checked(&pool).pinned_bytes;
-    assert_eq!(rig.node().live(0).pinned_bytes, pinned);
+    assert_eq!(rig.node.live(0).pinned_bytes, pinned);
     drop((buf, pool));
     rig.all_is_given_back();
 }

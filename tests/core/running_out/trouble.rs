@@ -7,7 +7,7 @@ fn waiting_ends_when_quarantine_has_made_it_impossible() {
     let rig = Rig::threads();
     let pool = rig.pool(64 << 10);
     let stream = rig.device.stream().unwrap();
-    rig.node().hang(0);
+    rig.node.hang(0);
     let kept = pool.checkout(pages(6)).unwrap();
     send(&stream, pool.checkout(pages(10)).unwrap());
     let mut possible = Waiter::new(pool.checkout_async(pages(6)));
@@ -24,7 +24,7 @@ fn waiting_ends_when_quarantine_has_made_it_impossible() {
     let mut looking = pool.checkout_async(pages(8));
     let waker = Waker::from(looks.clone());
     assert!(Pin::new(&mut looking).poll(&mut Context::from_waker(&waker)).is_pending());
-    rig.kill();
+    rig.node.kill(0);
     until(|| looks.1.load(Ordering::Relaxed) == 10 * PAGE, || format!("{pool:?}"));
     for waiter in hopeless {
         until(|| waiter.rung() == 1, || "it is not woken".into());
@@ -52,7 +52,7 @@ fn a_stuck_stream_keeps_only_its_own_buffers() {
     let rig = Rig::threads();
     let pool = rig.pool(64 << 10);
     let (stuck, going) = (rig.device.stream().unwrap(), rig.device.stream().unwrap());
-    rig.node().fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Stall });
+    rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Stall });
     send(&stuck, pool.checkout(pages(4)).unwrap());
     let held = stuck.hold(pool.checkout(pages(1)).unwrap()).unwrap();
     for _ in 0..50 {
@@ -64,7 +64,7 @@ fn a_stuck_stream_keeps_only_its_own_buffers() {
     assert!(!held.is_done().unwrap());
     let error = held.wait_timeout(Duration::from_millis(1)).unwrap_err();
     assert!(matches!(error.error, Error::Timeout(_)));
-    rig.node().resume(0);
+    rig.node.resume(0);
     drop(error.buffer.unwrap().wait().unwrap());
     stuck.synchronize().unwrap();
     until(|| pool.stats().in_flight_bytes == 0, || format!("{pool:?}"));

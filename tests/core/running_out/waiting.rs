@@ -335,7 +335,7 @@ fn a_waker_may_own_buffers_of_the_pool() {
                 assert!(sent.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
                 drop(waker);
                 drop(sent);
-                drain(&rig);
+                rig.drain();
             }
         }
         assert_eq!(pool.stats().waiting, usize::from(way == 1));
@@ -362,12 +362,12 @@ fn a_claim_does_not_pass_a_waiter() {
     let refused = pool.try_checkout_on(&stream, 50_000);
     assert!(matches!(refused, Err(Error::Exhausted(_))), "{refused:?}");
     waiter.still_waits();
-    drain(&rig);
+    rig.drain();
     drop(waiter.ready().unwrap());
     // Without a waiter claims go on.
     drop(stream.download(&memory, pool.checkout_on(&stream, 50_000).unwrap()).unwrap());
     drop(pool.try_checkout_on(&stream, 50_000).unwrap());
-    drain(&rig);
+    rig.drain();
     assert_eq!(checked(&pool).waits, 1);
 }
 
@@ -388,7 +388,7 @@ fn a_claim_may_outlast_the_work_that_it_waits_for() {
         let claimed = pool.checkout_on(&stream, LEN).unwrap();
         assert!(claimed.was_claimed() && claimed.capacity() == LEN && in_flight() == 4160, "{way}");
         if way != "given up early" {
-            drain(&rig);
+            rig.drain();
             assert_eq!(in_flight(), 0, "the upload has ended, and the claim stays");
         }
         buf = match way {
@@ -402,7 +402,7 @@ fn a_claim_may_outlast_the_work_that_it_waits_for() {
                 drop(claimed);
                 // It goes back to the flight, or to the pool if the flight is over.
                 assert_eq!(in_flight(), if way == "given up" { 0 } else { 4160 });
-                drain(&rig);
+                rig.drain();
                 pool.try_checkout(LEN).unwrap()
             }
         };

@@ -8,27 +8,16 @@ use std::task::{Context, Poll, Wake};
 use std::time::Duration;
 
 use pinpool::host::{Call as HostCall, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Checkout, Device, PinnedBuf, Pool, Unpinned};
+use pinpool::{Checkout, Device, Pool, Unpinned};
 
 use crate::support::doubles::HANG;
-use crate::support::doubles::gpu::until;
+use crate::support::doubles::gpu::{filled, until};
 use crate::support::panicking::{self, Bomb, Call, act, quiet};
+use crate::support::rig::Rig;
 use crate::support::{in_use, own_process};
 
-fn node() -> (HostNode, Device) {
-    let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    (node, device)
-}
-
-fn pool(device: &Device, capacity: usize) -> Pool {
-    Pool::builder(device).capacity(capacity).thread_cache(0).unpinned(Unpinned::Allow).build().unwrap()
-}
-
-fn filled(pool: &Pool, len: usize, byte: u8) -> PinnedBuf {
-    let mut buf = pool.checkout(len).unwrap();
-    buf.try_resize(len, byte).unwrap();
-    buf
+fn rig() -> Rig {
+    Rig::new(HostConfig::new(), 1 << 20)
 }
 
 /// A subscriber asks the pool when an event reports that a stream is lost or pinning fails, and gets its
@@ -49,7 +38,7 @@ fn a_subscriber_asks_the_pool_when_a_stream_is_lost_or_pinning_fails() {
     for ((what, ask), trouble) in ways.into_iter().flat_map(|way| troubles.map(|trouble| (way, trouble))) {
         let (tell, told) = mpsc::channel();
         std::thread::spawn(move || {
-            let (node, device) = node();
+            let Rig { node, device, .. } = rig();
             let pool = Pool::builder(&device).capacity(8 << 20).initial(1 << 20).region(1 << 20);
             let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
             pool.wait_pinned(None).unwrap();
@@ -74,7 +63,7 @@ fn a_subscriber_asks_the_pool_when_a_stream_is_lost_or_pinning_fails() {
 fn a_stream_is_lost(node: &HostNode, device: &Device, pool: &Pool) {
     let (stream, small) = (device.stream().unwrap(), device.alloc(64).unwrap());
     node.hang(0);
-    let flight = stream.upload(filled(pool, 64, 1), &small).unwrap();
+    let flight = stream.upload(filled(pool, &[1; 64]), &small).unwrap();
     node.kill(0);
     let lost = flight.wait_timeout(HANG).unwrap_err();
     assert!(lost.error.is_device_lost(), "{}", lost.error);
@@ -112,8 +101,7 @@ fn wakers_that_poll_at_once_take_no_stack() {
     }
     own_process!();
     panicking::install();
-    let (_node, device) = node();
-    let pool = pool(&device, 1 << 20);
+    let Rig { node: _node, device: _device, pool } = rig();
     let served = Arc::new(AtomicUsize::new(0));
     const TASKS: usize = 5_000;
     let first = pool.checkout(900_000).unwrap();
@@ -143,8 +131,7 @@ fn a_waker_that_cannot_be_cloned_leaves_no_trace() {
     let cx = &mut Context::from_waker(&bad);
     own_process!();
     panicking::install();
-    let (node, device) = node();
-    let pool = pool(&device, 1 << 20);
+    let Rig { node, device, pool } = rig();
     let first = pool.checkout(900_000).unwrap();
     let mut checkout = pool.checkout_async(900_000);
     assert!(Pin::new(&mut checkout).poll(cx).is_pending());
@@ -154,7 +141,7 @@ fn a_waker_that_cannot_be_cloned_leaves_no_trace() {
     assert_eq!(pool.stats().waiting, 0);
     let (stream, memory) = (device.stream().unwrap(), device.alloc(64).unwrap());
     node.hang(0);
-    let mut flight = stream.upload(filled(&pool, 64, 1), &memory).unwrap();
+    let mut flight = stream.upload(filled(&pool, &[1; 64]), &memory).unwrap();
     assert!(Pin::new(&mut flight).poll(cx).is_pending());
     node.resume(0);
     until("the copy is done", || flight.is_done().unwrap());

@@ -6,7 +6,7 @@
 //! by default), `PINPOOL_FOREIGN_SEED` with which seed.
 
 use std::borrow::Cow;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
@@ -24,9 +24,9 @@ use pinpool::{
     Unpinned,
 };
 
-use crate::support::own_process;
 use crate::support::panicking::{self, Bomb};
 use crate::support::value::Value;
+use crate::support::{Random, own_process};
 
 /// Longer than anything takes here: what is not there by then hangs.
 const HANG: Duration = Duration::from_secs(30);
@@ -34,7 +34,7 @@ const THREADS: usize = 4;
 const MEMORY: u64 = 256 << 10;
 
 std::thread_local! {
-    static RANDOM: Cell<u64> = const { Cell::new(0) };
+    static RANDOM: RefCell<Option<Random>> = const { RefCell::new(None) };
     /// Misdeeds do not misbehave within each other.
     static BUSY: Cell<bool> = const { Cell::new(false) };
 }
@@ -62,15 +62,8 @@ impl Mischief {
 
     /// A random number below that one: each thread has its own.
     fn draw(&self, end: u64) -> u64 {
-        RANDOM.with(|state| {
-            let fresh = || self.seed ^ (self.calls.fetch_add(1, Ordering::Relaxed) << 20);
-            let mut x = if state.get() == 0 { fresh() | 1 } else { state.get() };
-            x ^= x << 13;
-            x ^= x >> 7;
-            x ^= x << 17;
-            state.set(x);
-            (x >> 11) % end
-        })
+        let fresh = || Random::new(self.seed ^ (self.calls.fetch_add(1, Ordering::Relaxed) << 20));
+        RANDOM.with_borrow_mut(|random| random.get_or_insert_with(fresh).below(end as usize) as u64)
     }
 
     /// One call. `rare`: one in that many is a misdeed.
@@ -118,7 +111,7 @@ impl Mischief {
 mod recorder {
     //! A recorder that misbehaves.
 
-    use std::sync::{Arc, Mutex, PoisonError};
+    use std::sync::Arc;
 
     use metrics::{
         Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder,
@@ -127,30 +120,16 @@ mod recorder {
 
     use super::Mischief;
 
-    static MISCHIEF: Mutex<Option<Arc<Mischief>>> = Mutex::new(None);
+    #[derive(Clone)]
+    pub(super) struct Recording(pub Arc<Mischief>);
 
-    pub(super) fn set(mischief: Option<Arc<Mischief>>) {
-        *MISCHIEF.lock().unwrap_or_else(PoisonError::into_inner) = mischief;
-        // Once in a process.
-        let _ = metrics::set_global_recorder(Recording);
-    }
-
-    fn happens() {
-        let mischief = MISCHIEF.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(mischief) = mischief {
-            mischief.happens(200);
-        }
-    }
-
-    struct Recording;
-
-    /// Methods that misbehave, and give this.
+    /// Methods that misbehave, and give what is made of the recorder.
     macro_rules! misbehave {
-        ($($of:ident { $($name:ident($($given:ty),*) $(-> $given_back:ty = $made:expr)?;)* })*) => {
+        ($($of:ident { $($name:ident($($given:ty),*) $(-> $made:ident)?;)* })*) => {
             $(impl $of for Recording {
-                $(fn $name(&self $(, _: $given)*) $(-> $given_back)? {
-                    happens();
-                    $($made)?
+                $(fn $name(&self $(, _: $given)*) $(-> $made)? {
+                    self.0.happens(200);
+                    $($made::from_arc(Arc::new(self.clone())))?
                 })*
             })*
         };
@@ -164,9 +143,9 @@ mod recorder {
             describe_counter(KeyName, Option<Unit>, SharedString);
             describe_gauge(KeyName, Option<Unit>, SharedString);
             describe_histogram(KeyName, Option<Unit>, SharedString);
-            register_counter(&Key, &Metadata<'_>) -> Counter = Counter::from_arc(Arc::new(Recording));
-            register_gauge(&Key, &Metadata<'_>) -> Gauge = Gauge::from_arc(Arc::new(Recording));
-            register_histogram(&Key, &Metadata<'_>) -> Histogram = Histogram::from_arc(Arc::new(Recording));
+            register_counter(&Key, &Metadata<'_>) -> Counter;
+            register_gauge(&Key, &Metadata<'_>) -> Gauge;
+            register_histogram(&Key, &Metadata<'_>) -> Histogram;
         }
     }
 }
@@ -421,6 +400,9 @@ impl Worker<'_> {
             }
             _ => {
                 let mut sampler = Sampler::new(self.pool);
+                #[cfg(feature = "metrics")]
+                metrics::with_local_recorder(&recorder::Recording(self.mischief.clone()), || sampler.poll());
+                #[cfg(not(feature = "metrics"))]
                 sampler.poll();
                 let memory = self.device.alloc(len)?;
                 self.stream.upload_blocking(&vec![byte; len], &memory)?;
@@ -463,8 +445,6 @@ fn chaos(faults: bool) {
     _ = known.set(Arc::downgrade(&mischief));
     let own = mischief.clone();
     panicking::act(move |_, _| own.happens(40));
-    #[cfg(feature = "metrics")]
-    recorder::set(Some(mischief.clone()));
     let beats: Vec<AtomicU64> = (0..THREADS).map(|_| AtomicU64::new(0)).collect();
     let (stop, over) = (AtomicBool::new(false), AtomicU64::new(0));
     let unwound = Mutex::new(BTreeSet::new());
@@ -521,16 +501,8 @@ fn chaos(faults: bool) {
     mischief.on.store(false, Ordering::Relaxed);
     let unwound = unwound.into_inner().unwrap();
     assert!(unwound.is_empty(), "calls of the crate's unwound, by number: {unwound:?}");
-    println!(
-        "{} rounds, {} calls of code of others, {} misdeeds",
-        beats.iter().map(|beat| beat.load(Ordering::Relaxed)).sum::<u64>(),
-        mischief.calls.load(Ordering::Relaxed),
-        mischief.misdeeds.load(Ordering::Relaxed)
-    );
     assert!(mischief.misdeeds.load(Ordering::Relaxed) > 0);
     panicking::quiet();
-    #[cfg(feature = "metrics")]
-    recorder::set(None);
     drop((copier, mischief));
     let shutdown = pool.shutdown(HANG);
     // Adopted values keep the pool, by the mischief that their drop makes.

@@ -98,32 +98,21 @@ fn each_condition_is_said_in_words() {
     assert!(!dom.contains("No alarms"), "{dom}");
 }
 
+/// A server that has ended, a pool that nobody samples any more, and a server without pools.
 #[test]
-fn what_is_stale_is_shown_as_stale() {
-    let fake = Fake::start(|n| if n < 3 { (200, pool("p", &[])) } else { (503, String::new()) });
-    let Some(dom) = dom(15, &fake.url("/")) else { return };
-    has(
-        &dom,
-        &["<body class=\"stale\">", ">stale<", "the server does not answer (status 503)", "Pool p: 80.0 MiB"],
-    );
-    let age =
-        dom.split("What is shown is ").nth(1).unwrap().split(' ').next().unwrap().parse::<u32>().unwrap();
-    assert!((8..=14).contains(&age), "{age} s of the browser's time");
-}
-
-#[test]
-fn a_pool_that_nobody_looks_at_is_stale() {
-    let fake = Fake::start(|n| {
+fn what_is_stale_or_missing_is_said() {
+    let ended = Fake::start(|n| if n < 3 { (200, pool("p", &[])) } else { (503, String::new()) });
+    let Some(page) = dom(15, &ended.url("/")) else { return };
+    let why = "the server does not answer (status 503)";
+    has(&page, &["<body class=\"stale\">", ">stale<", why, "Pool p: 80.0 MiB"]);
+    let age = page.split("What is shown is ").nth(1).unwrap().split(' ').next().unwrap();
+    assert!((8..=14).contains(&age.parse().unwrap()), "{age} s of the browser's time");
+    let unsampled = Fake::start(|n| {
         let gone = format!("pinpool_sampled_timestamp_seconds{{pool=\"p\"}} {}", n.min(3));
         (200, pool("p", &[&gone]))
     });
-    let Some(dom) = dom(30, &fake.url("/")) else { return };
-    has(&dom, &["<body class=\"stale\">", "this pool was last sampled 2"]);
-}
-
-#[test]
-fn a_server_without_pools_is_said_to_have_none() {
-    let fake = Fake::saying("up 1\n".into());
-    let Some(dom) = dom(3, &fake.url("/")) else { return };
-    has(&dom, &["no data: no metrics of pinpool in its answer"]);
+    let page = dom(30, &unsampled.url("/")).unwrap();
+    has(&page, &["<body class=\"stale\">", "this pool was last sampled 2"]);
+    let other = Fake::saying("up 1\n".into());
+    has(&dom(3, &other.url("/")).unwrap(), &["no data: no metrics of pinpool in its answer"]);
 }

@@ -50,37 +50,6 @@ fn what_the_files_name_is_exported() {
     }
 }
 
-/// An exporter's timeout for idle metrics holds for all of the process: it takes what a server counts rarely, and what it
-/// sets once, such as the link's peak.
-#[test]
-fn no_example_takes_the_servers_own_metrics_away() {
-    for file in ["examples/dashboard.rs", "examples/candle/src/server.rs"] {
-        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
-        // The package that is published has not all examples.
-        let Ok(text) = std::fs::read_to_string(path) else { continue };
-        assert!(text.contains("PrometheusBuilder::new()") && !text.contains(".idle_timeout("), "{file}");
-    }
-}
-
-#[test]
-fn the_grafana_dashboard_is_well_formed() {
-    let dashboard: serde_json::Value = serde_json::from_str(&example("grafana.json")).unwrap();
-    let panels = dashboard["panels"].as_array().unwrap();
-    let ids: BTreeSet<u64> = panels.iter().map(|panel| panel["id"].as_u64().unwrap()).collect();
-    assert_eq!(ids.len(), panels.len(), "ids are unique");
-    let mut taken = BTreeSet::new();
-    for panel in panels {
-        let at = |key: &str| panel["gridPos"][key].as_u64().unwrap();
-        assert!(at("x") + at("w") <= 24, "{}", panel["title"]);
-        for x in at("x")..at("x") + at("w") {
-            let mut cells = (at("y")..at("y") + at("h")).map(|y| (x, y));
-            assert!(cells.all(|cell| taken.insert(cell)), "{} lies upon another", panel["title"]);
-        }
-        let asks = panel["targets"].as_array().is_some_and(|targets| !targets.is_empty());
-        assert!(panel["type"] == "row" || asks, "{}", panel["title"]);
-    }
-}
-
 #[test]
 fn the_page_needs_nothing_from_outside() {
     let page = get(&server().url("/")).unwrap();

@@ -1,8 +1,8 @@
-//! The dashboard as an operator meets it: the page in a browser, and the metrics in a Prometheus. (`pinpool top`
-//! has tests beside the command.)
+//! The dashboard as an operator meets it: the page in a browser, the metrics, and the rules under promtool. (`pinpool
+//! top` has tests beside the command.)
 //!
 //! The example's server runs within this process, under its load; conditions that it does not reach at once (alarms, a
-//! server that ends, hostile names) come from [`fake`] servers. The browser and Prometheus are real programs, Debian's
+//! server that ends, hostile names) come from [`fake`] servers. The browser and promtool are real programs, of Debian's
 //! packages `chromium` and `prometheus`. Where one is missing its tests say that they were skipped, and fail if
 //! `PINPOOL_REQUIRE` names `browser` or `prometheus`.
 
@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(90);
 
 struct Server {
     address: SocketAddr,
-    dashboard: Dashboard,
+    _dashboard: Dashboard,
 }
 
 /// The example's server, on a free port, until the process ends: there is one recorder in a process.
@@ -50,7 +50,7 @@ fn server() -> &'static Server {
                 axum::serve(listener, router(metrics)).await.unwrap();
             });
         });
-        Server { address, dashboard }
+        Server { address, _dashboard: dashboard }
     })
 }
 

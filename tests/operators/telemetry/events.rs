@@ -1,5 +1,7 @@
 //! Each event that an operator acts on, and each span, by its documented target, level and fields.
 
+use std::pin::Pin;
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use pinpool::telemetry::Sampler;
@@ -54,6 +56,11 @@ fn waiting_and_what_is_out() {
     recorded!();
     let bench = Bench::new(|builder| builder.name("dry").track_checkouts(true));
     let kept = bench.pool.checkout(Request::new(900 << 10).tag("kv-cache")).unwrap();
+    // A client that hangs up has not waited in vain: the report is left for a wait that has.
+    let mut gone = bench.pool.checkout_async(512 << 10);
+    assert!(Pin::new(&mut gone).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    drop(gone);
+    assert!(bench.pool.try_checkout(512 << 10).is_err() && events("pinpool::pool::stuck").is_empty());
     let late = bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5));
     assert!(late.is_err());
     let wait = span("pinpool::pool", "wait", Level::DEBUG, &["bytes", "pool"]);

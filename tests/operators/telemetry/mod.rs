@@ -10,7 +10,6 @@ macro_rules! recorded {
 
 mod events;
 mod sampler;
-mod snapshot;
 mod stuck;
 mod transfers;
 

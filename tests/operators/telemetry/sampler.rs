@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use metrics_exporter_prometheus::PrometheusBuilder;
-use pinpool::host::{HostConfig, HostNode};
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::telemetry::{Histogram, METRICS, MetricKind, Sampler};
-use pinpool::{Device, Request};
+use pinpool::{Device, Error, Request};
 use tracing::Level;
 
 use super::{Bench, until};
@@ -95,10 +95,12 @@ fn values_are_those_of_the_snapshot_and_counters_what_came_since() {
     let bench = busy("valued");
     let other = Bench::with((), bench.device.clone(), |builder| builder.name("beside")).pool;
     let kept = bench.pool.checkout(1000).unwrap();
+    bench.node.fail(Fault { device: 0, call: Call::Allocate, nth: 0, failure: Failure::Transient });
+    assert!(bench.device.alloc(64).is_err());
     let mut sampler = Sampler::new(&bench.pool).pool(&other);
     let sent = poll(&mut sampler);
     let (stats, snapshot) = (bench.pool.stats(), bench.pool.snapshot());
-    let own = |name, labels| sent.sum(name, &format!("pool=\"valued\"{labels}")) as usize;
+    let own = |name: &str, labels: &str| sent.sum(name, &format!("pool=\"valued\"{labels}")) as usize;
     let whole = own("pinpool_memory_bytes", "");
     assert_eq!(whole, stats.pinned_bytes + stats.unpinned_bytes, "the states sum to the whole");
     let out = own("pinpool_memory_bytes", ",state=\"checked_out\"");
@@ -106,6 +108,9 @@ fn values_are_those_of_the_snapshot_and_counters_what_came_since() {
     assert_eq!(own("pinpool_checkouts_total", "") as u64, stats.checkouts);
     assert_eq!(own("pinpool_errors_total", ",class=\"transient\"") as u64, stats.errors.transient);
     assert_eq!(own("pinpool_class_out_segments", ",stride=\"1088\""), 1);
+    let counted =
+        ["timeouts", "abandoned", "refused"].map(|name| own(&format!("pinpool_{name}_total"), "") as u64);
+    assert_eq!(counted, [stats.timeouts, stats.abandoned, stats.refused.total()]);
     assert_eq!(own("pinpool_wait_seconds_count", "") as u64, stats.waits, "one value for each wait");
     // Each duration is in the bucket that it stands for.
     let mut sum = 0;
@@ -119,9 +124,11 @@ fn values_are_those_of_the_snapshot_and_counters_what_came_since() {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
     let at = sent.values("pinpool_sampled_timestamp_seconds", "pool=\"valued\"");
     assert!(at.len() == 1 && (at[0] - now).abs() < 60.0, "{at:?}");
-    // Of a device that two pools share everything is counted once.
-    let submitted = sent.sum("pinpool_device_submitted_total", "") as u64;
-    assert_eq!(submitted, bench.device.stats().submitted);
+    // Of a device that two pools share everything is counted once, and stays when its streams have ended.
+    let (submitted, device) = (sent.sum("pinpool_device_submitted_total", "") as u64, bench.device.stats());
+    assert_eq!((submitted, device.completed, device.streams.len()), (device.submitted, 1, 0));
+    let failed = sent.sum("pinpool_device_errors_total", "class=\"transient\"") as u64;
+    assert_eq!((failed, device.errors.transient, device.errors.total()), (1, 1, 1));
     assert_eq!(sent.values("pinpool_memory_capacity_bytes", "pool=\"beside\""), [f64::from(1 << 20)]);
     // The second poll sends what was counted since.
     drop(bench.pool.checkout(1000).unwrap());
@@ -226,32 +233,6 @@ fn buffers_that_are_meant_to_be_held_are_not_told_of() {
     let _most = pool.checkout(Request::new(900 << 10).long_lived()).unwrap();
     assert!(pool.checkout_timeout(512 << 10, Duration::from_millis(1)).is_err());
     assert!(events("pinpool::pool::stuck").iter().any(|record| record.field("long_lived") == "true"));
-}
-
-/// A client that hangs up has not waited in vain, and a request that is turned away has not waited at all.
-#[test]
-fn clients_that_go_away_and_requests_that_are_refused_are_no_timeouts() {
-    recorded!();
-    let bench = Bench::new(|builder| builder);
-    let most = bench.pool.checkout(900 << 10).unwrap();
-    for _ in 0..3 {
-        let mut gone = bench.pool.checkout_async(512 << 10);
-        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-        assert!(std::pin::Pin::new(&mut gone).poll(&mut context).is_pending());
-    }
-    assert!(bench.pool.try_checkout(512 << 10).is_err());
-    assert!(bench.pool.checkout_many(&[Request::new(600 << 10); 2], None).is_err());
-    let sent = poll(&mut Sampler::new(&bench.pool));
-    let counted = ["abandoned", "timeouts"].map(|name| sent.sum(&format!("pinpool_{name}_total"), ""));
-    assert_eq!(counted, [3.0, 0.0]);
-    let reasons = ["exhausted", "impossible", "closed"].map(|reason| format!("reason=\"{reason}\""));
-    assert_eq!(reasons.map(|reason| sent.sum("pinpool_refused_total", &reason)), [1.0, 1.0, 0.0]);
-    assert!(events("pinpool::pool::stuck").is_empty(), "nothing is stuck");
-    // The report is left for a wait that was in vain.
-    assert!(bench.pool.checkout_timeout(512 << 10, Duration::ZERO).is_err());
-    let reports = |record: &Record| record.fields.contains_key("waited_seconds");
-    assert_eq!((all(reports).len(), bench.pool.stats().timeouts), (1, 1));
-    drop(most);
 }
 
 /// A gauge that is polled shows nothing of what came and went between two polls.
@@ -397,4 +378,33 @@ fn only_what_crosses_the_link_is_counted() {
     let stats = bench.device.stats();
     assert_eq!((stats.uploaded_bytes, stats.downloaded_bytes), (4096 + 500 + 30 + 200, 300 + 7));
     assert_eq!((seen(), seen()), ([4826.0, 307.0], [0.0, 0.0]));
+}
+
+#[test]
+fn waits_and_holding_are_timed() {
+    let bench = Bench::new(|builder| builder.track_checkouts(true));
+    let all = bench.pool.checkout(900 << 10).unwrap();
+    let pause = Duration::from_millis(20);
+    let error = bench.pool.checkout_timeout(512 << 10, pause).unwrap_err();
+    let Error::Timeout(waited) = error else { panic!("{error}") };
+    let first = bench.pool.snapshot().waiting;
+    assert_eq!(first.count(), 1);
+    // The search in other caches counts as part of the given time, and not as a wait.
+    assert!(Duration::ZERO < first.sum() && first.sum() <= waited.time, "{first:?}");
+    // A granted wait counts as well. The request has begun before it is seen to wait.
+    let granted = std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| bench.pool.checkout(512 << 10).is_ok());
+        until("it waits", || bench.pool.stats().waiting == 1);
+        std::thread::sleep(pause);
+        drop(all);
+        waiter.join().unwrap()
+    });
+    assert!(granted);
+    let s = bench.pool.snapshot();
+    assert_eq!((s.waiting.count(), s.pool.waits, s.pool.timeouts), (2, 2, 1));
+    assert!(s.waiting.sum() - first.sum() >= pause, "{:?}", s.waiting);
+    assert!(s.waiting.quantile(1.0).is_some_and(|bound| bound >= pause));
+    // A pool that tracks times each checkout, and caches none.
+    assert_eq!((s.holding.count(), s.pool.cached_bytes), (2, 0));
+    assert!(s.holding.sum() >= pause, "{:?}", s.holding);
 }

@@ -92,68 +92,6 @@ fn claimed_and_quarantined() {
     assert_eq!(found.iter().map(|b| b.state).collect::<Vec<_>>(), [BufferState::Quarantined]);
 }
 
-/// Blocks that a copier copies from where they are, one of them in parts; and bytes that it packs, whose
-/// segment waits.
-#[test]
-fn what_a_copier_moves_waits_for_its_stream() {
-    let bench = Bench::by_hand(tracked);
-    let copier = Copier::builder(&bench.pool, &bench.device).chunk(16 << 10).build().unwrap();
-    let memory = bench.device.alloc(1 << 20).unwrap();
-    // A block of so many bytes fits into no chunk; two short ones fit into one.
-    const LONG: usize = 20 << 10;
-    let filled = |tag, len| bench.filled(Request::new(len).tag(tag));
-    let place = |i: usize, len| memory.slice(i * LONG..i * LONG + len).unwrap();
-    let blocks = [("short", 0), ("other", 1)].map(|(tag, i)| (filled(tag, 4096), place(i, 4096)));
-    let sent = copier.upload_pages(blocks.into()).unwrap();
-    // Parts of one buffer, which waits for its stream once.
-    let twice = Arc::new(filled("twice", 4096));
-    let parts = (3..5).map(|i| (twice.clone(), place(i, 4096))).collect();
-    let of_one = copier.upload_pages(parts).unwrap();
-    let long = copier.upload_pages(vec![(filled("long", LONG), place(6, LONG))]).unwrap();
-    let of_bytes = copier.upload(vec![1; 1000], place(7, 1000)).unwrap();
-    let [short, other, _] = ["short", "other", "twice"].map(|tag| {
-        let found = tagged(&bench, tag);
-        let state = if tag == "twice" { BufferState::CheckedOut } else { BufferState::InFlight };
-        let [at] = &found.awaited[..] else { panic!("{found:#?}") };
-        assert_eq!((found.state, at.event), (state, EventState::Recorded), "{found:#?}");
-        assert!(*at.device == *bench.device.name() && at.seq > at.completed, "{at:?}");
-        at.stream
-    });
-    assert_eq!(short, other, "of one batch");
-    let found = tagged(&bench, "long");
-    assert_eq!((found.state, found.awaited.is_empty()), (BufferState::InFlight, false));
-    let segments = all(&bench);
-    let segments: Vec<_> = segments.iter().filter(|buffer| buffer.tag.is_none()).collect();
-    let [segment] = &segments[..] else { panic!("{segments:#?}") };
-    assert_eq!((segment.state, segment.awaited.len()), (BufferState::InFlight, 1));
-    while bench.node.queued(0) > 0 {
-        bench.settle();
-        copier.reap();
-    }
-    assert!(["short", "other", "long"].iter().all(|tag| tagged(&bench, tag).awaited.is_empty()));
-    drop((sent.wait().unwrap(), of_one.wait().unwrap(), long.wait().unwrap(), twice));
-    of_bytes.wait().unwrap();
-    assert!(all(&bench).is_empty());
-}
-
-#[test]
-fn ages_and_order() {
-    let bench = Bench::by_hand(tracked);
-    let old = bench.pool.checkout(Request::new(64).tag("old")).unwrap();
-    std::thread::sleep(Duration::from_millis(30));
-    let new = bench.pool.checkout(Request::new(64).tag("new")).unwrap();
-    let tags: Vec<_> = all(&bench).iter().map(|buffer| buffer.tag.unwrap()).collect();
-    assert_eq!(tags, ["old", "new"], "oldest first");
-    let found = bench.pool.stuck(Duration::from_millis(30));
-    assert!(found.iter().any(|buffer| buffer.tag == Some("old")), "{found:#?}");
-    assert!(bench.pool.stuck(Duration::from_secs(3600)).is_empty());
-    // One that is forgotten shows for good.
-    std::mem::forget(old);
-    drop(new);
-    let left = tagged(&bench, "old");
-    assert_eq!((left.state, all(&bench).len()), (BufferState::CheckedOut, 1));
-}
-
 /// Of a pool that does not track, a sample of the checkouts is listed, and what streams hold, with an age since the
 /// reaper has found it there. The log says how to learn more of the others.
 #[test]

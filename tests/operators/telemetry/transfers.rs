@@ -1,11 +1,10 @@
 //! The span of a copier's transfer: one for each, with how it went, also where it failed or was cancelled.
 
-use std::borrow::Cow;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 
 use crate::support::downloaded;
-use pinpool::copier::{FileSource, Fill, Priority, Reading, Source};
+use pinpool::copier::{FileSource, Priority, Reading};
 use pinpool::{Copier, DeviceSlice, Error};
 use tracing::Level;
 
@@ -80,53 +79,28 @@ fn only_a_large_transfer_is_told_at_info_and_none_that_was_refused() {
     assert!(levels().is_empty(), "it was refused, and never was a transfer");
 }
 
-/// Gives the first half of its bytes, and then none; with a gate, nothing until the test opens it: the number
-/// of calls, and whether it is open.
-#[derive(Debug)]
-struct Torn(Option<Gate>);
-
-type Gate = Arc<(Mutex<(usize, bool)>, Condvar)>;
-
-impl Source for Torn {
-    fn len(&self) -> u64 {
-        BYTES as u64
-    }
-    fn name(&self) -> Cow<'_, str> {
-        "a torn tape".into()
-    }
-    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        if let Some(gate) = &self.0 {
-            let mut state = gate.0.lock().unwrap();
-            state.0 += 1;
-            drop(gate.1.wait_while(state, |(_, open)| !*open).unwrap());
-        }
-        if offset >= BYTES as u64 / 2 {
-            return Err(io::Error::other("it ends here"));
-        }
-        into.push(&vec![1; into.remaining()]);
-        Ok(())
-    }
-}
-
 #[test]
 fn what_failed_and_what_was_cancelled() {
     recorded!();
-    let (_bench, memory, copier) = rig(Priority::Bulk);
-    let error = copier.upload(Torn(None), &memory).unwrap().wait().unwrap_err();
+    let (bench, memory, copier) = rig(Priority::Bulk);
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(BYTES as u64).unwrap();
+    let torn = FileSource::new(file.try_clone().unwrap(), "a torn tape").unwrap();
+    file.set_len(BYTES as u64 / 2).unwrap();
+    let error = copier.upload(torn, &memory).unwrap().wait().unwrap_err();
     let span = ended(&["copied_bytes", "error", "outcome", "seconds"]);
     assert_eq!((span.field("outcome"), span.field("what")), ("failed", "a torn tape"));
     assert_eq!(span.field("error"), error.to_string());
     assert!(span.field("copied_bytes").parse::<usize>().unwrap() <= BYTES / 2, "{span:?}");
 
     clear();
-    let gate = Gate::default();
-    let transfer = copier.upload(Torn(Some(gate.clone())), &memory).unwrap();
-    until("read", || gate.0.lock().unwrap().0 > 0);
+    bench.node.hang(0);
+    let transfer = copier.upload(vec![7; BYTES], &memory).unwrap();
+    until("under way", || bench.pool.stats().in_flight_bytes > 0);
     transfer.cancel();
     let found = spans("pinpool::copier", "transfer");
-    assert!(!found[0].closed, "a worker is at it still: {found:#?}");
-    gate.0.lock().unwrap().1 = true;
-    gate.1.notify_all();
+    assert!(!found[0].closed, "a chunk is under way still: {found:#?}");
+    bench.node.resume(0);
     assert!(matches!(transfer.wait().unwrap_err().error, Error::Cancelled { .. }));
     assert_eq!(ended(&["copied_bytes", "outcome", "seconds"]).field("outcome"), "cancelled");
     // A reader that fails cancels, too.

@@ -255,16 +255,3 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(object(&output)["unpinned"], true);
 }
-
-#[test]
-fn hundreds_of_megabytes_through_64_mib() {
-    if std::env::var_os("PINPOOL_FULL").is_none() {
-        return skip!("set PINPOOL_FULL=1");
-    }
-    let files = Files::new();
-    let file = files.make("model.bin", 300 << 20);
-    println!("{}", verifies(load([&file]).args(["--threads", "2"]), 64 << 20, 300 << 20));
-    // And the sample of the command in the README.
-    let command = &mut load(["--threads", "2"]);
-    println!("{}", verifies(command.env("TMPDIR", files.0.path()), 64 << 20, 1 << 30));
-}

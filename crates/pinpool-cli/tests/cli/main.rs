@@ -1,8 +1,7 @@
 //! The `pinpool` command as its users meet it: the built binary, its output and its exit status.
 //!
 //! Everything runs on the host device, which is always there; once on a GPU, and once on an Ascend device, of the
-//! stand-in driver or, where `PINPOOL_REQUIRE` names one, of the machine's own. What needs hundreds of megabytes runs
-//! only with `PINPOOL_FULL=1`.
+//! stand-in driver or, where `PINPOOL_REQUIRE` names one, of the machine's own.
 
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code)]

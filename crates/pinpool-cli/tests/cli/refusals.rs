@@ -11,28 +11,20 @@ fn what_cannot_be_obeyed_is_refused() {
     let below = "a --capacity of 1 MiB is below one segment: a --chunk of 4 MiB takes 4.0 MiB";
     for (args, cause) in [
         (&["load", missing.to_str().unwrap()][..], "missing: No such file"),
-        (&["load", file, missing.to_str().unwrap()], "missing: No such file"),
-        (&["load", files.path("missing.safetensors").to_str().unwrap()], "No such file"),
         (&["load", files.path(&"long".repeat(1000)).to_str().unwrap()], "File name too long"),
         (&["load", folder.to_str().unwrap()], no_checkpoint),
         (&["load", "/dev/null"], "not a regular file"),
         (&["load", "--sample", "1MiB", file], "--sample"),
         (&["load", file, "--capacity", "1MiB"], below),
-        (&["load", file, "--capacity", "1.5MiB"], "1.5 MiB is below one segment"),
-        (&["load", file, "--capacity", "100", "--chunk", "10"], "capacity of 100 bytes"),
         (&["load", file, "--capacity", "1TiB", "--chunk", "100TiB"], "below one segment"),
         (&["load", file, "--unpinned", "maybe"], "--unpinned"),
-        (&["load", file, "--fast"], "--fast"),
         (&["load", file, "--threads=0"], "--threads"),
-        (&["load", file, "--threads=1000000"], "--threads"),
-        (&["bench", "--size", "x"], "--size"),
         (&["doctor", "--root", ""], "--root"),
         (&["doctor", "--device", "auto:1"], "auto:1"),
         (&["top"], "terminal"),
         (&["top", "--once", "--interval", "0", "h:1"], "--interval"),
         (&["top", "--once", "https://host"], "only http is supported"),
         (&["top", "--once", "/metrics"], "/metrics"),
-        (&["top", "--once", ""], "error: "),
     ] {
         // The host device is there on every machine.
         let device = args[0] == "load" || args[0] == "bench";
@@ -69,15 +61,11 @@ fn sizes_are_read_and_told() {
     // Of a pool that is made, told by the doctor.
     for (text, bytes, told) in [
         ("1023", 1023_u64, "1023 bytes"),
-        ("7B", 7, "7 bytes"),
         ("64MiB", 64 << 20, "64 MiB"),
-        ("2 GiB", 2 << 30, "2 GiB"),
         (" 3kb ", 3000, "3000 bytes"),
-        ("1tib", 1 << 40, "1 TiB"),
         ("2Tb", 2_000_000_000_000, "1.8 TiB"),
         ("3.5GiB", 7 << 29, "3.5 GiB"),
         ("0.1 mib", 104_857, "102.4 KiB"),
-        ("2.50KB", 2500, "2500 bytes"),
     ] {
         let doctor = |json: Option<&str>| {
             let args = ["doctor", "--device", "host", "--pin", "1MiB", "--capacity", text];
@@ -87,8 +75,8 @@ fn sizes_are_read_and_told() {
         let said = stdout(&doctor(None));
         assert!(said.starts_with(&format!("device host:0, a pool of {told}")), "{said}");
     }
-    let bad = ",x,MiB,-1,1.5,1.5B,1.GiB,.5GiB,1.5.5GiB,0.0001KiB,64M,12QiB,64MiBs,64ib,12 34,0,0MiB,99999999TiB,\
-               99999999999999999999,1é,1 é";
+    let bad =
+        ",x,MiB,-1,1.5,1.GiB,.5GiB,1.5.5GiB,64M,64MiBs,12 34,0,0MiB,99999999TiB,99999999999999999999,1é";
     for (size, option) in bad.split(',').zip(["--capacity", "--chunk", "--sample"].into_iter().cycle()) {
         refuses(load(["file"]).arg(format!("{option}={size}")), option);
     }

@@ -28,22 +28,15 @@ fn lies_about_a_tensor_name_it() {
     let most = u64::MAX;
     for (header, data, tensor, why) in [
         (b(r#""dtype":"U8","shape":[4],"data_offsets":[2,6]"#), 6, "b", "starts at 2, and not at 4"),
-        (b(r#""dtype":"U8","shape":[4],"data_offsets":[4,8]"#), 7, "b", "lies at 4..8 of 7 bytes"),
         (b(r#""dtype":"U8","shape":[4],"data_offsets":[8,4]"#), 8, "b", "does not fit bytes 8..4"),
         (b(r#""dtype":"F32","shape":[4],"data_offsets":[4,8]"#), 8, "b", "F32 of shape [4], which"),
-        (b(r#""dtype":"F4","shape":[3],"data_offsets":[4,6]"#), 6, "b", "does not fit"),
         (b(r#""dtype":"U8","shape":[4294967296,4294967296,2],"data_offsets":[4,4]"#), 4, "b", "does not fit"),
-        (b(r#""dtype":"U8","shape":[-4],"data_offsets":[4,8]"#), 8, "b", "-4"),
-        (b(r#""dtype":"U8","shape":[4],"data_offsets":[4,18446744073709551616]"#), 8, "b", "described"),
         (b(r#""dtype":"U8","shape":[4]"#), 8, "b", "data_offsets"),
         (x(&format!(r#"{{"dtype":"U8","shape":[{most}],"data_offsets":[0,{most}]}}"#)), 8, "x", ""),
-        (x("7"), 0, "x", "an object"),
         (x(r#"["U8",[1],[0,1]]"#), 1, "x", "an object"),
-        (x(r#"{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}"#), 1, "x", "described"),
         (x(&format!(r#"{{"shape":[1],{one}}}"#)), 1, "x", "duplicate field"),
         (x(&format!(r#"{{"\ud800":1,{one}}}"#)), 1, "x", "hex escape"),
         // A format grows: what an older reader does not know is no damage.
-        (x(r#"{"dtype":"F8_E4M3B11FNUZ","shape":[1],"data_offsets":[0,1]}"#), 1, "x", "`F8_E4M3B11FNUZ`"),
         (x(r#"{"dtype":"U9","shape":[1],"data_offsets":[0,1]}"#), 1, "x", "upgrade pinpool"),
         (format!(r#"{{"\u005f_metadata__":{{{one}}}}}"#), 1, "__metadata__", "metadata is no tensor"),
         (format!(r#"{{"\ud800":{{{one}}}}}"#), 1, "\"\\ud800\"", "hex escape"),
@@ -69,16 +62,11 @@ fn lies_about_the_whole_are_refused() {
     for (header, data, why) in [
         (r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#, 5, "1 bytes at its end"),
         ("{}", 1, "belong to no tensor"),
-        ("[]", 0, "no JSON object"),
         ("{", 0, "no JSON object"),
         (r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "metadata"),
-        (r#"{"__metadata__":7}"#, 0, "no object of texts"),
         (r#"{"__metadata__":{"a":"b","c":1}}"#, 0, "no object of texts"),
-        (r#"{"__metadata__":{"a":{"b":"c"}}}"#, 0, "no object of texts"),
         (r#"{"__metadata__":{"a":"\ud800"}}"#, 0, "no object of texts"),
         (r#"{"__metadata__":{"\udc00":"a"}}"#, 0, "no object of texts"),
-        (r#"{"x":{"dtype":"U8","shape":[1,],"data_offsets":[0,1]}}"#, 1, "line 1 column"),
-        ("{} x", 0, "no JSON object"),
     ] {
         let (named, text) = lie(header, data);
         assert!(named.is_none() && text.contains(why), "{header}: {named:?} {text}");
@@ -89,10 +77,8 @@ fn lies_about_the_whole_are_refused() {
         // A name that is not UTF-8.
         (8_u64.to_le_bytes().into_iter().chain(*b"{\"\xff\xfe\":{}").collect(), "no JSON object"),
         (vec![], "too few"),
-        (vec![1, 0, 0, 0, 0, 0, 0], "too few"),
         (9_u64.to_le_bytes().into_iter().chain(*b"{}      ").collect(), "cut off"),
         ([0xff; 64].to_vec(), "the format allows 100000000"),
-        (100_000_000_u64.to_le_bytes().to_vec(), "cut off"),
         (100_000_001_u64.to_le_bytes().to_vec(), "split it into several files"),
     ] {
         let error = parse(&bytes).map(drop).unwrap_err();
@@ -118,15 +104,9 @@ fn what_is_unusual_is_fine() {
         assert!(read.tensors().next().is_none() && read.metadata().next() == metadata, "{header}");
     }
     // Types whose elements are no whole bytes, and those of a byte that came later.
-    for (dtype, shape, bytes) in [
-        ("F4", vec![3, 6], 9),
-        ("F4", vec![0, 3], 0),
-        ("F6_E2M3", vec![4], 3),
-        ("F6_E3M2", vec![2, 2, 4], 12),
-        ("F8_E8M0", vec![5], 5),
-        ("F8_E4M3FNUZ", vec![5], 5),
-        ("C64", vec![2], 16),
-    ] {
+    for (dtype, shape, bytes) in
+        [("F4", vec![3, 6], 9), ("F6_E3M2", vec![2, 2, 4], 12), ("F8_E8M0", vec![5], 5), ("C64", vec![2], 16)]
+    {
         let header = |end: usize| {
             format!(r#"{{"a":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[0,{end}]}}}}"#)
         };

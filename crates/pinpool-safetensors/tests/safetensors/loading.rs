@@ -189,7 +189,6 @@ fn what_is_needed_first_comes_first_and_what_is_not_asked_for_never() {
     };
     let got = checkpoint.loader(&copier).filter(every_second).load().unwrap();
     arrived(&copier, &got, tensors.iter().skip(1).step_by(2));
-    assert!(checkpoint.loader(&copier).filter(|_| false).load().unwrap().is_empty());
     let none = one(&checkpoint, &copier, "none").unwrap().unwrap();
     assert!(none.slice().is_none() && none.bytes() == 0);
     assert!(checkpoint.get("even").is_none());

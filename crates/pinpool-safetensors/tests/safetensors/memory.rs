@@ -109,11 +109,7 @@ fn a_header_that_is_refused_costs_little_more_than_its_bytes() {
                     .unwrap();
             }),
         ),
-        ("a name with escapes", format!(r#"{{"{escaped}":{none}}}"#)),
         ("a type", tensor(&format!(r#""dtype":"{escaped}","shape":[],"data_offsets":[0,0]"#))),
-        ("a type of odd characters", tensor(&format!(r#""dtype":"{}","shape":[]"#, "\u{7f}".repeat(BYTES)))),
-        ("a field", tensor(&format!(r#""{escaped}":1,"dtype":"U8""#))),
-        ("a shape that is a text", tensor(&format!(r#""dtype":"U8","shape":"{escaped}""#))),
         ("a long number", tensor(&format!(r#""dtype":"U8","data_offsets":[{}]"#, "1".repeat(BYTES)))),
         ("axes", tensor(&format!(r#""dtype":"U8","shape":[{}1]"#, "1,".repeat(BYTES / 2)))),
         ("brackets in a tensor", format!(r#"{{"a":{}"#, "[".repeat(BYTES))),
@@ -143,13 +139,10 @@ fn an_index_that_is_refused_costs_little_more_than_its_bytes() {
     let map = |piece: fn(&mut String, usize)| filled(r#"{"weight_map":{"#, "}}", piece);
     for (what, index) in [
         ("tensors of one file", map(|t, n| write!(t, "\"{n:x}\":\"1\"").unwrap())),
-        ("tensors of no file", map(|t, n| write!(t, "\"{n:x}\":\"gone\"").unwrap())),
         ("a tensor again and again", map(|t, _| t.push_str("\"\":\"1\""))),
         ("files", map(|t, n| write!(t, "\"{n:x}\":\"{n:x}\"").unwrap())),
         ("a file", format!(r#"{{"weight_map":{{"a":"{escaped}"}}}}"#)),
-        ("something else", format!(r#"{{"{escaped}":"{escaped}"}}"#)),
         ("brackets", format!(r#"{{"metadata":{}"#, "[".repeat(BYTES))),
-        ("a list", filled(r#"{"metadata":["#, "]}", |t, _| t.push_str("[]"))),
     ] {
         costs_little(what, &folder.put("model.safetensors.index.json", &index), index.len());
     }

@@ -51,10 +51,6 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
     assert!(cancelled >= 3, "{cancelled}");
 }
 
-fn cut(path: &Path, len: u64) {
-    OpenOptions::new().write(true).open(path).unwrap().set_len(len).unwrap();
-}
-
 /// Sets another time of modification, however coarse the system's clock of files is.
 fn write_to(path: &Path) {
     let file = OpenOptions::new().write(true).open(path).unwrap();
@@ -77,7 +73,7 @@ fn an_error_comes_once_for_each_tensor_and_ends_no_other_file() {
         let loading = checkpoint.loader(&slow).start().unwrap();
         let (by_name, last) = (loading.clone(), tensors[own.end - 1].name.clone());
         let waits = std::thread::spawn(move || by_name.take(&last).map(drop));
-        cut(&paths[number], 100_000);
+        OpenOptions::new().write(true).open(&paths[number]).unwrap().set_len(100_000).unwrap();
         let (mut got, mut missing) = (Vec::new(), Vec::new());
         let next = || if task { block_on(loading.next_tensor()) } else { loading.blocking().next() };
         while let Some(next) = next() {

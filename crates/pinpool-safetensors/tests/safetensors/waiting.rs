@@ -166,20 +166,3 @@ fn waits_by_name_and_iterations_share_a_load() {
     }
     rig.all_is_back();
 }
-
-/// A thread that waits for the last tensor holds up none that waits for an earlier one.
-#[test]
-fn a_wait_for_a_late_tensor_holds_up_no_other() {
-    let (rig, folder) = (Rig::late(), Folder::new());
-    // All of it takes 3 s.
-    let (copier, (tensors, checkpoint)) = (rig.builder().rate(1 << 20).build().unwrap(), checkpoint(&folder));
-    let load = checkpoint.loader(&copier).first("t03").start().unwrap();
-    let last = load.clone();
-    let waits = std::thread::spawn(move || last.take("t23"));
-    let early = load.take("t03").unwrap().unwrap();
-    assert!(!waits.is_finished(), "all of it cannot have come");
-    arrived(&rig.copier(), &[early], [&tensors[3]]);
-    assert!(waits.join().unwrap().unwrap().is_some());
-    drop(load);
-    rig.all_is_back();
-}

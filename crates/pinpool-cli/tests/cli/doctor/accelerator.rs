@@ -46,10 +46,7 @@ fn what_a_link_should_give_on_a_gpu() {
         // 32 GT/s on 16 lanes, of 130 bits 128, of those 88%.
         ("32.0 GT/s PCIe", "16", "ok: 32 GT/s x16 & 55.5 GB/s", Some(55.45)),
         ("32.0 GT/s PCIe", "8", "warn: 32 GT/s x8 & can do 32 GT/s x16 => bifurcation", Some(27.73)),
-        ("2.5 GT/s PCIe", "16", "warn: 2.5 GT/s x16 & can do 32 GT/s => aer", Some(3.52)),
         ("Unknown", "16", "ok: shows no PCIe link", None),
-        ("32.0 GT/s PCIe", "0", "ok: shows no PCIe link", None),
-        ("32.0 GT/s PCIe", "255", "ok: shows no PCIe link", None),
         ("64.0 GT/s PCIe", "32", "ok: 64 GT/s x32", Some(207.7)),
     ] {
         link("current", speed, width);

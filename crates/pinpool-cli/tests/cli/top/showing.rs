@@ -184,28 +184,6 @@ fn each_condition_is_said() {
     }
 }
 
-#[test]
-fn tables_are_aligned_and_what_is_bad_comes_first() {
-    let bad = [
-        "pinpool_device_lost{device=\"a\"} 1",
-        "pinpool_device_errors_total{device=\"a\"} 100",
-        "pinpool_memory_unpinned_bytes{pool=\"p\"} 1",
-    ];
-    let text = shown(&fake::pool("p", &bad));
-    for part in [
-        "ALARM: a is lost: restart the process\nwarning: p: 1 byte are not pinned",
-        "\n\
-         devices                                  speed           of peak    99% of flights            errors\n\
-         a upload                             0.00 GB/s                 -              none               100\n",
-        "\nPool p: 80 MiB of 100 MiB in use (80%)\n",
-        "\nchecked out                             50 MiB               50%\n",
-        "\n64.1 KiB                                     3                 5                 0             0.0/s\n",
-    ] {
-        assert!(text.contains(part), "{part:?} is missing:\n{text}");
-    }
-    assert!(text.starts_with("ALARM: "), "{text}");
-}
-
 /// Names steer no terminal, forge no line and have an end; and numbers may be anything.
 #[test]
 fn labels_cannot_steer_a_terminal_and_have_an_end() {
