@@ -4,12 +4,14 @@ use pinpool::Copier;
 use pinpool::copier::CopyRange;
 
 use super::*;
+use crate::support::Random;
 
-/// With the device ring, where there is one, and without.
+/// With the device ring, where there is one, and without. (The simulations and the host get short chunks, to have many.)
 pub(super) fn copiers(on: &Subject, capacity: usize, test: impl Fn(&Pool, Copier)) {
+    let chunk = if on.is_real() { 4 << 20 } else { 128 << 10 };
     for ring in [64 << 20, 0] {
         let pool = on.pool(capacity);
-        test(&pool, Copier::builder(&pool, &on.device).threads(3).ring(ring).build().unwrap());
+        test(&pool, Copier::builder(&pool, &on.device).threads(3).chunk(chunk).ring(ring).build().unwrap());
         all_back(on, &pool);
     }
 }
@@ -22,60 +24,95 @@ fn at_fault(error: &Error, number: usize) -> Error {
     }
 }
 
+/// Random pieces in no order, as borrowed slices, owned bytes and pinned blocks of pages, one of which is longer than a
+/// chunk: each is in its place, both ways, and nothing beside them is touched.
 pub(super) fn pieces(on: &Subject) {
-    copiers(on, 2 << 20, |pool, copier| {
-        let (memory, other) = (on.alloc(1 << 20), on.alloc(64 << 10));
-        // Neighbours, gaps, long and short ones, in no order, and one of no bytes.
-        let lens = [1, 31, 64, 65, 700, 4096, 9000, 100_001];
-        let (mut at, mut ranges) = (0, Vec::new());
-        for i in 0..90 {
-            let len = lens[i * 5 % lens.len()];
-            if at + len > 900_000 {
-                break;
-            }
-            ranges.push((at, len));
-            at += len + if i % 3 == 0 { 17 } else { 0 };
-        }
-        ranges.reverse();
-        let sources: Vec<Vec<u8>> = ranges.iter().enumerate().map(|(i, (_, len))| bytes(i, *len)).collect();
-        let target = |(at, len): (usize, usize)| memory.slice(at..at + len).unwrap();
-        let mut pieces: Vec<(&[u8], DeviceSlice)> =
-            sources.iter().zip(&ranges).map(|(bytes, range)| (&bytes[..], target(*range))).collect();
-        pieces.push((&[], other.slice(..1).unwrap()));
-        pieces.push((&sources[0], other.slice(5..5 + sources[0].len()).unwrap()));
-        on.stream().upload_blocking(&[9; 1 << 20], &memory).unwrap();
-        copier.upload_slices(&pieces).unwrap();
-        let mut all = vec![9; 1 << 20];
-        for (source, (at, len)) in sources.iter().zip(&ranges) {
-            all[*at..at + len].copy_from_slice(source);
-        }
-        let there = || fetch(pool, &on.stream(), &memory);
-        assert!(there() == all, "and nothing beside the pieces");
-        assert!(fetch(pool, &on.stream(), &other)[5..5 + sources[0].len()] == sources[0]);
-        // And back, into memory of any kind.
-        let mut back: Vec<Vec<u8>> = ranges.iter().map(|(_, len)| vec![0; *len]).collect();
-        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
-            back.iter_mut().zip(&ranges).map(|(bytes, range)| (target(*range), &mut bytes[..])).collect();
-        copier.download_slices(&mut targets).unwrap();
-        assert!(back == sources);
-        // Owned bytes to the same places.
-        on.stream().upload_blocking(&[9; 1 << 20], &memory).unwrap();
-        let mut from = 0;
-        let place = |(at, len): &(usize, usize)| {
-            from += len;
-            CopyRange::new((from - len) as u64, target((*at, *len)))
+    // What has no kernels of its own to get wrong needs few.
+    let (room, most, lengths) = match on.is_real() {
+        true => (24 << 20, 8000, &[200, 1024, 5000, 40_000, 300_000][..]),
+        false => (1 << 20, 300, &[1000, 100_000][..]),
+    };
+    copiers(on, 4 * room, |pool, copier| {
+        let (memory, mut random) = (on.alloc(room), Random::new(7));
+        let there = || {
+            let mut all = vec![0; room];
+            on.stream().download_blocking(&memory, &mut all).unwrap();
+            all
         };
-        let sent = copier.upload(sources.concat(), ranges.iter().map(place).collect::<Vec<_>>()).unwrap();
-        assert_eq!(sent.progress().total, sources.concat().len() as u64);
-        until(on, "it has landed", || {
-            copier.reap();
-            sent.is_over()
-        });
-        assert_eq!(sent.progress().landed_to, sent.progress().total);
-        // Refused, and nothing was copied.
-        let error = copier.upload_slices(&[(&sources[0], other.slice(..3).unwrap())]).unwrap_err();
+        for &longest in lengths {
+            let (mut places, mut end) = (Vec::new(), random.below(64));
+            while places.len() < most {
+                let len = 1 + random.below(longest);
+                if end + len > room {
+                    break;
+                }
+                places.push((end, len));
+                // Neighbours now and then.
+                end += len + if random.one_in(4) { 0 } else { random.below(200) };
+            }
+            (1..places.len()).rev().for_each(|i| places.swap(i, random.below(i + 1)));
+            let mut model = vec![0xEE; room];
+            on.stream().upload_blocking(&model, &memory).unwrap();
+            let place = |&(at, len): &(usize, usize)| memory.slice(at..at + len).unwrap();
+            let mut expect = |places: &[(usize, usize)], mut sent: &[u8], how: &str| {
+                for (at, len) in places {
+                    let (piece, rest) = sent.split_at(*len);
+                    model[*at..at + len].copy_from_slice(piece);
+                    sent = rest;
+                }
+                assert!(there() == model, "{how}, at most {longest} bytes");
+            };
+            let sent: Vec<Vec<u8>> = places.iter().map(|(at, len)| bytes(*at, *len)).collect();
+            let mut pieces: Vec<_> =
+                sent.iter().map(|bytes| &bytes[..]).zip(places.iter().map(place)).collect();
+            pieces.push((&[], memory.slice(..1).unwrap()));
+            copier.upload_slices(&pieces).unwrap();
+            expect(&places, &sent.concat(), "borrowed");
+            let mut back: Vec<Vec<u8>> = places.iter().map(|(_, len)| vec![0x11; len + 3]).collect();
+            let targets = back.iter_mut().map(|bytes| &mut bytes[..]);
+            copier.download_slices(&mut places.iter().map(place).zip(targets).collect::<Vec<_>>()).unwrap();
+            assert!(back.iter().zip(&sent).all(|(back, sent)| *back == [&sent[..], &[0x11; 3]].concat()));
+            let all = bytes(longest, sent.concat().len());
+            let mut from = 0;
+            let range = |of: &(usize, usize)| {
+                from += of.1;
+                CopyRange::new((from - of.1) as u64, place(of))
+            };
+            let up = copier.upload(all.clone(), places.iter().map(range).collect::<Vec<_>>()).unwrap();
+            assert_eq!(up.progress().total, all.len() as u64);
+            until(on, "it has landed", || {
+                copier.reap();
+                up.is_over()
+            });
+            assert_eq!(up.progress().landed_to, up.progress().total);
+            expect(&places, &all, "owned");
+            // The first half in blocks of 37 places, the second in one. They come back as they were.
+            let (short, long) = places.split_at(places.len() / 2);
+            let blocks: Vec<&[(usize, usize)]> = short.chunks(37).chain([long]).collect();
+            let slices = |n: usize| blocks[n].iter().map(place).collect::<Vec<_>>();
+            let content = |n: usize| bytes(n, blocks[n].iter().map(|(_, len)| len).sum());
+            let up = (0..blocks.len()).map(|n| (filled(pool, &content(n)), slices(n))).collect();
+            let came = copier.upload_pages(up).unwrap().wait().unwrap();
+            assert!(came.iter().enumerate().all(|(n, buf)| **buf == *content(n)));
+            drop(came);
+            expect(&places, &(0..blocks.len()).flat_map(content).collect::<Vec<_>>(), "blocks");
+            let landing = |n: usize| (slices(n), pool.checkout(content(n).len() + 5).unwrap());
+            let down =
+                copier.download_pages((0..blocks.len()).map(landing).collect()).unwrap().wait().unwrap();
+            assert!(down.iter().enumerate().all(|(n, buf)| **buf == *content(n)));
+        }
+    });
+}
+
+/// Refused, and nothing was copied.
+pub(super) fn refused_pieces(on: &Subject) {
+    copiers(on, 2 << 20, |pool, copier| {
+        let memory = on.alloc(64);
+        on.stream().upload_blocking(&[9; 64], &memory).unwrap();
+        let error = copier.upload_slices(&[(&[1; 8][..], memory.slice(..3).unwrap())]).unwrap_err();
         assert!(matches!(at_fault(&error, 0), Error::TooSmall { have: 3, .. }), "{error}");
-        let error = copier.download_slices(&mut [(target((0, 8)), &mut [0; 7][..])]).unwrap_err();
+        let place = memory.slice(..8).unwrap();
+        let error = copier.download_slices(&mut [(place, &mut [0; 7][..])]).unwrap_err();
         assert_eq!(error.to_string(), "piece 0 (8 bytes of device memory): 8 bytes do not fit into 7");
         if let Some(wrong) = &on.other {
             let wrong = DeviceSlice::from(&wrong.alloc(10).unwrap());
@@ -84,52 +121,17 @@ pub(super) fn pieces(on: &Subject) {
             let error = copier.download_slices(&mut [(wrong, &mut [0; 10][..])]).unwrap_err();
             mismatch(&at_fault(&error, 0));
         }
-        assert!(there() == all);
+        assert!(fetch(pool, &on.stream(), &memory) == [9; 64]);
     });
 }
 
-/// Pinned blocks come back.
+/// Blocks whose memory or handle is dropped, values as blocks, and blocks that come back refused.
 pub(super) fn blocks(on: &Subject) {
     copiers(on, 2 << 20, |pool, copier| {
         let (memory, other) = (on.alloc(1 << 20), on.alloc(64 << 10));
         let (len, place) =
             (|i: usize| 100 + i * 13, |i: usize| memory.slice(i * 4000..i * 4013 + 100).unwrap());
-        let apart = (0..200).map(|i| (filled(pool, &bytes(i, len(i))), place(i)));
-        let next = |i: usize| other.slice(i * 64..i * 64 + 64).unwrap();
-        let neighbours = (0..50).map(|i| (filled(pool, &bytes(i, 64)), next(i)));
-        let came = copier.upload_pages(apart.chain(neighbours).collect()).unwrap().wait().unwrap();
-        for (i, buf) in came.iter().enumerate() {
-            let sent = if i < 200 { bytes(i, len(i)) } else { bytes(i - 200, 64) };
-            assert!(**buf == *sent, "piece {i}");
-        }
-        assert_eq!(came.len(), 250);
-        drop(came);
-        let landings = (0..200).map(|i| (place(i), pool.checkout(len(i)).unwrap()));
-        let came = copier.download_pages(landings.collect()).unwrap().wait().unwrap();
-        assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, len(i))));
-        drop(came);
-        let neighbours = fetch(pool, &on.stream(), &other);
-        assert!(neighbours[..50 * 64].chunks(64).enumerate().all(|(i, part)| *part == *bytes(i, 64)));
-        // Blocks of many places, one behind the other.
         const PAGE: usize = 50;
-        const PAGES: usize = 40;
-        let at = |block: usize, page: usize| block * 64 + page * 20_000;
-        let pages = |block: usize| -> Vec<DeviceSlice> {
-            (0..PAGES).map(|page| memory.slice(at(block, page)..at(block, page) + PAGE).unwrap()).collect()
-        };
-        let sent: Vec<_> = (0..9).map(|block| bytes(block, PAGES * PAGE)).collect();
-        let up = sent.iter().enumerate().map(|(block, sent)| (filled(pool, sent), pages(block))).collect();
-        drop(copier.upload_pages(up).unwrap().wait().unwrap());
-        let down = (0..9).map(|block| (pages(block), pool.checkout(PAGES * PAGE).unwrap())).collect();
-        let came = copier.download_pages(down).unwrap().wait().unwrap();
-        assert!(came.iter().zip(&sent).all(|(buf, sent)| **buf == **sent));
-        drop(came);
-        let all = fetch(pool, &on.stream(), &memory);
-        for (block, sent) in sent.iter().enumerate() {
-            for (page, sent) in sent.chunks(PAGE).enumerate() {
-                assert!(all[at(block, page)..][..PAGE] == *sent, "page {page} of block {block}");
-            }
-        }
         // Places in several allocations by turns, whose handles are dropped while the copies run.
         let all = [(); 3].map(|()| on.alloc(20 * PAGE));
         let ranges = (0..60).map(|n| (n % 3, n / 3 * PAGE));

@@ -79,24 +79,6 @@ pub fn memory_is_kept(on: &Subject) {
     assert_eq!(on.device.lost(), None);
 }
 
-pub fn shared(on: &Subject) {
-    let pool = on.pool(4 << 20);
-    let streams = [on.stream(), on.stream()];
-    let sent = bytes(3, 70_000);
-    let buf = Arc::new(filled(&pool, &sent));
-    let memories: Vec<DeviceSlice> = (0..6).map(|_| on.alloc(70_000)).collect();
-    for (i, memory) in memories.iter().enumerate() {
-        drop(streams[i % 2].upload(buf.clone(), memory).unwrap());
-    }
-    assert!(**buf == *sent, "it can be read meanwhile");
-    drop(buf);
-    for (i, memory) in memories.iter().enumerate() {
-        assert!(fetch(&pool, &streams[i % 2], memory) == sent);
-    }
-    streams.iter().for_each(|s| s.synchronize().unwrap());
-    assert_eq!(pool.stats().checked_out_bytes, 0);
-}
-
 pub fn stream_ready(on: &Subject) {
     // Room for two, so that what is in flight must be claimed.
     let (pool, stream, other) = (on.pool(160 << 10), on.stream(), on.stream());

@@ -4,7 +4,6 @@ use pinpool::Copier;
 use pinpool::copier::Transfer;
 
 use super::copier::copiers;
-use super::waiting::block_on;
 use super::*;
 
 /// Starts an upload of these bytes.

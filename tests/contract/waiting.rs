@@ -26,28 +26,6 @@ pub fn timeouts(on: &Subject) {
     pool.check().unwrap();
 }
 
-/// Polls until it is ready, after each wake-up only; `pump` makes what does not move by itself do a step.
-pub fn block_on<F: Future + Unpin>(pump: impl Fn(), mut future: F) -> F::Output {
-    #[derive(Default)]
-    struct Wakes(AtomicUsize);
-    impl Wake for Wakes {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::SeqCst);
-        }
-    }
-    let wakes = Arc::new(Wakes::default());
-    let waker = Waker::from(wakes.clone());
-    loop {
-        let before = wakes.0.load(Ordering::SeqCst);
-        if let Poll::Ready(output) = Pin::new(&mut future).poll(&mut Context::from_waker(&waker)) {
-            return output;
-        }
-        while wakes.0.load(Ordering::SeqCst) == before {
-            pump();
-        }
-    }
-}
-
 pub fn awaited(on: &Subject) {
     let (pool, stream) = (on.pool(128 << 10), on.stream());
     let memory = on.alloc(50_000);

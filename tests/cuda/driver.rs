@@ -16,12 +16,6 @@ fn pool(device: &Device) -> Pool {
     built.build().unwrap()
 }
 
-/// What was logged for devices since `record` began.
-fn logged() -> String {
-    let events = record::events("pinpool::device");
-    events.iter().map(|event| format!("{} {:?}\n", event.field("message"), event.fields)).collect()
-}
-
 #[test]
 fn opening_fails_with_the_cause_and_the_remedy() {
     const TEST: &str = "opening_fails_with_the_cause_and_the_remedy";
@@ -38,7 +32,7 @@ fn opening_fails_with_the_cause_and_the_remedy() {
             "host:0" => expected.split('|').next().unwrap().to_owned(),
             taken => format!("auto: taking {taken}"),
         };
-        let said = logged();
+        let said = format!("{:?}", record::events("pinpool::device"));
         assert!(said.contains(&reason), "{said}");
         assert!(taken != "cuda:1" || said.contains("cuda:0 is not taken"), "{said}");
         return;

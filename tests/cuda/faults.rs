@@ -84,7 +84,7 @@ const OWN: [&str; 9] = [
 /// A run on a thread of its own, so that nothing of the driver's state of this thread outlives it.
 fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) {
     println!("{fault:?}");
-    stand_in.reset();
+    stand_in.command("reset");
     if let Some((name, nth, code, after)) = fault {
         stand_in.fail(name, nth, code, after);
     }

@@ -3,7 +3,7 @@
 
 use pinpool::{Device, Error, Pool, PoolBuilder};
 
-use crate::rig::{self, both, is_clean};
+use crate::rig::{self, both};
 use crate::support::doubles::{self, HANG, StandIn};
 
 const MIB: usize = 1 << 20;
@@ -15,7 +15,7 @@ fn on_nodes(nodes: [i32; 2], body: impl FnOnce(&StandIn)) {
             stand_in.command(&format!("setup node {device} {node}"));
         }
         body(stand_in);
-        is_clean(stand_in);
+        stand_in.no_trace();
     });
 }
 

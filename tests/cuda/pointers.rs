@@ -1,17 +1,16 @@
-//! Device memory that others allocated, and the device-side heap, on the simulated driver: what only CUDA
-//! has, and what only a simulation can be made to do.
+//! Device memory that others allocated, on the simulated driver: what only CUDA has, and what only a
+//! simulation can be made to do.
 //!
-//! What any device must do with all of these is in `contract`, and each driver call fails once in
-//! `tests/faults`.
+//! What any device must do with it is in `contract`, and each driver call fails once in `tests/faults`. The
+//! limit of the device-side heap is in `kept`, and in `hardware` on a real GPU.
 
 #![allow(unsafe_code, reason = "calling the stand-in, and memory by its address")]
 
-use pinpool::cuda::{device_heap_limit, set_device_heap_limit};
-use pinpool::{Backing, Error, ErrorClass, HostAllocFlags, Pool};
+use pinpool::{Error, ErrorClass};
 
 use crate::rig::{both, open};
 use crate::support::doubles::gpu::{self, calls};
-use crate::support::doubles::{StandIn, gpu_name, on_stand_in};
+use crate::support::doubles::{StandIn, on_stand_in};
 
 /// What a command gives: memory of the device's heap (`malloc 0 LEN`), of another context (`memory 0 0 LEN`),
 /// managed (1) or mapped (2).
@@ -23,11 +22,7 @@ fn made(d: &StandIn, command: &str) -> u64 {
 fn an_address_that_copies_cannot_use_is_told_what_it_is() {
     gpu::on_stand_in(|gpu, d| {
         let (device, _other) = both();
-        let allocated = Backing::HostAlloc(HostAllocFlags::default());
-        let allocated = Pool::builder(&device).capacity(1 << 20).backing(allocated).build().unwrap();
-        let (stream, pinned) = (device.stream().unwrap(), allocated.checkout(64).unwrap());
-        let (plain, memory, pooled) = (Box::new([0_u8; 64]), gpu.memory(1000) as u64, gpu.stream());
-        let leaves = format!("leaves it by {}", usize::MAX - 999);
+        let (stream, memory, pooled) = (device.stream().unwrap(), gpu.memory(1000) as u64, gpu.stream());
         let says = |at: u64, len: usize, words: &str| {
             // SAFETY: refused.
             let refusal = unsafe { device.raw_memory(at, len, "owner") }.unwrap_err();
@@ -39,10 +34,7 @@ fn an_address_that_copies_cannot_use_is_told_what_it_is() {
                 assert!(text.contains(word), "{word:?} is not in: {text}");
             }
         };
-        says(plain.as_ptr() as u64, 64, "ordinary host memory|blocking copies");
-        says(pinned.as_ptr() as u64, 64, "page-locked host memory|buffer of a pool");
         says(made(d, "memory 0 0 64"), 64, "another context|peer access|primary");
-        says(memory + 1, usize::MAX, &leaves);
         // Known to no allocator: what was freed, what never was, and the end of everything.
         let unknown = "malloc|no copy call accepts|cudaMalloc|Device::alloc|was freed";
         gpu.ok("cuMemFree_v2", &[memory as usize]);
@@ -90,27 +82,5 @@ fn what_the_driver_says_of_an_address_comes_with_the_owner() {
         let asked = calls(d, "cuPointerGetAttributes");
         assert!(refused().error.is_device_lost() && device.lost().is_some());
         assert_eq!(calls(d, "cuPointerGetAttributes"), asked);
-    });
-}
-
-/// Of each GPU by itself. (`kept` has the rest.)
-#[test]
-fn the_heaps_limit_is_set_before_it_is_used() {
-    on_stand_in(|d| {
-        let (device, other) = both();
-        set_device_heap_limit(&device, 64 << 20).unwrap();
-        assert_eq!((device_heap_limit(&device), device_heap_limit(&other)), (Ok(64 << 20), Ok(8 << 20)));
-        made(d, "malloc 0 64");
-        let text = set_device_heap_limit(&device, 1 << 30).unwrap_err().to_string();
-        for word in [&*gpu_name(0), "cuCtxSetLimit", "1073741824", "before any such module is loaded"] {
-            assert!(text.contains(word), "{word:?} is not in: {text}");
-        }
-        set_device_heap_limit(&other, 16 << 20).unwrap();
-        // Other errors are what they are.
-        d.fail("cuCtxSetLimit", 1, 2, false);
-        assert!(set_device_heap_limit(&other, 1 << 40).unwrap_err().is_retryable());
-        d.fail("cuCtxGetLimit", 1, 700, false);
-        assert!(device_heap_limit(&other).unwrap_err().is_device_lost() && other.lost().is_some());
-        assert_eq!(device.lost(), None);
     });
 }

@@ -3,9 +3,7 @@
 #![allow(unsafe_code, reason = "raw handles")]
 
 use std::ffi::c_void;
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use pinpool::{Device, DeviceSlice, Error, Pool, Stream, cuda};
@@ -13,6 +11,7 @@ use pinpool::{Device, DeviceSlice, Error, Pool, Stream, cuda};
 use crate::support::doubles::gpu::{bytes, filled};
 use crate::support::doubles::{self, HANG, StandIn, gpu_name};
 use crate::support::skip;
+use crate::support::value::Value;
 
 pub fn open() -> Device {
     Device::open(&gpu_name(0)).unwrap()
@@ -36,33 +35,16 @@ pub fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usiz
     assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
 }
 
-/// With everything closed, no rule was broken and nothing is left.
-pub fn is_clean(stand_in: &StandIn) {
-    let report = stand_in.final_report();
-    assert_eq!((report.violations, report.leaks), (vec![], vec![]));
-}
-
 /// The ids of the rules that were broken so far.
 pub fn broken(stand_in: &StandIn) -> Vec<String> {
     let first = |line: String| line.split(' ').next().unwrap_or_default().to_owned();
     stand_in.report().violations.into_iter().map(first).collect()
 }
 
-/// Sets a flag when it is dropped.
-pub struct Flag(Arc<AtomicBool>);
-
-impl Drop for Flag {
-    fn drop(&mut self) {
-        // Release: the reader that sees the flag, by the acquire in `flag`, sees what came before the drop.
-        self.0.store(true, Ordering::Release);
-    }
-}
-
-/// A flag, and whether it was dropped.
-pub fn flag() -> (Flag, impl Fn() -> bool + Clone) {
-    let flag = Arc::new(AtomicBool::new(false));
-    // Acquire: pairs with the release in the flag's drop.
-    (Flag(flag.clone()), move || flag.load(Ordering::Acquire))
+/// A value, and whether it was dropped.
+pub fn flag() -> (Value, impl Fn() -> bool + Clone) {
+    let (value, dropped) = Value::watched(Vec::new());
+    (value, move || dropped.load(Ordering::SeqCst) > 0)
 }
 
 /// What the child of [`in_a_child`] runs on: `real` or `stand-in`.
@@ -89,23 +71,14 @@ pub fn in_a_child(test: &str, needs_kernels: bool) -> Option<bool> {
     assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU: {why}");
     match doubles::named_or_built().filter(|_| !needs_kernels) {
         Some(built) => {
-            let [folder, library] = named(&built);
-            passes(&[(KIND, "stand-in"), ("LD_LIBRARY_PATH", &folder), (doubles::PATH, &library)]);
+            // By the name that cudarc looks for.
+            let folder = tempfile::tempdir().unwrap();
+            let library = folder.path().join("libcuda.so");
+            std::os::unix::fs::symlink(built, &library).unwrap();
+            let [folder, library] = [folder.path(), &library].map(|path| path.to_str().unwrap());
+            passes(&[(KIND, "stand-in"), ("LD_LIBRARY_PATH", folder), (doubles::PATH, library)]);
         }
         None => skip!("{why}, and it needs a GPU or a built simulation"),
     }
     None
-}
-
-/// The simulation by the name that cudarc looks for: the folder, and the file.
-fn named(built: &Path) -> [String; 2] {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cudarc");
-    std::fs::create_dir_all(&folder).unwrap();
-    // Renamed into place at once: another process may be using what is there.
-    static MADE: AtomicU32 = AtomicU32::new(0);
-    let number = MADE.fetch_add(1, Ordering::Relaxed);
-    let mine = folder.join(format!("new.{}.{number}", std::process::id()));
-    std::os::unix::fs::symlink(built, &mine).unwrap();
-    std::fs::rename(&mine, folder.join("libcuda.so")).unwrap();
-    [folder.clone(), folder.join("libcuda.so")].map(|path| path.to_str().unwrap().into())
 }

@@ -20,6 +20,7 @@ use crate::support::doubles::gpu::{
 use crate::support::doubles::{HANG, gpu_name};
 use crate::support::own_process;
 use crate::support::process::forked;
+use crate::support::value::Value;
 
 /// The largest of which one fits into a pool of [`ROOM`].
 const LEN: usize = 100_000;
@@ -159,21 +160,18 @@ fn devices_that_are_no_gpus_have_no_handles() {
     assert!(matches!(cuda::raw_stream(&host.stream().unwrap()), Err(Error::Unsupported(_))));
 }
 
-/// Says so when it is dropped, after a delay.
-struct Says(&'static str, u64, Arc<Mutex<Vec<&'static str>>>);
-
-impl Drop for Says {
-    fn drop(&mut self) {
-        std::thread::sleep(Duration::from_millis(self.1));
-        self.2.lock().unwrap().push(self.0);
-    }
-}
-
 #[test]
 fn owners_are_kept_for_as_long_as_they_are_needed_and_a_context_goes_after_its_streams() {
     on_gpu(|gpu| {
         let (context, all) = (gpu.other_context(), Arc::new(Mutex::new(Vec::new())));
-        let says = |what, late| Says(what, late, all.clone());
+        // Says so when it is dropped, after a delay.
+        let says = |what, late| {
+            let all = all.clone();
+            Value::new(Vec::new(), move || {
+                std::thread::sleep(Duration::from_millis(late));
+                all.lock().unwrap().push(what);
+            })
+        };
         let said = || all.lock().unwrap().clone();
         // SAFETY: destroyed below, when both keepers are dropped.
         let device = unsafe { cuda::adopt_context(context as *mut c_void, says("context", 0)) }.unwrap();
@@ -238,7 +236,7 @@ fn a_new_stream_under_an_old_handle_is_another() {
         let device = open();
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
         if let Some(d) = &gpu.stand_in {
-            d.reuse(true);
+            d.command("reuse true");
         }
         // A driver gives the handle of a destroyed stream again, at once or some streams later.
         for seed in 0..10 {

@@ -37,7 +37,7 @@ use support::{own_process, skip};
 const DEVICES: u32 = 6;
 const MEMORY: usize = 64 << 20;
 /// Drivers of several versions; the first is what machines have today.
-const DRIVERS: [Driver; 4] = [Driver::Cuda12_8, Driver::Cuda13_0, Driver::Cuda12_0, Driver::Cuda11_0];
+const DRIVERS: [Driver; 3] = [Driver::Cuda12_8, Driver::Cuda12_0, Driver::Cuda11_0];
 
 /// What a test has.
 struct On {

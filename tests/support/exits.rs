@@ -1,32 +1,28 @@
 //! Programs that end in the middle of their work, in each way in which a program can end.
 //!
 //! A test starts itself again and again as a small server ([`Busy`]): pool, streams and copier, all at
-//! work on threads of its own, and large device buffers that are dropped right before the end, which a thread of the
-//! crate's frees later. Each such process must end with its own status. A stand-in writes a report when the process
+//! work on threads of its own, a pool that grows, and large device buffers that are dropped right before the end, which a
+//! thread of the crate's frees later. Each such process must end with its own status. A stand-in writes a report when the process
 //! exits, and must have seen no call after the exit began, nor one under way.
 //!
-//! `PINPOOL_EXITS` says how many processes end in each way (4), and `PINPOOL_EXITS_UNDER` which command runs them, such
-//! as `compute-sanitizer --tool memcheck`.
+//! `PINPOOL_EXITS` says how many processes end in each way (4).
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "signals, and a library that is loaded and unloaded")]
 
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use libloading::Library;
 use pinpool::{Device, DeviceSlice, ErrorClass, Pool, Stream, copier::Copier};
 
-use super::{doubles, process, root};
+use super::{doubles, process};
 
 /// What a child is to do: the way to end, and the number of the run.
 const EXIT: &str = "PINPOOL_TEST_EXIT";
 /// How many processes end in each way; 4 without it.
 const TIMES: &str = "PINPOOL_EXITS";
-/// The command that runs them.
-const UNDER: &str = "PINPOOL_EXITS_UNDER";
-/// A built `examples/plugin.rs`, where there is no cargo to build it with.
+/// A built `examples/plugin.rs`, where cargo has built none.
 const PLUGIN: &str = "PINPOOL_TEST_PLUGIN";
 
 /// A way to end.
@@ -80,16 +76,14 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
     for way in ways {
         let plugin = if *way == Way::Unload { plugin() } else { Some(PathBuf::new()) };
         let Some(plugin) = plugin else {
-            crate::support::skip!(
-                "there is no cargo to build the plugin with; {PLUGIN} can name a built one"
-            );
+            crate::support::skip!("examples/plugin.rs is not built, and {PLUGIN} names none");
             continue;
         };
         for number in 0..times {
             let report =
                 std::env::temp_dir().join(format!("pinpool-exit-{}-{test}-{way:?}", std::process::id()));
             let _ = std::fs::remove_file(&report);
-            let mut command = command(test);
+            let mut command = process::command(test);
             command.env(EXIT, format!("{way:?}:{number}")).env(PLUGIN, &plugin);
             command.env(doubles::npu::REPORT, &report).envs(environment.iter().copied());
             let child = doubles::ended(&mut command, Duration::from_secs(120));
@@ -116,40 +110,13 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
     assert!(some.is_empty(), "{test}: {} processes: {}", wrong.len(), some.join("\n"));
 }
 
-/// `examples/plugin.rs`, a shared library, built for the tests that load it. `None`: there is no cargo to build it with.
+/// `examples/plugin.rs`, a shared library, which is built with all tests.
 fn plugin() -> Option<PathBuf> {
-    if let Some(named) = std::env::var_os(PLUGIN).filter(|path| !path.is_empty()) {
-        return Some(named.into());
-    }
-    let cargo = std::env::var_os("CARGO")?;
-    let here = std::env::current_exe().ok()?;
+    let named = std::env::var_os(PLUGIN).filter(|path| !path.is_empty()).map(PathBuf::from);
     // target/PROFILE/deps/this
-    let profile = here.parent()?.parent()?;
-    let mut command = Command::new(cargo);
-    // `cargo test --workspace --all-features` has built the same already.
-    command.args("build --quiet --locked --offline --workspace --example plugin --all-features".split(' '));
-    if profile.ends_with("release") {
-        command.arg("--release");
-    }
-    command.arg("--target-dir").arg(profile.parent()?).current_dir(root());
-    let output = command.stdin(Stdio::null()).output().expect("cargo cannot be started");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "the plugin cannot be built: {said}");
-    Some(profile.join("examples/libplugin.so"))
-}
-
-/// The test again, under the command that the environment names.
-fn command(test: &str) -> Command {
-    let plain = process::command(test);
-    let under = std::env::var(UNDER).unwrap_or_default();
-    let mut words = under.split_whitespace();
-    let Some(program) = words.next() else { return plain };
-    let mut command = Command::new(program);
-    command.args(words).arg(plain.get_program()).args(plain.get_args());
-    for (name, value) in plain.get_envs() {
-        command.env(name, value.expect("nothing is removed"));
-    }
-    command
+    let here = std::env::current_exe().ok()?;
+    let built = || Some(here.parent()?.parent()?.join("examples/libplugin.so")).filter(|path| path.exists());
+    named.or_else(built)
 }
 
 /// A program that works.
@@ -190,6 +157,15 @@ impl Busy {
         on_thread(move || bulk.upload_slices(&[(&[2; 500], memory.slice(2000..2500)?)]));
         let (bulk, memory) = (self.bulk.clone(), self.memory.clone());
         on_thread(move || bulk.upload_slice(&[3; 4 * LEN], memory.slice(LEN..5 * LEN)?));
+        // A pool that grows, as far as the system lets it, and a thread that waits for more.
+        let growing =
+            Pool::builder(&self.device).capacity(256 << 20).initial(0).region(64 << 20).extent(16 << 20);
+        std::thread::spawn(move || {
+            block_sigterm();
+            let Ok(pool) = growing.build() else { return };
+            let more = || pool.checkout_timeout(2 << 20, Duration::from_secs(60)).ok();
+            drop(std::iter::from_fn(more).collect::<Vec<_>>());
+        });
     }
 
     /// Large device buffers that are dropped right before the end: a thread of the crate's frees them.

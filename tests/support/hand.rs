@@ -86,13 +86,19 @@ fn lines(gpus: Gpus, wanted: impl Fn(&str) -> bool) -> String {
     gpus.command("report").lines().filter(|line| wanted(line)).collect::<Vec<_>>().join("\n")
 }
 
-/// A machine of GPUs that only the test moves.
+/// A machine of GPUs that only the test moves, by what the simulation has for that (`pinpool_sim::Machine`).
 #[derive(Clone, Debug)]
 pub struct Machine {
     gpus: Gpus,
     devices: usize,
-    setup: [String; 2],
     guard: Arc<Guard>,
+}
+
+impl std::ops::Deref for Machine {
+    type Target = Gpus;
+    fn deref(&self) -> &Gpus {
+        &self.gpus
+    }
 }
 
 impl Machine {
@@ -102,10 +108,9 @@ impl Machine {
         // SAFETY: the simulation's functions have the driver's signatures, and stay.
         unsafe { pinpool::cuda::install(gpus.ordinal(0), &|name| gpus.symbol(name)) }
             .expect("the simulation has every call");
-        let setup = [format!("devices {devices} {memory}"), format!("by-hand {seed}")];
-        let made = Self { gpus, devices, setup, guard: Arc::new(Guard(gpus)) };
-        made.setup.iter().for_each(|command| drop(made.command(command)));
-        made
+        gpus.command(&format!("setup devices {devices} {memory}"));
+        gpus.command(&format!("by-hand {seed}"));
+        Self { gpus, devices, guard: Arc::new(Guard(gpus)) }
     }
 
     /// As it was made, with nothing left of what was: for many short runs, since a machine stays to the process's end.
@@ -113,14 +118,8 @@ impl Machine {
     pub fn renew(&self, seed: u64) {
         (0..self.devices).for_each(|device| Device::abandon(&self.name(device)));
         self.command("reset");
-        self.command(&self.setup[0]);
         self.command(&format!("by-hand {seed}"));
         self.enter();
-    }
-
-    /// The calling thread's calls are made to this machine from now on, where they do not say to which.
-    pub fn enter(&self) {
-        self.gpus.enter();
     }
 
     /// The name by which a device is opened.
@@ -132,32 +131,6 @@ impl Machine {
     pub fn device(&self, device: usize) -> Device {
         let gpus = self.gpus;
         Device::by_hand(&self.name(device), move || gpus.step()).expect("it can be opened")
-    }
-
-    /// Sends a command: see the simulation's `control.rs`.
-    pub fn command(&self, text: &str) -> String {
-        self.gpus.command(text)
-    }
-
-    /// Runs one operation that can run, of any stream. `false`: there is none.
-    pub fn step(&self) -> bool {
-        self.gpus.step()
-    }
-
-    /// The same of the nth stream of a device, in the order in which they were made, without those that were destroyed.
-    pub fn step_stream(&self, device: usize, nth: usize) -> bool {
-        self.gpus.step_stream(device, nth)
-    }
-
-    /// The same of the nth of those of a device's streams that can run one, round and round. `false`: none can.
-    pub fn step_runnable(&self, device: usize, nth: usize) -> bool {
-        let streams = self.gpus.runnable(device);
-        !streams.is_empty() && self.step_stream(device, streams[nth % streams.len()])
-    }
-
-    /// How many operations of a device are queued.
-    pub fn queued(&self, device: usize) -> usize {
-        self.gpus.queued(device)
     }
 
     /// Makes the nth call of that name from now on fail once, before it has done anything.
@@ -176,28 +149,12 @@ impl Machine {
         self.gpus.calm().len()
     }
 
-    /// Whether a call is still to fail.
-    pub fn is_armed(&self) -> bool {
-        self.gpus.is_armed()
-    }
-
     /// Does something while no call fails.
     pub fn calmly<R>(&self, body: impl FnOnce() -> R) -> R {
         let faults = self.gpus.calm();
         let result = body();
         faults.into_iter().for_each(|fault| self.gpus.fail(fault));
         result
-    }
-
-    /// Holds a stream, counted as for [`step_stream`](Self::step_stream): what it has queued and what follows runs only
-    /// for a call that synchronises. `false`: there is no such stream.
-    pub fn hold(&self, device: usize, nth: usize) -> bool {
-        self.gpus.hold(device, nth)
-    }
-
-    /// Ends what [`hold`](Self::hold) and [`Failure::Stall`] did to one stream of a device, or to all.
-    pub fn resume(&self, device: usize, nth: Option<usize>) {
-        self.gpus.resume(device, nth);
     }
 
     /// While it is set nothing runs.
@@ -208,11 +165,6 @@ impl Machine {
     /// Loses a device: an illegal address was used.
     pub fn kill(&self, device: usize) {
         self.command(&format!("kill {device} 700"));
-    }
-
-    /// Whether a device is lost, whatever has been told of it.
-    pub fn is_lost(&self, device: usize) -> bool {
-        self.gpus.is_lost(device)
     }
 
     /// What device memory holds now. Nothing runs for it.
@@ -228,11 +180,6 @@ impl Machine {
     /// Rules that were broken, a line each.
     pub fn violations(&self) -> String {
         violations(self.gpus)
-    }
-
-    /// Bytes of host memory that are registered.
-    pub fn registered(&self) -> usize {
-        self.gpus.registered()
     }
 
     /// Whether everything was given back, the devices too, and no rule was broken.

@@ -15,8 +15,12 @@ pub mod rig;
 pub mod skip;
 pub mod value;
 
+use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
+use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 pub(crate) use process::own_process;
@@ -39,6 +43,29 @@ pub fn until(what: &str, mut so: impl FnMut() -> bool) {
     while !so() {
         assert!(since.elapsed() < HANG, "never: {what}");
         std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Polls a future until it is ready, after each wake-up only; `pump` waits a little, or makes what does not move by itself
+/// do a step.
+pub fn block_on<F: Future>(pump: impl Fn(), future: F) -> F::Output {
+    struct Wakes(AtomicUsize);
+    impl Wake for Wakes {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    let wakes = Arc::new(Wakes(AtomicUsize::new(0)));
+    let (waker, mut future, since) = (Waker::from(wakes.clone()), pin!(future), Instant::now());
+    loop {
+        let before = wakes.0.load(Ordering::SeqCst);
+        if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return output;
+        }
+        while wakes.0.load(Ordering::SeqCst) == before {
+            assert!(since.elapsed() < 3 * HANG, "a future hangs");
+            pump();
+        }
     }
 }
 

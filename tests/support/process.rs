@@ -2,10 +2,11 @@
 
 #![allow(unsafe_code, reason = "a fork")]
 
-use std::process::{Command, Output};
-use std::sync::OnceLock;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc;
 use std::time::Duration;
 
+use super::HANG;
 use super::skip::{SKIPPED, TEST, tell};
 
 /// The test that a child process was started for by [`own_process!`].
@@ -36,56 +37,84 @@ pub fn is_own(here: &str) -> bool {
     if std::env::var(OWN).is_ok_and(|own| own == test) {
         return true;
     }
-    let output = command(test).env(OWN, test).output().expect("this executable can be started again");
-    passed(test, "in a process of its own", &output);
+    passed(test, &ended(command(test).arg("--exact").env(OWN, test), 20 * HANG));
     false
 }
 
-/// This executable again, for one test. The test's name is its path or the end of it: `closing::what_hangs`.
-///
-/// # Panics
-/// If no test has the name, or several have it.
+/// This executable again, for one test, by its path or a part of it that no other test's path has.
 pub fn command(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));
-    let path = path_of(test);
-    command.args([&path, "--exact", "--nocapture", "--test-threads=1"]).env(TEST, path);
+    command.args([test, "--nocapture", "--test-threads=1"]).env(TEST, test);
     command
 }
 
-/// The path of the one test with this name.
-fn path_of(test: &str) -> String {
-    static ALL: OnceLock<Vec<String>> = OnceLock::new();
-    let all = ALL.get_or_init(|| {
-        let list =
-            Command::new(std::env::current_exe().expect("this executable has a path")).arg("--list").output();
-        let list = String::from_utf8(list.expect("this executable can be started again").stdout)
-            .expect("names in UTF-8");
-        list.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect()
-    });
-    let is_it =
-        |path: &&String| *path == test || path.strip_suffix(test).is_some_and(|rest| rest.ends_with("::"));
-    let found: Vec<_> = all.iter().filter(is_it).collect();
-    let [path] = found[..] else { panic!("the tests named {test}: {found:?}") };
-    path.clone()
+/// How a child ended.
+pub struct Ended {
+    /// `None`: it took too long, and was ended.
+    pub status: Option<ExitStatus>,
+    pub stdout: String,
+    pub stderr: String,
 }
 
-/// Prints the output of a child as this test's own, and reports which tests the child skipped.
-pub fn forward(stdout: &str, stderr: &str) {
-    print!("{stdout}");
-    for line in stderr.lines() {
+impl Ended {
+    /// Words that follow "the child" in a sentence.
+    pub fn how(&self) -> String {
+        match self.status {
+            Some(status) => format!("ended with {status}"),
+            None => "hung and was ended".into(),
+        }
+    }
+
+    /// Its last output, for a message: errors first, since a panic is printed there.
+    pub fn last_words(&self) -> String {
+        let text = if self.stderr.trim().is_empty() { &self.stdout } else { &self.stderr };
+        let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+        lines[lines.len().saturating_sub(8)..].join(" | ")
+    }
+}
+
+/// Runs a command for at most `limit`. Its end is returned, not judged.
+pub fn ended(command: &mut Command, limit: Duration) -> Ended {
+    // Its last output is to be the reason.
+    command.env("RUST_BACKTRACE", "0").stdin(Stdio::null());
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it can be started");
+    let (pid, (over, wait)) = (child.id() as libc::pid_t, mpsc::channel::<()>());
+    let watch = std::thread::spawn(move || {
+        let hangs = wait.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout);
+        // SAFETY: a signal for the child, which this function has not seen the end of.
+        hangs.then(|| unsafe { libc::kill(pid, libc::SIGKILL) });
+        hangs
+    });
+    let output = child.wait_with_output().expect("a child can be waited for");
+    drop(over);
+    let hung = watch.join().expect("the watch");
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    let status = Some(output.status).filter(|_| !hung);
+    Ended { status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
+}
+
+/// The same for a test of this very executable, with more in its environment.
+pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended {
+    ended(command(test).envs(environment.iter().copied()), limit)
+}
+
+/// The same for a child in which the test passes.
+pub fn passes(test: &str, environment: &[(&str, &str)], limit: Duration) {
+    println!("{test} {environment:?}");
+    passed(test, &child(test, environment, limit));
+}
+
+/// The test has passed in a child, whose output is printed as this test's own, with the tests that it skipped.
+fn passed(test: &str, child: &Ended) {
+    print!("{}", child.stdout);
+    for line in child.stderr.lines() {
         match line.find(SKIPPED) {
             Some(at) => tell(&line[at..]),
             None => eprintln!("{line}"),
         }
     }
-}
-
-/// The child ran the test, and the test passed there.
-pub fn passed(test: &str, how: &str, output: &Output) {
-    let stdout = String::from_utf8_lossy(&output.stdout);
-    forward(&stdout, &String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{test} failed {how}: {}", output.status);
-    assert!(stdout.contains("1 passed"), "{test} did not run");
+    let passed = child.status.is_some_and(|status| status.success()) && child.stdout.contains("1 passed");
+    assert!(passed, "{test}: the child {}: {}", child.how(), child.last_words());
 }
 
 /// Runs `child` in a fork of this process, and says how it ended: its exit code, or `None` if it hung or was killed. The

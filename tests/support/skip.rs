@@ -23,7 +23,7 @@ pub fn write(why: &str) {
     tell(&format!("{SKIPPED}{test}: {}", why.trim().replace('\n', " ")));
 }
 
-/// Writes a line past the harness. A parent process passes it on: see `process::forward`.
+/// Writes a line past the harness. A parent process passes it on: see `process::passes`.
 pub fn tell(line: &str) {
     // In one call, so that lines of parallel tests do not mix. Where standard error is closed the line is lost.
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());

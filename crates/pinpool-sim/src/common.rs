@@ -40,6 +40,15 @@ impl Vendor {
         }
     }
 
+    /// The codes for a handle that names nothing, and where there is no more memory.
+    pub fn no_handle(self) -> u32 {
+        self.either(cuda::INVALID_HANDLE, acl::INVALID_HANDLE)
+    }
+
+    pub fn no_memory(self) -> u32 {
+        self.either(cuda::OUT_OF_MEMORY, acl::MEMORY_ALLOCATION)
+    }
+
     /// The code of a call while the library takes itself down.
     fn ended(self) -> u32 {
         self.either(cuda::DEINITIALIZED, acl::UNINITIALIZE)

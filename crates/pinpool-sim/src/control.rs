@@ -102,7 +102,7 @@ impl World {
     }
 
     /// One line each: `violation ID call`; `leak what count`, which are there to be given back, those that contexts had
-    /// left when they were destroyed among them; `note what count`; `call name count`; `flags name flags count` (how
+    /// left when they were destroyed among them; `call name count`; `flags name flags count` (how
     /// often a call was made with these flags); `last name`, the call that came last; and `over` when every use of a device was ended, or was to be.
     pub fn report(&self) -> String {
         let mut all = crate::end::late();
@@ -129,9 +129,6 @@ impl World {
         let ends = ["cuDevicePrimaryCtxRelease_v2", "aclrtResetDevice", "aclrtDestroyContext"];
         if ends.iter().filter_map(|name| self.counts.get(name)).sum::<u64>() >= self.opened {
             all.push_str("over\n");
-        }
-        for (what, count) in &self.notes {
-            let _ = writeln!(all, "note {what} {count}");
         }
         for (name, count) in &self.counts {
             let _ = writeln!(all, "call {name} {count}");
@@ -194,19 +191,12 @@ impl Machine {
         world.step(&runnable)
     }
 
-    /// Runs the next operation of a device's nth stream. `false`: it has none, or none that can run.
-    pub fn step_stream(self, device: usize, nth: usize) -> bool {
+    /// Runs the next operation of the nth of those of a device's streams that can run one, round and round. `false`: none
+    /// can.
+    pub fn step_runnable(self, device: usize, nth: usize) -> bool {
         let mut world = self.world();
-        let (streams, mut runnable) = (world.nth_on(device, Some(nth)), world.runnable(Some(device)));
-        runnable.retain(|handle| streams.contains(handle));
-        world.step(&runnable)
-    }
-
-    /// Which of a device's streams could run an operation now.
-    pub fn runnable(self, device: usize) -> Vec<usize> {
-        let world = self.world();
-        let (streams, runnable) = (world.streams_on(device), world.runnable(Some(device)));
-        (0..streams.len()).filter(|nth| runnable.contains(&streams[*nth])).collect()
+        let runnable = world.runnable(Some(device));
+        !runnable.is_empty() && world.step(&runnable[nth % runnable.len()..][..1])
     }
 
     /// How many operations of a device are queued.

@@ -186,7 +186,6 @@ pub struct World {
     /// Commands that are made again after a reset: what the machine is.
     pub setup: Vec<String>,
     pub violations: Vec<String>,
-    pub notes: BTreeMap<&'static str, u64>,
     pub counts: BTreeMap<&'static str, u64>,
     /// How often a call was made with these flags.
     pub flags: BTreeMap<(&'static str, u32), u64>,
@@ -532,16 +531,16 @@ impl World {
         if self.any_stream(handle)?.context != current {
             return self.broken("CTX-5", self.vendor.either(cuda::INVALID_HANDLE, acl::STREAM_CONTEXT));
         }
-        self.streams.get_mut(&handle).ok_or(self.vendor.either(cuda::INVALID_HANDLE, acl::INVALID_HANDLE))
+        self.streams.get_mut(&handle).ok_or(self.vendor.no_handle())
     }
 
     /// A stream of any context, which need not be current: the handle is no default stream's.
     pub fn any_stream(&mut self, handle: usize) -> Outcome<&mut Stream> {
         let Some(context) = self.streams.get(&handle).filter(|s| !s.destroyed).map(|s| s.context) else {
-            return self.broken("STR-1", self.vendor.either(cuda::INVALID_HANDLE, acl::INVALID_HANDLE));
+            return self.broken("STR-1", self.vendor.no_handle());
         };
         self.alive(context)?;
-        self.streams.get_mut(&handle).ok_or(self.vendor.either(cuda::INVALID_HANDLE, acl::INVALID_HANDLE))
+        self.streams.get_mut(&handle).ok_or(self.vendor.no_handle())
     }
 
     /// The streams whose contexts are such, by their handles.
@@ -711,10 +710,10 @@ impl World {
     /// An event of any context, which need not be current.
     pub fn any_event(&mut self, handle: usize) -> Outcome<&mut Event> {
         let Some(context) = self.events.get(&handle).map(|event| event.context) else {
-            return self.broken("EVT-1", self.vendor.either(cuda::INVALID_HANDLE, acl::INVALID_HANDLE));
+            return self.broken("EVT-1", self.vendor.no_handle());
         };
         self.alive(context)?;
-        self.events.get_mut(&handle).ok_or(self.vendor.either(cuda::INVALID_HANDLE, acl::INVALID_HANDLE))
+        self.events.get_mut(&handle).ok_or(self.vendor.no_handle())
     }
 
     /// Whether it is recorded and not complete. A later place on its stream may have been seen instead.
@@ -779,7 +778,7 @@ impl World {
     /// Device memory of a context, or of none: it is filled with 0xA5.
     pub fn allocate(&mut self, device: usize, context: usize, len: usize, offset: usize) -> Outcome<usize> {
         if !self.fits(device, len) {
-            return Err(self.vendor.either(cuda::OUT_OF_MEMORY, acl::MEMORY_ALLOCATION));
+            return Err(self.vendor.no_memory());
         }
         let at = self.made_up(len, offset);
         self.blocks.insert(at, Block { device, context, bytes: vec![FRESH; len], kind: Kind::Plain });
@@ -814,14 +813,12 @@ impl World {
         len: usize,
         offsets: [usize; 2],
     ) -> Outcome<usize> {
-        let whole =
-            len.checked_add(PAGE).ok_or(self.vendor.either(cuda::OUT_OF_MEMORY, acl::MEMORY_ALLOCATION))?;
-        let layout = Layout::from_size_align(whole, PAGE)
-            .map_err(|_| self.vendor.either(cuda::OUT_OF_MEMORY, acl::MEMORY_ALLOCATION))?;
+        let whole = len.checked_add(PAGE).ok_or(self.vendor.no_memory())?;
+        let layout = Layout::from_size_align(whole, PAGE).map_err(|_| self.vendor.no_memory())?;
         // SAFETY: not of size zero.
         let block = unsafe { std::alloc::alloc(layout) };
         if block.is_null() {
-            return Err(self.vendor.either(cuda::OUT_OF_MEMORY, acl::MEMORY_ALLOCATION));
+            return Err(self.vendor.no_memory());
         }
         // SAFETY: as long as that.
         unsafe { block.write_bytes(FRESH, whole) };

@@ -527,7 +527,7 @@ impl World {
             }
             Op::StepStream { nth } => {
                 self.moves();
-                MACHINE.step_stream(0, usize::from(nth % 2));
+                MACHINE.step_runnable(0, usize::from(nth % 2));
             }
             Op::Reap => {
                 self.device.reap();

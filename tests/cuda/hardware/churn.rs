@@ -8,7 +8,7 @@
 
 use pinpool::{Device, DeviceSlice, Pool, Stream};
 
-use super::{Gpu, filled, open, raw_stream, until};
+use super::{Raw, filled, kernels_of, open, raw_stream, until};
 use crate::support::Random;
 use crate::support::kernels::{Counts, Kernels};
 
@@ -42,7 +42,7 @@ fn any_len(random: &mut Random) -> usize {
 
 /// One thread's part, with its stream of the device.
 fn worker(
-    gpu: &Gpu,
+    raw: &Raw,
     pool: &Pool,
     (device, stream): (&Device, &Stream),
     (kernels, context): (&Kernels<'_>, usize),
@@ -50,27 +50,27 @@ fn worker(
     count: u64,
 ) -> Totals {
     let ring: Vec<DeviceSlice> = (0..RING).map(|_| device.alloc(LARGEST).expect("device memory")).collect();
-    gpu.raw.current(context);
-    let (raw, counts) = (raw_stream(stream), kernels.counts());
+    raw.current(context);
+    let (handle, counts) = (raw_stream(stream), kernels.counts());
     let (mut random, mut totals) = (Random::new(number), Totals::default());
     for n in 0..count {
         let (len, seed) = (any_len(&mut random), random.next());
         let memory = &ring[n as usize % RING];
         // The handle is dropped at once: the segment returns when the copy is complete.
         drop(stream.upload(filled(pool, len, seed), memory.slice(..len)).expect("an upload"));
-        kernels.check(memory.address(), len, seed, counts, raw);
+        kernels.check(memory.address(), len, seed, counts, handle);
         totals.uploads += 1;
         totals.bytes += len as u64;
     }
-    gpu.raw.synchronize(raw);
+    raw.synchronize(handle);
     totals.checked += kernels.read(counts);
-    gpu.raw.ok("cuMemFree_v2", &[counts as usize]);
+    raw.ok("cuMemFree_v2", &[counts as usize]);
     totals
 }
 
 /// `count` checkouts by several threads, each on a stream of one device.
 pub fn churn(
-    gpu: &Gpu,
+    raw: &Raw,
     pool: &Pool,
     (device, ordinal): (&Device, usize),
     kernels: &Kernels<'_>,
@@ -78,14 +78,14 @@ pub fn churn(
     count: u64,
 ) -> Totals {
     let streams: Vec<Stream> = (0..streams).map(|_| device.stream().expect("a stream")).collect();
-    let context = gpu.raw.enter(ordinal);
+    let context = raw.enter(ordinal);
     let totals = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads)
             .map(|number| {
                 let stream = &streams[number as usize % streams.len()];
                 let share = count / threads + u64::from(number < count % threads);
                 let seed = number + 1000 * ordinal as u64;
-                scope.spawn(move || worker(gpu, pool, (device, stream), (kernels, context), seed, share))
+                scope.spawn(move || worker(raw, pool, (device, stream), (kernels, context), seed, share))
             })
             .collect();
         let mut totals = Totals::default();
@@ -97,7 +97,7 @@ pub fn churn(
         }
         totals
     });
-    gpu.raw.ok("cuDevicePrimaryCtxRelease_v2", &[ordinal]);
+    raw.ok("cuDevicePrimaryCtxRelease_v2", &[ordinal]);
     totals
 }
 
@@ -107,12 +107,12 @@ pub fn count() -> u64 {
     asked.unwrap_or(20_000)
 }
 
-pub fn sixteen_threads(gpu: &Gpu) {
+pub fn sixteen_threads(raw: &Raw) {
     const TEST: &str = "every_byte_is_checked_while_the_host_refills";
     let device = open(0);
     let pool = Pool::builder(&device).capacity(256 << 20).initial(32 << 20).build().expect("a pool");
-    let kernels = gpu.kernels().expect("it needs kernels");
-    let totals = churn(gpu, &pool, (&device, 0), &kernels, (16, 8), count());
+    let kernels = kernels_of(raw, 0);
+    let totals = churn(raw, &pool, (&device, 0), &kernels, (16, 8), count());
     until("all is back", || pool.stats().in_flight_bytes == 0);
     let stats = pool.stats();
     println!("{TEST}: 16 threads on 8 streams: {totals:?}, {} bytes pinned", stats.pinned_bytes);

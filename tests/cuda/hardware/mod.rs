@@ -2,8 +2,8 @@
 //! two GPUs at once, and processes that end in the middle of it all.
 //!
 //! Each test has a process of its own, so that a broken context, a setting of the whole process or a crash
-//! stays with its test and is reported. Where there is no GPU, those that need no kernels run on the
-//! simulated driver; the others are skipped and say so, which fails while `PINPOOL_REQUIRE` names a GPU.
+//! stays with its test and is reported. Where there is no GPU they are skipped and say so, which fails while
+//! `PINPOOL_REQUIRE` names one; only the processes that end run on the simulated driver then.
 //! `PINPOOL_HARDWARE_CHECKOUTS` says how many checkouts the longest test makes (20,000; the full run is
 //! 1,000,000).
 //!
@@ -13,72 +13,31 @@
 #![allow(unsafe_code, reason = "calling the driver")]
 
 mod churn;
-mod exit;
 mod pointers;
 mod poison;
 mod runtime;
 mod short;
 mod two;
 
-use std::path::Path;
-
 use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Result, Stream, cuda};
 
-use crate::rig::in_a_child;
+use crate::rig::{in_a_child, round_trip};
 use crate::support::doubles::gpu::{Raw, until};
-use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::doubles::{self, HANG};
+use crate::support::exits::{self, WAYS, Way};
 use crate::support::kernels::{self, Kernels};
 
-/// The driver that a test has, beside pinpool.
-pub struct Gpu {
-    /// The same library that pinpool has loaded.
-    pub raw: Raw,
-    /// Not the stand-in.
-    pub real: bool,
-}
-
-impl Gpu {
-    /// The kernels, loaded into the first GPU's context, which is current here from now on. `None`: no real
-    /// GPU.
-    fn kernels(&self) -> Option<Kernels<'_>> {
-        self.kernels_of(0)
-    }
-
-    fn kernels_of(&self, device: usize) -> Option<Kernels<'_>> {
-        self.real.then(|| {
-            self.raw.enter(device);
-            Kernels::load(&self.raw)
-        })
-    }
-
-    /// The stand-in, which the test can control. `None`: a real GPU.
-    fn stand_in(&self) -> Option<&StandIn> {
-        (!self.real).then_some(&self.raw.0)
-    }
-
-    /// Checks at the end of a test that the stand-in saw none of its rules broken.
-    fn no_violations(&self) {
-        if let Some(stand_in) = self.stand_in() {
-            assert_eq!(stand_in.report().violations, Vec::<String>::new());
-        }
+/// Runs the body of a test in a child, with the driver that pinpool loads there.
+fn on_gpu(test: &str, body: impl FnOnce(&Raw)) {
+    if in_a_child(test, true).is_some() {
+        body(&Raw::of_this_process());
     }
 }
 
-/// What a test needs.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Needs {
-    /// A driver, be it the stand-in.
-    Driver,
-    /// Kernels, so a GPU.
-    Kernels,
-}
-
-/// Runs the body of a test in a child.
-fn on_gpu(test: &str, needs: Needs, body: impl FnOnce(&Gpu)) {
-    let Some(real) = in_a_child(test, needs == Needs::Kernels) else { return };
-    let named = std::env::var_os(doubles::PATH).filter(|path| !path.is_empty());
-    let path = named.unwrap_or_else(|| "libcuda.so.1".into());
-    body(&Gpu { raw: Raw::at(Path::new(&path)), real });
+/// The kernels, loaded into a GPU's context, which is current here from now on.
+fn kernels_of(raw: &Raw, device: usize) -> Kernels<'_> {
+    raw.enter(device);
+    Kernels::load(raw)
 }
 
 /// A checked-out buffer with the pattern of a seed.
@@ -92,14 +51,6 @@ fn filled(pool: &Pool, len: usize, seed: u64) -> PinnedBuf {
         buf.set_len(len);
     }
     buf
-}
-
-/// There and back; how many bytes were wrong.
-fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: u64) -> usize {
-    drop(stream.upload(filled(pool, memory.len(), seed), memory).expect("an upload"));
-    let landing = pool.checkout_timeout(memory.len(), HANG).expect("the pool has room");
-    let back = stream.download(memory, landing).expect("a download").wait().expect("it lands");
-    kernels::wrong(&back, seed)
 }
 
 /// The driver's handle of a stream.
@@ -124,20 +75,30 @@ fn pool(device: &Device) -> Pool {
 }
 
 macro_rules! tests {
-    ($($(#[$doc:meta])* $name:ident ($needs:ident) $body:path;)*) => {
-        $($(#[$doc])* #[test] fn $name() {
-            on_gpu(stringify!($name), Needs::$needs, $body);
+    ($($name:ident $body:path;)*) => {
+        $(#[test] fn $name() {
+            on_gpu(stringify!($name), $body);
         })*
     };
 }
 
 tests! {
-    every_byte_is_checked_while_the_host_refills (Kernels) churn::sixteen_threads;
-    memory_of_the_devices_heap_is_refused (Kernels) pointers::heap;
-    an_illegal_address_poisons_and_nothing_hangs (Driver) poison::illegal_address;
-    the_runtime_api_works_beside_the_pool (Kernels) runtime::beside;
-    one_pool_for_two_gpus (Kernels) two::both;
-    a_dead_gpu_leaves_the_other_serving (Driver) two::one_dies;
-    a_process_may_end_while_the_pool_grows (Driver) exit::growing;
-    a_process_may_end_in_every_way (Driver) exit::ways;
+    every_byte_is_checked_while_the_host_refills churn::sixteen_threads;
+    memory_of_the_devices_heap_is_refused pointers::heap;
+    an_illegal_address_poisons_and_nothing_hangs poison::illegal_address;
+    the_runtime_api_works_beside_the_pool runtime::beside;
+    one_pool_for_two_gpus two::both;
+    a_dead_gpu_leaves_the_other_serving two::one_dies;
+    thousands_of_very_short_copies_leave_the_device_alive short::thousands;
+}
+
+/// In each way in which a program can end: `tests/support/exits.rs` says how often and under which command.
+/// (`kept` has three of them on the simulated driver.)
+#[test]
+fn a_process_may_end_in_every_way() {
+    const TEST: &str = "a_process_may_end_in_every_way";
+    let Some(real) = in_a_child(TEST, false) else { return };
+    let in_kept = [Way::ReturnBusy, Way::ExitElsewhere, Way::Fork];
+    let ways: Vec<Way> = WAYS.into_iter().filter(|way| real || !in_kept.contains(way)).collect();
+    exits::all(TEST, "cuda:0", &ways, &[]);
 }

@@ -2,11 +2,11 @@
 
 use pinpool::cuda::{device_heap_limit, set_device_heap_limit};
 
-use super::{Gpu, open, pool, raw_memory, round_trip};
+use super::{Raw, open, pool, raw_memory, round_trip};
 use crate::support::kernels::HEAP;
 
 /// Memory from a kernel's own malloc: no copy call accepts it, and drivers only say "invalid value".
-pub fn heap(gpu: &Gpu) {
+pub fn heap(raw: &Raw) {
     const TEST: &str = "memory_of_the_devices_heap_is_refused";
     const LEN: u64 = 4096;
     let device = open(0);
@@ -15,13 +15,13 @@ pub fn heap(gpu: &Gpu) {
     set_device_heap_limit(&device, 32 << 20).expect("nothing uses the heap yet");
     let after = device_heap_limit(&device).expect("the heap's limit");
     assert!(after >= 32 << 20, "{before} before, {after} after 32 MiB were asked for");
-    gpu.raw.enter(0);
-    let heap_alloc = gpu.raw.kernel(HEAP, c"heap_alloc");
-    let (stream, out) = (gpu.raw.stream(), gpu.raw.memory(8));
-    gpu.raw.start(heap_alloc, 1, 1, stream, &[LEN, out as u64]);
-    gpu.raw.synchronize(stream);
+    raw.enter(0);
+    let heap_alloc = raw.kernel(HEAP, c"heap_alloc");
+    let (stream, out) = (raw.stream(), raw.memory(8));
+    raw.start(heap_alloc, 1, 1, stream, &[LEN, out as u64]);
+    raw.synchronize(stream);
     let mut word = [0; 8];
-    gpu.raw.fetch(out, &mut word);
+    raw.fetch(out, &mut word);
     let address = u64::from_le_bytes(word);
     assert_ne!(address, 0, "the kernel's malloc gave nothing");
     let refused = raw_memory(&device, address, LEN as usize);
@@ -34,7 +34,7 @@ pub fn heap(gpu: &Gpu) {
     assert!(late.contains("module"), "it does not say why: {late}");
     // Nothing is poisoned by either.
     assert_eq!(device.lost(), None);
-    let (pool, own, memory) = (pool(&device), device.stream().expect("a stream"), device.alloc(100_000));
-    assert_eq!(round_trip(&pool, &own, &memory.expect("device memory"), 1), 0);
+    let memory = device.alloc(100_000).expect("device memory");
+    round_trip(&pool(&device), &device.stream().expect("a stream"), &memory, 1);
     println!("{TEST}: limit {before}, set to {after}; set again too late: {late}");
 }

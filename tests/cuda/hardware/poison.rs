@@ -2,68 +2,55 @@
 
 use pinpool::{ErrorClass, Stream};
 
-use super::{Gpu, filled, open, pool, raw_stream, until};
+use super::{Raw, filled, kernels_of, open, pool, raw_stream, until};
 use crate::support::kernels::POKE;
 
 /// Longer than the calls meanwhile take; a fault ends it at once.
 const STALL_NANOSECONDS: u64 = 10_000_000_000;
 
 /// Keeps what is submitted to the stream from now on from running.
-pub fn stall(gpu: &Gpu, ordinal: usize, stream: &Stream) {
-    match gpu.stand_in() {
-        Some(stand_in) => stand_in.hang(true),
-        None => {
-            let kernels = gpu.kernels_of(ordinal).expect("a real GPU");
-            kernels.spin(STALL_NANOSECONDS, raw_stream(stream));
-        }
-    }
+pub fn stall(raw: &Raw, ordinal: usize, stream: &Stream) {
+    kernels_of(raw, ordinal).spin(STALL_NANOSECONDS, raw_stream(stream));
 }
 
-/// Ends a GPU's context with a sticky error. Made before anything is stalled: loading a module may wait for
-/// that.
+/// Ends a GPU's context with a sticky error, by a kernel. Made before anything is stalled: loading a module may wait
+/// for that.
 pub struct Fault<'a> {
-    gpu: &'a Gpu,
-    ordinal: usize,
-    /// The kernel and a stream, on a real GPU.
-    kernel: Option<(usize, usize)>,
+    raw: &'a Raw,
+    poke: usize,
+    stream: usize,
 }
 
 impl<'a> Fault<'a> {
-    pub fn new(gpu: &'a Gpu, ordinal: usize) -> Self {
-        let kernel = gpu.real.then(|| {
-            gpu.raw.enter(ordinal);
-            let poke = gpu.raw.kernel(POKE, c"poke");
-            let (stream, memory) = (gpu.raw.stream(), gpu.raw.memory(1));
-            // Once at an address where it may store: the kernel works.
-            gpu.raw.start(poke, 1, 1, stream, &[memory as u64]);
-            gpu.raw.synchronize(stream);
-            (poke, stream)
-        });
-        Self { gpu, ordinal, kernel }
+    pub fn new(raw: &'a Raw, ordinal: usize) -> Self {
+        raw.enter(ordinal);
+        let poke = raw.kernel(POKE, c"poke");
+        let (stream, memory) = (raw.stream(), raw.memory(1));
+        // Once at an address where it may store: the kernel works.
+        raw.start(poke, 1, 1, stream, &[memory as u64]);
+        raw.synchronize(stream);
+        Self { raw, poke, stream }
     }
 
     /// Ends the context, which is current on the caller's thread.
     pub fn strike(self) {
-        let (gpu, Some((poke, stream))) = (self.gpu, self.kernel) else {
-            self.gpu.raw.0.kill(self.ordinal, 700);
-            return self.gpu.raw.0.hang(false);
-        };
+        let Self { raw, poke, stream } = self;
         // To the page that nothing is ever mapped at.
-        gpu.raw.start(poke, 1, 1, stream, &[0x10]);
-        let code = gpu.raw.call("cuStreamSynchronize", &[stream]);
-        println!("a kernel that stores to 0x10: {code} ({})", gpu.raw.word(code));
+        raw.start(poke, 1, 1, stream, &[0x10]);
+        let code = raw.call("cuStreamSynchronize", &[stream]);
+        println!("a kernel that stores to 0x10: {code} ({})", raw.word(code));
         assert_ne!(code, 0, "the store went through");
     }
 }
 
-pub fn illegal_address(gpu: &Gpu) {
+pub fn illegal_address(raw: &Raw) {
     const TEST: &str = "an_illegal_address_poisons_and_nothing_hangs";
     const LEN: usize = 100_000;
     let device = open(0);
     let (pool, stream, memory) = (pool(&device), device.stream(), device.alloc(LEN));
     let (stream, memory) = (stream.expect("a stream"), memory.expect("device memory"));
-    let fault = Fault::new(gpu, 0);
-    stall(gpu, 0, &stream);
+    let fault = Fault::new(raw, 0);
+    stall(raw, 0, &stream);
     let waited: Vec<_> =
         (0..4).map(|n| stream.upload(filled(&pool, LEN, n), &memory).expect("an upload")).collect();
     for n in 0..4 {
@@ -89,5 +76,4 @@ pub fn illegal_address(gpu: &Gpu) {
     assert!(refused.error.is_device_lost() && refused.buffer.is_some(), "{refused:?}");
     assert!(device.alloc(1).is_err_and(|error| error.is_device_lost()));
     pool.check().expect("the pool is whole");
-    gpu.no_violations();
 }

@@ -13,9 +13,8 @@ use std::path::Path;
 
 use pinpool::{Device, Pool, Stream};
 
-use super::{Gpu, HANG, filled, open, pool, raw_memory, raw_stream, round_trip, until};
+use super::{HANG, Raw, filled, kernels_of, open, pool, raw_memory, raw_stream, round_trip, until};
 use crate::rig::adopt;
-use crate::support::doubles::gpu::Raw;
 use crate::support::kernels;
 use crate::support::skip;
 
@@ -67,7 +66,7 @@ impl Runtime {
     }
 }
 
-pub fn beside(gpu: &Gpu) {
+pub fn beside(driver: &Raw) {
     let device = open(0);
     let pool = pool(&device);
     let runtime = match Runtime::load() {
@@ -78,8 +77,8 @@ pub fn beside(gpu: &Gpu) {
     // Makes the runtime initialise, if setting the device did not.
     runtime.0.ok("cudaFree", &[0]);
     let ours = pinpool::cuda::raw_context(&device).expect("a GPU") as usize;
-    assert_eq!(gpu.raw.made("cuCtxGetCurrent", &[]), ours, "the runtime works in another context");
-    let kernels = gpu.kernels().expect("a real GPU");
+    assert_eq!(driver.made("cuCtxGetCurrent", &[]), ours, "the runtime works in another context");
+    let kernels = kernels_of(driver, 0);
     // The runtime's memory, on the device and pinned on the host.
     let (memory, landing) = (runtime.0.made("cudaMalloc", &[LEN]), runtime.0.made("cudaMallocHost", &[LEN]));
     let theirs = runtime.0.made("cudaStreamCreateWithFlags", &[NON_BLOCKING]);
@@ -121,13 +120,13 @@ pub fn beside(gpu: &Gpu) {
     raw_memory(&device, landing as u64, LEN).expect_err("it is the host's");
     drop((buf, at));
 
-    refused(gpu, &runtime, &device, &pool, &adopted);
+    refused(driver, &runtime, &device, &pool, &adopted);
     let mut none = 0_usize;
     let refused = runtime.0.call("cudaMalloc", &[(&raw mut none) as usize, 1 << 60]);
     assert_eq!(refused, OUT_OF_MEMORY);
     // The crate neither reports the runtime's own error nor takes it away.
     let back = device.alloc(LEN).expect("device memory");
-    assert_eq!(round_trip(&pool, &adopted, &back, 7), 0);
+    round_trip(&pool, &adopted, &back, 7);
     assert_eq!((runtime.last_error(), runtime.last_error()), (OUT_OF_MEMORY, 0));
 
     adopted.synchronize().expect("all is done");
@@ -143,7 +142,7 @@ pub fn beside(gpu: &Gpu) {
 
 /// Calls of the crate that fail, each followed by what the runtime says of it, and by calls of the runtime
 /// that must work.
-fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &Stream) {
+fn refused(driver: &Raw, runtime: &Runtime, device: &Device, pool: &Pool, stream: &Stream) {
     let leaves_nothing = |what: &str, error: pinpool::Error| {
         println!("{what}: {error}");
         assert!(!error.is_device_lost(), "{error}");
@@ -155,10 +154,10 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
         assert_eq!(runtime.last_error(), 0, "{what} left an error behind");
     };
     let registered = vec![0_u8; 1 << 20];
-    gpu.raw.ok("cuMemHostRegister_v2", &[registered.as_ptr() as usize, registered.len(), 1]);
+    driver.ok("cuMemHostRegister_v2", &[registered.as_ptr() as usize, registered.len(), 1]);
     let refused = device.register(registered).expect_err("it is registered");
     let back = refused.buffer.expect("it comes back");
-    gpu.raw.ok("cuMemHostUnregister", &[back.as_ptr() as usize]);
+    driver.ok("cuMemHostUnregister", &[back.as_ptr() as usize]);
     leaves_nothing("registering twice", refused.error);
     let gone = runtime.0.made("cudaMalloc", &[64 << 20]);
     let slice = raw_memory(device, gone as u64, 64 << 20).expect("the runtime's memory");

@@ -3,12 +3,12 @@
 use pinpool::{Device, Pool};
 
 use super::churn::{churn, count};
-use super::{Gpu, doubles, filled, open, poison, until};
+use super::{Raw, doubles, filled, kernels_of, open, poison, round_trip, until};
 
 /// The two, and a pool for both. `None`: there is one GPU.
-fn open_two(gpu: &Gpu, test: &str) -> Option<(Device, Device, Pool)> {
+fn open_two(raw: &Raw, test: &str) -> Option<(Device, Device, Pool)> {
     // It writes an int.
-    let devices = gpu.raw.made("cuDeviceGetCount", &[]) & 0xFFFF_FFFF;
+    let devices = raw.made("cuDeviceGetCount", &[]) & 0xFFFF_FFFF;
     if devices < 2 {
         crate::support::skip!("there is one GPU");
         assert!(!doubles::required_device("cuda:1"), "{test}: PINPOOL_REQUIRE names cuda:1");
@@ -19,15 +19,14 @@ fn open_two(gpu: &Gpu, test: &str) -> Option<(Device, Device, Pool)> {
     Some((first, second, pool.build().expect("a pool")))
 }
 
-pub fn both(gpu: &Gpu) {
+pub fn both(raw: &Raw) {
     const TEST: &str = "one_pool_for_two_gpus";
-    let Some((first, second, pool)) = open_two(gpu, TEST) else { return };
+    let Some((first, second, pool)) = open_two(raw, TEST) else { return };
     let totals = std::thread::scope(|scope| {
         let parts = [(0, &first), (1, &second)].map(|(ordinal, device)| {
             let pool = &pool;
             scope.spawn(move || {
-                let kernels = gpu.kernels_of(ordinal).expect("it needs kernels");
-                churn(gpu, pool, (device, ordinal), &kernels, (6, 3), count() / 2)
+                churn(raw, pool, (device, ordinal), &kernels_of(raw, ordinal), (6, 3), count() / 2)
             })
         });
         parts.map(|part| part.join().expect("a GPU's part"))
@@ -43,18 +42,17 @@ pub fn both(gpu: &Gpu) {
 /// One GPU dies, by a kernel's illegal address. The pool leaves the other serving if the driver does: the
 /// test asks that device beside the pool. A driver may end CUDA in the whole process instead, as cuda.h
 /// allows it to (seen: 580.159.04); then the other device says so, too, and nothing hangs.
-pub fn one_dies(gpu: &Gpu) {
+pub fn one_dies(raw: &Raw) {
     const TEST: &str = "a_dead_gpu_leaves_the_other_serving";
     const LEN: usize = 100_000;
-    let Some((first, second, pool)) = open_two(gpu, TEST) else { return };
+    let Some((first, second, pool)) = open_two(raw, TEST) else { return };
     let (stream, memory) = (first.stream().expect("a stream"), first.alloc(LEN).expect("device memory"));
     let (other, theirs) = (second.stream().expect("a stream"), second.alloc(LEN).expect("device memory"));
-    assert_eq!(super::round_trip(&pool, &other, &theirs, 3), 0);
-    let kernels = gpu.kernels_of(1);
-    gpu.raw.enter(1);
-    let beside = gpu.raw.stream();
-    let fault = poison::Fault::new(gpu, 0);
-    poison::stall(gpu, 0, &stream);
+    round_trip(&pool, &other, &theirs, 3);
+    let kernels = kernels_of(raw, 1);
+    let beside = raw.stream();
+    let fault = poison::Fault::new(raw, 0);
+    poison::stall(raw, 0, &stream);
     let waited = stream.upload(filled(&pool, LEN, 1), &memory).expect("an upload");
     drop(stream.upload(filled(&pool, LEN, 2), &memory).expect("an upload"));
     let error = std::thread::scope(|scope| {
@@ -67,14 +65,10 @@ pub fn one_dies(gpu: &Gpu) {
     assert!(first.lost().is_some());
     let stats = pool.stats();
     assert!(stats.quarantined_bytes >= 2 * LEN, "{stats:?}");
-    gpu.raw.enter(1);
-    let code = gpu.raw.call("cuStreamSynchronize", &[beside]);
+    raw.enter(1);
+    let code = raw.call("cuStreamSynchronize", &[beside]);
     if code != 0 {
-        println!(
-            "{TEST}: cuda:0 died with: {error}; for cuda:1 the driver says {code} ({})",
-            gpu.raw.word(code)
-        );
-        assert!(gpu.real, "the stand-in's GPUs have nothing to do with each other");
+        println!("{TEST}: cuda:0 died with: {error}; for cuda:1 the driver says {code} ({})", raw.word(code));
         let refused = other.upload(filled(&pool, LEN, 4), &theirs).expect_err("the driver has ended");
         assert!(refused.error.is_device_lost(), "{}", refused.error);
         until("the other one is lost, too", || second.lost().is_some());
@@ -83,18 +77,15 @@ pub fn one_dies(gpu: &Gpu) {
     }
     assert_eq!(second.lost(), None);
     println!("{TEST}: cuda:0 died with: {error}; {} bytes quarantined", stats.quarantined_bytes);
-    if let Some(kernels) = kernels {
-        churn(gpu, &pool, (&second, 1), &kernels, (4, 2), count() / 4).judge();
-    }
+    churn(raw, &pool, (&second, 1), &kernels, (4, 2), count() / 4).judge();
     // The pool grows: it is pinned for the living GPU, in a process where another one is dead.
     let before = pool.stats().pinned_bytes;
     let more: Vec<_> = (0..8 + before as u64 / LEN as u64).map(|seed| filled(&pool, LEN, seed)).collect();
     assert!(pool.stats().pinned_bytes > before, "{:?}", pool.pinning().error);
     drop(more);
-    assert_eq!(super::round_trip(&pool, &other, &theirs, 5), 0);
+    round_trip(&pool, &other, &theirs, 5);
     assert_eq!(second.lost(), None);
     pool.check().expect("the pool is whole");
-    gpu.raw.enter(1);
-    gpu.raw.ok("cuStreamDestroy_v2", &[beside]);
-    gpu.no_violations();
+    raw.enter(1);
+    raw.ok("cuStreamDestroy_v2", &[beside]);
 }

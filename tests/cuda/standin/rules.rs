@@ -98,7 +98,6 @@ MEM-5
     0 register page 4096
     1 up m page 8192 s ! MEM-5
     0 up m page+4096 4096 s
-    here noted PAGEABLE 1
     finish s
 MEM-6
     1 up m+1 page 4096 s ! MEM-6

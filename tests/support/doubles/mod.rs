@@ -13,13 +13,12 @@ pub mod npu;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::ffi::CString;
-use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{panicking, process};
+use super::panicking;
+pub use super::process::{child, ended, passes};
 use crate::support::skip;
 use libloading::Library;
 use pinpool_sim::{Machine, acl, cuda};
@@ -49,10 +48,7 @@ pub fn simulated_elsewhere() -> bool {
     }
     let thread = std::thread::current();
     match thread.name().filter(|test| *test != "main") {
-        Some(test) => {
-            let output = process::command(test).env_remove("PINPOOL_REQUIRE").output();
-            process::passed(test, "on simulated GPUs", &output.expect("the executable is still there"));
-        }
+        Some(test) => passes(test, &[("PINPOOL_REQUIRE", "")], 20 * HANG),
         None => skip!("it uses simulated GPUs, and the thread does not say which test it is"),
     }
     true
@@ -87,81 +83,6 @@ pub fn on_stand_in(body: impl FnOnce(&StandIn)) {
         None => body(&StandIn::gpus(cuda::Driver::Cuda12_8)),
         Some(stand_in) => body(&stand_in),
     }
-}
-
-/// How a child ended.
-pub struct Ended {
-    /// `None`: it took too long, and was ended.
-    pub status: Option<ExitStatus>,
-    pub stdout: String,
-    pub stderr: String,
-}
-
-impl Ended {
-    /// Words that follow "the child" in a sentence.
-    pub fn how(&self) -> String {
-        match self.status {
-            Some(status) => format!("ended with {status}"),
-            None => "hung and was ended".into(),
-        }
-    }
-
-    /// Its last output, for a message: errors first, since a panic is printed there.
-    pub fn last_words(&self) -> String {
-        let of = |text: &str| {
-            let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
-            lines[lines.len().saturating_sub(8)..].join(" | ")
-        };
-        if self.stderr.trim().is_empty() { of(&self.stdout) } else { of(&self.stderr) }
-    }
-}
-
-/// Runs a test of this very executable in a process of its own, with more in its environment, for at most `limit`. Its
-/// end is returned, not judged.
-pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended {
-    let mut command = process::command(test);
-    ended(command.envs(environment.iter().copied()), limit)
-}
-
-/// The same for a child in which the test passes.
-pub fn passes(test: &str, environment: &[(&str, &str)], limit: Duration) {
-    let child = child(test, environment, limit);
-    process::forward(&child.stdout, &child.stderr);
-    let passed = child.status.is_some_and(|status| status.success()) && child.stdout.contains("1 passed");
-    assert!(passed, "{test} {environment:?}: the child {}: {}", child.how(), child.last_words());
-}
-
-/// The same for any command.
-pub fn ended(command: &mut Command, limit: Duration) -> Ended {
-    // Its last output is to be the reason.
-    command.env("RUST_BACKTRACE", "0").stdin(Stdio::null());
-    command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("this executable can be started again");
-    // Read on threads, so that neither pipe fills up.
-    fn all(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<String> {
-        std::thread::spawn(move || {
-            let mut bytes = Vec::new();
-            // What was read before an error counts.
-            let _ = pipe.expect("it is piped").read_to_end(&mut bytes);
-            String::from_utf8_lossy(&bytes).into_owned()
-        })
-    }
-    let (stdout, stderr) = (all(child.stdout.take()), all(child.stderr.take()));
-    let since = Instant::now();
-    let status = loop {
-        match child.try_wait().expect("a child can be waited for") {
-            Some(status) => break Some(status),
-            None if since.elapsed() > limit => {
-                // One that has just ended needs none.
-                let _ = child.kill();
-                let _ = child.wait();
-                break None;
-            }
-            None => std::thread::sleep(Duration::from_millis(2)),
-        }
-    };
-    let text = |thread: std::thread::JoinHandle<String>| thread.join().expect("reading does not panic");
-    Ended { status, stdout: text(stdout), stderr: text(stderr) }
 }
 
 /// The library that the environment names by a variable.
@@ -210,7 +131,6 @@ pub struct Report {
     pub violations: Vec<String>,
     /// `what count`.
     pub leaks: Vec<String>,
-    pub notes: Vec<String>,
     /// Name and count.
     pub calls: Vec<(String, u64)>,
     /// Name and flags of calls that take flags, and how often a call was made with them, where the double reports it.
@@ -231,7 +151,6 @@ impl Report {
                 Some(("violation", text)) => report.violations.push(text.into()),
                 Some(("last", text)) => report.last = Some(text.into()),
                 Some(("leak", text)) => report.leaks.push(text.into()),
-                Some(("note", text)) => report.notes.push(text.into()),
                 Some((what @ ("call" | "flags"), text)) => {
                     if let Some((name, count)) = text.rsplit_once(' ') {
                         let counts = if what == "call" { &mut report.calls } else { &mut report.flags };
@@ -242,6 +161,15 @@ impl Report {
             }
         }
         report
+    }
+}
+
+impl Report {
+    /// Everything of the test is dropped: no rule was broken, nothing is left, and no library was ended.
+    pub fn no_trace(&self) {
+        assert!(self.over, "a device is still open: {self:?}");
+        assert_eq!((&self.violations, &self.leaks), (&Vec::new(), &Vec::new()));
+        assert_eq!(self.calls.iter().find(|call| call.0.starts_with("aclFinalize")), None);
     }
 }
 
@@ -410,10 +338,6 @@ impl StandIn {
         self.command(&format!("is {command}")) == "true"
     }
 
-    pub fn reset(&self) {
-        self.command("reset");
-    }
-
     pub fn fail(&self, name: &str, nth: u64, code: u32, after: bool) {
         self.command(&format!("fail {name} {nth} {code} {after}"));
     }
@@ -435,10 +359,6 @@ impl StandIn {
         self.command(&format!("hang {hung}"));
     }
 
-    pub fn reuse(&self, reuse: bool) {
-        self.command(&format!("reuse {reuse}"));
-    }
-
     /// Gives the devices another value of an attribute, until the next reset.
     pub fn attribute(&self, attribute: i32, value: i32) {
         self.command(&format!("attribute {attribute} {value}"));
@@ -456,7 +376,12 @@ impl StandIn {
         report
     }
 
-    /// The same without a look at those threads.
+    /// Checks that report, when everything of the test is dropped.
+    pub fn no_trace(&self) {
+        self.final_report().no_trace();
+    }
+
+    /// The report without a look at those threads.
     pub fn report_of_end(&self) -> Report {
         let since = Instant::now();
         loop {

@@ -11,7 +11,6 @@
 #![allow(unsafe_code, reason = "calling the driver")]
 
 use std::ffi::{CStr, CString, c_char};
-use std::path::Path;
 
 use crate::support::doubles::gpu::Raw;
 
@@ -70,13 +69,6 @@ impl std::ops::AddAssign for Counts {
 }
 
 impl Raw {
-    /// The library at a path, which pinpool has loaded too or is about to; initialised.
-    pub fn at(path: &Path) -> Self {
-        let raw = Self::load(path).expect("it was loaded before");
-        raw.ok("cuInit", &[0]);
-        raw
-    }
-
     /// The driver's word for a code.
     pub fn word(&self, code: u32) -> String {
         let mut text: *const c_char = std::ptr::null();

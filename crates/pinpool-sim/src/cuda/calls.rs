@@ -135,7 +135,6 @@ impl World {
         if self.is_registered_in_part(at, len) {
             return self.broken("MEM-5", INVALID_VALUE);
         }
-        *self.notes.entry("PAGEABLE").or_default() += 1;
         Ok(())
     }
 

@@ -6,9 +6,8 @@
 //! relies on that. Of kernels it knows pinpool's two (`kernels.rs`), by their names. They run in stream order, as late
 //! as copies do.
 //!
-//! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. Its bytes are
-//! taken during the call, and there when the call returns, as the driver manual has it ("API synchronization
-//! behavior"). After a sticky error every call that touches the context gives its code, and what was queued never runs.
+//! Memory that is not registered at all may be copied from and to. Its bytes are taken during the call, and there when
+//! the call returns, as the driver manual has it ("API synchronization behavior"). After a sticky error every call that touches the context gives its code, and what was queued never runs.
 //!
 //! The same sequences are made on a real driver, where there is one, and their codes and effects compared. What
 //! differs, or is not tried there, is marked in `tests/cuda/standin/rules.rs`.
@@ -143,7 +142,6 @@ pub enum Driver {
     Cuda11_0,
     Cuda12_0,
     Cuda12_8,
-    Cuda13_0,
 }
 
 /// Calls that came with CUDA 12.8 or earlier, and before them those of CUDA 12.0 or 11.3.
@@ -164,7 +162,7 @@ impl Driver {
         match self {
             Self::Cuda11_0 => &LATER,
             Self::Cuda12_0 => &LATER[5..],
-            Self::Cuda12_8 | Self::Cuda13_0 => &[],
+            Self::Cuda12_8 => &[],
         }
     }
 
