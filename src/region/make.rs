@@ -9,6 +9,7 @@
 //! Freeing happens on the region thread, like everything that can synchronise a device. Memory that
 //! cannot be freed is leaked and logged, since the device may still reach it.
 
+use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -429,15 +430,21 @@ pub(super) fn undo(extents: &[Extent]) -> bool {
     extents.iter().fold(true, |clean, extent| undo(extent) & clean)
 }
 
-/// Makes a call that pins or unpins, and then a pause, in which other callers get the driver's
-/// locks. Returns how long the call took.
+thread_local! {
+    /// When the last call that pinned or unpinned on this thread ended, and how long it took.
+    static LAST: Cell<Option<(Instant, Duration)>> = const { Cell::new(None) };
+}
+
+/// Makes a call that pins or unpins, after a pause in which other callers get the driver's locks:
+/// time that has passed since the last call counts. Returns how long the call took.
 fn paced<R>(call: impl FnOnce() -> R) -> (R, Duration) {
+    if let Some((over, took)) = LAST.get().filter(|(_, took)| *took > SHORT_CALL) {
+        std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
+    }
     let before = Instant::now();
     let result = call();
     let took = before.elapsed();
-    if took > SHORT_CALL {
-        std::thread::sleep(took / ROOM);
-    }
+    LAST.set(Some((Instant::now(), took)));
     (result, took)
 }
 

@@ -8,7 +8,7 @@ use crate::support::Random;
 
 /// With the device ring, where there is one, and without. (The simulations and the host get short chunks, to have many.)
 pub(super) fn copiers(on: &Subject, capacity: usize, test: impl Fn(&Pool, Copier)) {
-    let chunk = if on.is_real() { 4 << 20 } else { 128 << 10 };
+    let chunk = if on.is_real() { 1 << 20 } else { 128 << 10 };
     for ring in [64 << 20, 0] {
         let pool = on.pool(capacity);
         test(&pool, Copier::builder(&pool, &on.device).threads(3).chunk(chunk).ring(ring).build().unwrap());

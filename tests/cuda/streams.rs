@@ -250,8 +250,13 @@ fn a_new_stream_under_an_old_handle_is_another() {
             }
             println!("a stream has the handle of the one before, after {}", made.len());
             let raw = made.pop().unwrap();
-            assert_eq!(raw, old_raw, "it came again within a few tries on every driver so far");
             made.into_iter().for_each(|other| gpu.ok("cuStreamDestroy_v2", &[other]));
+            if raw != old_raw {
+                // A driver may give the handle to a stream of another test.
+                assert!(gpu.stand_in.is_none());
+                gpu.ok("cuStreamDestroy_v2", &[raw]);
+                continue;
+            }
             let new = adopt(&device, raw).unwrap();
             assert!(!are_one(&pool, &old, &new, &memory));
             round_trip(&pool, &new, &memory, seed);
