@@ -33,7 +33,6 @@ fn plain_memory_is_never_copied_from_asynchronously() {
             drop(stream.upload(buf, &memory).unwrap());
             let landing = pool.checkout_on(&stream, 100_000).unwrap();
             assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == sent);
-            // Memory of no pool.
             stream.upload_blocking(&sent[..777], memory.slice(100..877)).unwrap();
             let mut back = vec![0; 777];
             stream.download_blocking(memory.slice(100..877), &mut back).unwrap();

@@ -98,30 +98,6 @@ pub(super) fn told(on: Subject) {
     }
 }
 
-/// What other threads drop meanwhile is waited for, and what they close as well.
-pub(super) fn waited_for(on: Subject) {
-    if !on.has_threads() {
-        return on.close();
-    }
-    let (pool, stream, memory) = (on.pool(1 << 20), on.stream(), on.alloc(5000));
-    let (say, hear) = mpsc::channel();
-    let (hands, other) = (on.device.clone(), on.device.clone());
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            let flight = stream.upload(filled(&pool, &bytes(2, 5000)), &memory).unwrap();
-            say.send(()).unwrap();
-            std::thread::sleep(Duration::from_millis(5));
-            drop(hands);
-            drop((pool, stream));
-            std::thread::sleep(Duration::from_millis(5));
-            drop((flight, memory));
-        });
-        scope.spawn(move || other.close(HANG).unwrap());
-        hear.recv().unwrap();
-        on.close();
-    });
-}
-
 /// Closed with what was dropped only just now, and opened again, it works; where it is still open that is the
 /// same device, which then keeps it open.
 pub(super) fn again(on: Subject) {

@@ -118,27 +118,19 @@ pub fn blocking(on: &Subject) {
     assert_eq!(error, Err(Error::TooSmall { need: 100_001, have: 10 }));
 }
 
-pub fn threads(on: &Subject) {
-    let count = if on.has_threads() { 4 } else { 1 };
-    let pool = on.pool(2 << 20);
-    let streams = [on.stream(), on.stream()];
-    std::thread::scope(|scope| {
-        for thread in 0..count {
-            let (pool, streams) = (&pool, &streams);
-            scope.spawn(move || {
-                let memory = on.alloc(40_000);
-                for round in 0..60 {
-                    let len = 1 + (round * 977 + thread * 131) % 40_000;
-                    let sent = bytes(thread * 1000 + round, len);
-                    let stream = &streams[(thread + round) % 2];
-                    drop(stream.upload(filled(pool, &sent), &memory).unwrap());
-                    let landing = pool.checkout_on(stream, len).unwrap();
-                    let back = stream.download(memory.slice(..len), landing).unwrap().wait().unwrap();
-                    assert!(*back == *sent, "thread {thread}, round {round}");
-                }
-            });
-        }
-    });
-    streams.iter().for_each(|s| s.synchronize().unwrap());
-    all_back(on, &pool);
+/// A handle comes back from a wait that was too short, whatever the wait.
+pub fn timeouts(on: &Subject) {
+    let (pool, stream) = (on.pool(2 << 20), on.stream());
+    let memory = on.alloc(1 << 20);
+    for timeout in [Duration::ZERO, Duration::from_nanos(1), Duration::from_secs(3600), Duration::MAX] {
+        let sent = bytes(1, 1 << 20);
+        let flight = stream.upload(filled(&pool, &sent), &memory).unwrap();
+        let buf = match flight.wait_timeout(timeout) {
+            Ok(buf) => buf,
+            Err(SubmitError { error: Error::Timeout(_), buffer: Some(flight) }) => flight.wait().unwrap(),
+            Err(wrong) => panic!("{wrong:?}"),
+        };
+        assert!(*buf == *sent);
+    }
+    pool.check().unwrap();
 }

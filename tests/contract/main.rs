@@ -24,13 +24,9 @@ mod replay;
 mod support;
 mod tier;
 mod transfers;
-mod waiting;
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::host::{HostConfig, HostNode};
@@ -162,10 +158,8 @@ const TESTS: &[Test] = &[
     ("what needs a capture is refused without one", refusals::uncaptured),
     ("memory and buffers of other devices are refused", refusals::foreign),
     ("blocking copies", copies::blocking),
-    ("timeouts leave everything usable", waiting::timeouts),
-    ("handles can be awaited", waiting::awaited),
+    ("timeouts leave everything usable", copies::timeouts),
     ("everything dropped in every order", closing::drops),
-    ("many threads", copies::threads),
     ("copies between host memory", memories::host_copies),
     ("memory by its address", memories::by_address),
     ("memory of every backing", memory::backings),
@@ -175,7 +169,6 @@ const TESTS: &[Test] = &[
     ("mapped files and shared memory", memory::mapped),
     ("addresses on the device", memory::addresses),
     ("order of transfers and streams", transfers::order),
-    ("transfers are awaited", transfers::awaited),
     ("transfers and their copier are dropped in every order", transfers::drops),
     ("a host tier of many threads", tier::storm),
     ("random pieces and pages both ways", copier::pieces),
@@ -191,7 +184,6 @@ const TESTS: &[Test] = &[
 /// Tests that end with the device.
 const CLOSING: &[LastTest] = &[
     ("what keeps a device open is told", closing::told),
-    ("what others drop is waited for", closing::waited_for),
     ("a device is closed and opened again", closing::again),
     ("a device is closed by an owner that it drops", closing::from_an_owner),
 ];

@@ -88,7 +88,6 @@ pub fn backings(on: &Subject) {
         assert_eq!((pool.stats().pinned_bytes + pool.stats().unpinned_bytes), 4 * PAGE);
         assert_eq!(pool.trim(0), 4 * PAGE);
         assert_eq!(pool.regions(), []);
-        // And it grows anew.
         drop(filled(&pool, b"again"));
         assert!(pool.shutdown(HANG).drained);
     }
@@ -158,7 +157,6 @@ pub fn adopted(on: &Subject) {
     assert_eq!(pool.trim(0), 16 * PAGE - left);
     until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
     assert_eq!((pool.regions(), pool.stats().pinned_bytes), (vec![], 0));
-    // As the error says.
     assert_eq!(pool.adopt(large).unwrap().len, 11 * PAGE);
     assert_eq!(pool.trim(0), 11 * PAGE);
     let closed = on.pool(4 * PAGE);

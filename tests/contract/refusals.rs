@@ -60,7 +60,6 @@ pub fn foreign(on: &Subject) {
     wrong(refusal(stranger.upload(filled(&pool, &sent), &far), &sent));
     wrong(refusal(stranger.hold(filled(&pool, &sent)), &sent));
     wrong(pool.checkout_on(&stranger, 100).unwrap_err());
-    // One that does serves both.
     let both =
         Pool::builder(&on.device).device(other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let buf = stranger.upload(filled(&both, &sent), &far).unwrap().wait().unwrap();

@@ -1,4 +1,4 @@
-//! Transfers of a few bytes each, on every device: their order with streams, waits by tasks, and drops.
+//! Transfers of a few bytes each, on every device: their order with streams, and drops.
 
 use pinpool::Copier;
 use pinpool::copier::Transfer;
@@ -39,24 +39,6 @@ pub(super) fn order(on: &Subject) {
             let far = other.stream().unwrap();
             mismatch(&start(&copier, b"here", &memory).order(&far).unwrap_err());
             mismatch(&copier.wait_for(&far).unwrap_err());
-        }
-    });
-}
-
-pub(super) fn awaited(on: &Subject) {
-    copiers(on, 8 << 20, |pool, copier| {
-        let pump = || {
-            on.pump();
-            copier.reap();
-        };
-        let (memory, other) = (on.alloc(50_000), on.alloc(50_000));
-        for round in 0..30 {
-            let sent = bytes(round, 50_000);
-            block_on(pump, start(&copier, &sent, &memory)).unwrap();
-            assert!(fetch(pool, &on.stream(), &memory) == sent);
-            // Polled once and dropped: the waker is taken back.
-            let mut upload = start(&copier, &sent, &other);
-            let _ = Pin::new(&mut upload).poll(&mut Context::from_waker(Waker::noop()));
         }
     });
 }

@@ -10,7 +10,7 @@ use pinpool::copier::Transfer;
 use pinpool::host::{Call, Failure, HostConfig};
 use pinpool::{DeviceSlice, Error, ErrorClass, PinnedBuf, Result, SubmitError};
 
-use crate::setup::{HANG, Setup, ends, late, until};
+use crate::setup::{HANG, Setup, late, until};
 use crate::support::{bytes, downloaded, own_process};
 
 const THREADS: usize = 4;
@@ -166,18 +166,6 @@ fn a_lost_stream_keeps_the_blocks_of_its_chunks_alone() {
     s.node.resume(0);
 }
 
-/// Pieces without bytes take nothing from a pool that has nothing left.
-#[test]
-fn empty_pieces_wait_for_nothing() {
-    let s = setup(HostConfig::new(), 1 << 20);
-    let (taken, copier, place) = (s.emptied(), s.copier.clone(), s.memory.slice(..1).unwrap());
-    ends("a wait for room that is not needed", move || {
-        copier.upload_slices(&[(&[], place.clone()), (&[], place)]).unwrap();
-    });
-    drop(taken);
-    s.all_is_back();
-}
-
 /// Places at even distances: as one handle, and in lists beside others.
 #[test]
 fn pages_at_even_distances() {
@@ -209,7 +197,6 @@ fn pages_at_even_distances() {
     let came = s.copier.download_pages(landings.collect()).unwrap().wait().unwrap();
     assert!(came.iter().zip(&sources).all(|(buf, source)| **buf == **source));
     drop(came);
-    // A block of one range.
     let one = all.get(63).unwrap();
     assert_eq!((one.address(), one.len()), (cache.address() + (63 * PLANE + PAGE) as u64, PAGE));
     let back = s.copier.download_pages(vec![(one, s.pool.checkout(PAGE).unwrap())]);
@@ -262,7 +249,7 @@ fn changes(then: usize, steady: usize) -> Changes {
 }
 
 #[test]
-fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
+fn what_grows_or_shrinks_meanwhile_is_copied_no_further_than_its_place() {
     let s = setup(HostConfig::new(), 1 << 20);
     for steady in 0..40 {
         let place = s.memory.slice(..8000).unwrap();
@@ -281,6 +268,20 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
             s.read(&place)[4000..].iter().all(|byte| *byte == 9),
             "beyond all of them, asked {steady} times"
         );
+    }
+    // What shrinks is copied as it was, or refused.
+    let stream = s.device.stream().unwrap();
+    for steady in 0..12 {
+        for part in [0..1000, 500..1000] {
+            let dst = s.memory.slice(..1000).unwrap();
+            match stream.upload_part(s.device.register(changes(100, steady)).unwrap(), part.clone(), &dst) {
+                Ok(sent) => drop(sent.wait().unwrap()),
+                Err(SubmitError { error, buffer }) => {
+                    is_argument(&error, "range");
+                    assert!(buffer.is_some());
+                }
+            }
+        }
     }
     s.all_is_back();
 }
@@ -309,31 +310,11 @@ fn a_segment_outlives_copies_whose_end_is_never_known() {
     s.pool.check().unwrap();
 }
 
-#[test]
-fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
-    let s = setup(HostConfig::new(), 4 << 20);
-    let stream = s.device.stream().unwrap();
-    for steady in 0..12 {
-        for part in [0..1000, 500..1000] {
-            let dst = s.memory.slice(..1000).unwrap();
-            match stream.upload_part(s.device.register(changes(100, steady)).unwrap(), part.clone(), &dst) {
-                Ok(sent) => drop(sent.wait().unwrap()),
-                Err(SubmitError { error, buffer }) => {
-                    is_argument(&error, "range");
-                    assert!(buffer.is_some());
-                }
-            }
-        }
-    }
-    s.all_is_back();
-}
-
 /// A call keeps the segment that it has to its end: it goes on while other requests wait for what it would give back.
 #[test]
 fn a_call_goes_on_with_the_segment_that_it_has() {
     let s = Setup::new(late(1000), 4 << 20, |copier| copier.chunk(64 << 10));
     let (source, place) = (bytes(1, 2 << 20), s.memory.slice(..2 << 20).unwrap());
-    // All but one segment.
     let one = s.pool.checkout(80 << 10).unwrap();
     let rest = s.emptied();
     drop(one);

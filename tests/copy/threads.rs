@@ -51,12 +51,17 @@ type Told = (bool, Vec<Result<(), Error>>);
 /// A waker that makes a call which starts a transfer, and calls that would wait.
 fn waker(s: &Setup) -> (Waker, Receiver<Told>) {
     let (told, hears) = channel();
-    let (copier, stream) = (s.copier.clone(), s.device.stream().unwrap());
+    let (pool, copier, stream) = (s.pool.clone(), s.copier.clone(), s.device.stream().unwrap());
     let memory = s.memory.slice(16 << 20..17 << 20).unwrap();
     let called = move || {
         // More bytes than are copied at once.
         let mut bytes = vec![0; memory.len()];
         let start = || copier.upload(vec![7; LEN], memory.slice(..LEN));
+        let copied = || {
+            let mut buf = pool.try_checkout(LEN)?;
+            buf.extend_from_slice(&[7; LEN]);
+            stream.upload(buf, memory.slice(..LEN))?.wait().map(drop)
+        };
         let said = vec![
             start().map(drop).map_err(|refused| refused.error),
             copier.upload_slice(&bytes, &memory),
@@ -64,6 +69,7 @@ fn waker(s: &Setup) -> (Waker, Receiver<Told>) {
             // What is over already is not waited for.
             start().unwrap().wait().map(drop).map_err(|refused| refused.error),
             start().unwrap().order(&stream),
+            copied(),
         ];
         let thread = std::thread::current();
         let _ = told.send((thread.name().is_some_and(|name| name.starts_with("pinpool-copy")), said));

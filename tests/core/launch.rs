@@ -77,7 +77,7 @@ fn a_function_runs_between_the_copies_before_and_behind_it() {
 }
 
 #[test]
-fn the_lists_may_overlap_and_the_last_write_wins() {
+fn the_lists_may_overlap_the_last_write_wins_and_a_panic_writes_nothing() {
     for rig in rigs() {
         let memory = rig.holding(b"0123456789");
         let part = |range: std::ops::Range<usize>| memory.slice(range).unwrap();
@@ -90,12 +90,7 @@ fn the_lists_may_overlap_and_the_last_write_wins() {
         };
         launch(&rig.stream, &reads, &writes, run).unwrap().wait().unwrap();
         assert_eq!(rig.bytes(&memory), b"01aabbbb89");
-    }
-}
-
-#[test]
-fn a_panic_leaves_the_memory_and_the_stream_as_they_were() {
-    for rig in rigs() {
+        // A panic leaves the memory and the stream as they were.
         let memory = rig.holding(b"abc");
         let told = Arc::new(());
         let witness = told.clone();

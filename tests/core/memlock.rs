@@ -134,7 +134,6 @@ fn a_limit_hit_while_growing_leaves_what_is_there() {
         let stats = checked(&pool);
         assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (pages(12), 0));
         assert!(first.is_pinned());
-        // What is pinned serves on.
         round_trip(device, pool.checkout(100).unwrap());
         let again = pool.try_checkout(pages(8) - 32);
         assert!(matches!(again, Err(Error::Exhausted(_))), "{again:?}");

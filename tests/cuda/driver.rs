@@ -3,7 +3,7 @@
 //! What any device must do is in `contract`. Here is what only CUDA has, and what only a simulation can be
 //! made to do.
 
-use pinpool::{Device, Error, ErrorClass, Pool};
+use pinpool::{Device, Error, Pool};
 
 use crate::record;
 use crate::rig::{open, round_trip};
@@ -42,12 +42,6 @@ fn opening_fails_with_the_cause_and_the_remedy() {
     let setups = [
         ("version 10020".into(), "supports CUDA 10.2 only|newer driver", "host:0"),
         ("devices 0 0".into(), "cuInit failed with 100 (CUDA_ERROR_NO_DEVICE|CUDA_VISIBLE_DEVICES", "host:0"),
-        (refused("cuDriverGetVersion", 1, 999), "cuDriverGetVersion failed with 999", "cuda:0"),
-        (
-            refused("cuDeviceGetCount", 1, 999),
-            "device cuda:0 is not available: cuDeviceGetCount failed with 999",
-            "cuda:0",
-        ),
         (refused("cuInit", 1, 803), "cuInit failed with 803|do not fit together", "cuda:0"),
         (refused("cuInit", 1, 123_456), "cuInit failed with 123456|no name for", "cuda:0"),
         (refused("cuDevicePrimaryCtxRetain", 1, 2), "OUT_OF_MEMORY|may succeed later", "cuda:0"),
@@ -118,6 +112,7 @@ fn the_callers_context_and_mode_are_left_alone() {
     });
 }
 
+/// However often it cannot be waited for. (`tests/faults` has copies that are refused, or are said to be.)
 #[test]
 fn a_blocking_copy_returns_only_when_the_driver_has_let_go() {
     on_stand_in(|d| {
@@ -134,14 +129,6 @@ fn a_blocking_copy_returns_only_when_the_driver_has_let_go() {
             let landing = pool.checkout(10_000).unwrap();
             assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
             assert!(d.struck() > before, "nothing was made to fail");
-        }
-        // The copy is refused, or is said to be and runs all the same.
-        for after in [false, true] {
-            d.fail("cuMemcpyDtoHAsync_v2", 1, 1, after);
-            let mut borrowed = vec![0; 10_000];
-            let error = stream.download_blocking(&memory, &mut borrowed).unwrap_err();
-            assert_eq!(error.class(), ErrorClass::Argument);
-            assert_eq!(borrowed.iter().all(|b| *b == 0), !after, "it is over, one way or the other");
         }
         assert_eq!(device.lost(), None);
         assert_eq!(d.report().violations, Vec::<String>::new());

@@ -8,7 +8,6 @@
 mod copier;
 mod cudarc;
 mod driver;
-mod faults;
 mod graphs;
 mod hardware;
 mod memory;

@@ -6,11 +6,11 @@
 
 #![allow(unsafe_code, reason = "calling the stand-in, and memory by its address")]
 
-use pinpool::{Error, ErrorClass};
+use pinpool::Error;
 
-use crate::rig::{both, open};
-use crate::support::doubles::gpu::{self, calls};
-use crate::support::doubles::{StandIn, on_stand_in};
+use crate::rig::both;
+use crate::support::doubles::StandIn;
+use crate::support::doubles::gpu;
 
 /// What a command gives: memory of the device's heap (`malloc 0 LEN`), of another context (`memory 0 0 LEN`),
 /// managed (1) or mapped (2).
@@ -58,29 +58,5 @@ fn an_address_that_copies_cannot_use_is_told_what_it_is() {
         drop(unsafe { device.raw_memory(made(d, "memory 1 1 64"), 64, ()) }.unwrap());
         assert_eq!(d.report().violations, Vec::<String>::new());
         assert_eq!(device.lost(), None);
-    });
-}
-
-#[test]
-fn what_the_driver_says_of_an_address_comes_with_the_owner() {
-    on_stand_in(|d| {
-        let device = open();
-        let memory = device.alloc(64).unwrap();
-        // SAFETY: refused.
-        let refused = || unsafe { device.raw_memory(memory.address(), 64, "owner") }.unwrap_err();
-        for (name, code, class) in [
-            ("cuPointerGetAttributes", 999, ErrorClass::Argument),
-            ("cuCtxGetCurrent", 2, ErrorClass::Transient),
-            ("cuPointerGetAttributes", 700, ErrorClass::DeviceLost),
-        ] {
-            d.fail(name, 1, code, false);
-            let refusal = refused();
-            assert_eq!((refusal.error.class(), refusal.buffer), (class, Some("owner")));
-            assert!(matches!(&refusal.error, Error::Device(e) if e.call == name), "{}", refusal.error);
-        }
-        // The last error lost the device, and the driver is asked about addresses no more.
-        let asked = calls(d, "cuPointerGetAttributes");
-        assert!(refused().error.is_device_lost() && device.lost().is_some());
-        assert_eq!(calls(d, "cuPointerGetAttributes"), asked);
     });
 }

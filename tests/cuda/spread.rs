@@ -216,7 +216,6 @@ fn rows_beyond_two_gib() {
         assert!(read(places + LONG / 2).iter().all(|byte| *byte == 0x11));
         assert_eq!(gpu.read(places, 3, stream), [0xEE; 3]);
         assert_eq!(gpu.read(places + LONG + 3, 37, stream), [0xEE; 37]);
-        // And back.
         gpu.ok("cuMemsetD8Async", &[packed, 0x22, LAST + SHORT, stream]);
         spreader.launch(true, &[(packed as u64, table as u64, 2)]).unwrap();
         assert!(
@@ -231,7 +230,7 @@ fn rows_beyond_two_gib() {
 }
 
 #[test]
-fn a_launch_takes_no_more_runs_than_there_may_be() {
+fn a_launch_takes_so_many_runs_on_a_stream_of_the_greatest_priority() {
     on_gpu(|gpu| {
         let spreader = Spreader::new(gpu);
         // Nothing to do: no memory is looked at.
@@ -244,14 +243,6 @@ fn a_launch_takes_no_more_runs_than_there_may_be() {
         );
         // And nothing was launched, which would have ended the context.
         gpu.ok("cuStreamSynchronize", &[spreader.stream]);
-        spreader.end();
-    });
-}
-
-#[test]
-fn an_urgent_stream_has_the_greatest_priority() {
-    on_gpu(|gpu| {
-        let spreader = Spreader::new(gpu);
         let (mut least, mut greatest, mut priority) = (0_i32, 0_i32, 0_i32);
         let range = [(&raw mut least) as usize, (&raw mut greatest) as usize];
         gpu.ok("cuCtxGetStreamPriorityRange", &range);

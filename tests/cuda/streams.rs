@@ -152,6 +152,31 @@ fn a_context_of_the_servers() {
     });
 }
 
+/// (`tests/faults` has the other calls of sharing, on GPUs that are moved by hand, where no context can be adopted.)
+#[test]
+fn a_call_that_adopting_a_context_makes_fails_once() {
+    on_stand_in(|gpu, d| {
+        let faults = ["cuCtxGetDevice", "cuDevicePrimaryCtxGetState"];
+        for (call, code) in faults.into_iter().flat_map(|call| [1, 2, 900, 999].map(|code| (call, code))) {
+            let (context, struck) = (gpu.other_context(), d.struck());
+            let [(first, first_gone), (second, gone)] = [(); 2].map(|()| flag());
+            // SAFETY: destroyed below, when no keeper is left.
+            let adopt = |keeper| unsafe { cuda::adopt_context(context as *mut c_void, keeper) };
+            d.fail(call, 1, code, false);
+            assert!(adopt(first).is_err() && first_gone() && d.struck() > struck, "{call} {code}");
+            let device = adopt(second).unwrap();
+            let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
+            round_trip(&pool, &device.stream().unwrap(), &memory, 1);
+            drop((pool, memory, device));
+            until("the keeper is dropped", gone);
+            gpu.ok("cuCtxDestroy_v2", &[context]);
+        }
+        gpu.current(0);
+        gpu.ok("cuDevicePrimaryCtxRelease_v2", &[gpu.ordinal(0)]);
+        d.no_trace();
+    });
+}
+
 #[test]
 fn devices_that_are_no_gpus_have_no_handles() {
     let host = Device::open("host").unwrap();
@@ -281,7 +306,6 @@ fn claims(gpu: &Gpu, old: bool) {
     let (stream, own) = (adopt(&device, raw).unwrap(), device.stream().unwrap());
     assert_eq!(are_one(&pool, &stream, &adopt(&device, raw).unwrap(), &memory), !old);
     if !old {
-        // Given out and adopted it is the same stream, and so are both handles of the legacy default stream.
         let given = device.stream().unwrap();
         let again = adopt(&device, cuda::raw_stream(&given).unwrap() as usize).unwrap();
         let [null, legacy] = [0, 1].map(|handle| adopt(&device, handle).unwrap());

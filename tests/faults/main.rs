@@ -19,6 +19,7 @@ mod foreign;
 mod memory;
 mod scenario;
 mod server;
+mod sharing;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -38,6 +39,7 @@ use audit::leftovers;
 use memory::{COMPARED, OTHERS};
 use scenario::{OWN, Topic, scenario};
 use server::{Report, Server};
+use sharing::{SHARED, SHARING};
 use support::hand::{self, Failure, Machine};
 use support::{bytes, panicking, process};
 
@@ -185,6 +187,11 @@ fn each_call_for_other_memory_fails_once() {
         "cuMemHostGetDevicePointer_v2",
     ];
     sweep(OTHERS, &COMPARED, &CALLS, 1);
+}
+
+#[test]
+fn each_call_of_sharing_fails_once() {
+    sweep(SHARED, &["cuGraphExecDestroy", "cuStreamDestroy_v2"], &SHARING, 1);
 }
 
 /// A third of the cases again, while the subscriber panics at every call.

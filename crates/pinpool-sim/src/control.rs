@@ -47,6 +47,8 @@ impl World {
             // Writes down the names of calls from now on. `traced` gives them and ends that.
             ["trace"] => self.trace = Some(Vec::new()),
             ["traced"] => return self.trace.take().unwrap_or_default().join(" "),
+            // How many threads call destructors of user objects.
+            ["calling"] => return self.cuda.calling.to_string(),
             // How many calls were made to fail so far.
             ["struck"] => return self.struck.to_string(),
             // While it is set nothing runs: queries say "not ready", and a call that synchronises waits.

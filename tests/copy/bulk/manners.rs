@@ -136,7 +136,6 @@ fn progress_says_how_far_it_is_and_what_has_landed_is_used_beside_the_rest() {
     let load = load.wait_timeout(Duration::ZERO).unwrap_err();
     assert!(matches!(load.error, Error::Timeout(_)), "all of it was beside the load");
     load.buffer.unwrap().cancel();
-    // To its end.
     let load = rig.copier().upload(bytes, &memory).unwrap();
     assert!(load.wait_landed(LEN as u64));
     assert!(!load.wait_landed(LEN as u64 + 1), "there is no more");

@@ -17,7 +17,6 @@ fn what_a_large_request_waits_for_is_all_that_others_go_without() {
     drop(pool.try_checkout(MIB).unwrap());
     let small: Vec<_> = (0..100).map(|_| pool.checkout(4096).unwrap()).collect();
     drop(small);
-    // Threads keep their caches.
     let before = pool.stats().misses;
     (0..1000).for_each(|_| drop(pool.checkout(4096).unwrap()));
     assert!(pool.stats().misses <= before + 2, "{before} misses, now {:?}", pool.stats());

@@ -28,7 +28,6 @@ pub fn heap(raw: &Raw) {
     let refused = refused.expect_err("no copy accepts memory of the device's heap").to_string();
     println!("{TEST}: {address:#x} from a kernel's malloc: {refused}");
     assert!(refused.contains("heap") || refused.contains("malloc"), "it does not say what it is: {refused}");
-    // Too late now.
     let late = set_device_heap_limit(&device, 64 << 20);
     let late = late.expect_err("a module that uses the heap is loaded").to_string();
     assert!(late.contains("module"), "it does not say why: {late}");

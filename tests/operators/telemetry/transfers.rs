@@ -39,9 +39,9 @@ fn ended(fields: &[&str]) -> Record {
 }
 
 #[test]
-fn what_came_through() {
+fn what_came_through_failed_or_was_cancelled() {
     recorded!();
-    let (_bench, memory, copier) = rig(Priority::Bulk);
+    let (bench, memory, copier) = rig(Priority::Bulk);
     let caller = tracing::info_span!(target: "pinpool::test", "load").entered();
     let transfer = copier.upload(vec![7; BYTES], &memory).unwrap();
     drop(caller);
@@ -57,32 +57,8 @@ fn what_came_through() {
     assert!(back.iter().all(|byte| *byte == 7));
     let span = ended(&["copied_bytes", "outcome", "seconds"]);
     assert_eq!((span.field("direction"), span.field("priority")), ("download", "foreground"));
-}
-
-/// A server logs at INFO: what it moves for each request is no news, and a load is.
-#[test]
-fn only_a_large_transfer_is_told_at_info_and_none_that_was_refused() {
-    recorded!();
-    let bench = Bench::new(|builder| builder);
-    let memory = bench.device.alloc(16 << 20).unwrap();
-    let copier = Copier::builder(&bench.pool, &bench.device).build().unwrap();
-    let levels = || spans("pinpool::copier", "transfer").iter().map(|span| span.level).collect::<Vec<_>>();
-    for (len, level) in [(1, Level::DEBUG), ((16 << 20) - 1, Level::DEBUG), (16 << 20, Level::INFO)] {
-        clear();
-        downloaded(&copier, memory.slice(..len));
-        assert_eq!(levels(), [level], "{len}");
-    }
-    bench.node.kill(0);
-    assert!(bench.device.stream().is_err());
+    // What failed, and what was cancelled.
     clear();
-    assert!(copier.upload(vec![7; BYTES], &memory).unwrap_err().error.is_device_lost());
-    assert!(levels().is_empty(), "it was refused, and never was a transfer");
-}
-
-#[test]
-fn what_failed_and_what_was_cancelled() {
-    recorded!();
-    let (bench, memory, copier) = rig(Priority::Bulk);
     let file = tempfile::tempfile().unwrap();
     file.set_len(BYTES as u64).unwrap();
     let torn = FileSource::new(file.try_clone().unwrap(), "a torn tape").unwrap();
@@ -114,6 +90,26 @@ fn what_failed_and_what_was_cancelled() {
     copier.upload_read(&mut io::Read::chain(&[1; 1000][..], Broken), &memory).unwrap_err();
     until("closed", || spans("pinpool::copier", "transfer").iter().all(|span| span.closed));
     assert_eq!(ended(&["copied_bytes", "outcome", "seconds"]).field("outcome"), "cancelled");
+}
+
+/// A server logs at INFO: what it moves for each request is no news, and a load is.
+#[test]
+fn only_a_large_transfer_is_told_at_info_and_none_that_was_refused() {
+    recorded!();
+    let bench = Bench::new(|builder| builder);
+    let memory = bench.device.alloc(16 << 20).unwrap();
+    let copier = Copier::builder(&bench.pool, &bench.device).build().unwrap();
+    let levels = || spans("pinpool::copier", "transfer").iter().map(|span| span.level).collect::<Vec<_>>();
+    for (len, level) in [(1, Level::DEBUG), ((16 << 20) - 1, Level::DEBUG), (16 << 20, Level::INFO)] {
+        clear();
+        downloaded(&copier, memory.slice(..len));
+        assert_eq!(levels(), [level], "{len}");
+    }
+    bench.node.kill(0);
+    assert!(bench.device.stream().is_err());
+    clear();
+    assert!(copier.upload(vec![7; BYTES], &memory).unwrap_err().error.is_device_lost());
+    assert!(levels().is_empty(), "it was refused, and never was a transfer");
 }
 
 /// A file that cannot be opened anew, to be read past the page cache, under a name that would steer a

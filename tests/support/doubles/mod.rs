@@ -371,7 +371,12 @@ impl StandIn {
     /// The report when everything that was opened is closed, or when it is not in all that time: pools and devices end
     /// on threads of their own. Fails where threads that are in no machine have broken rules.
     pub fn final_report(&self) -> Report {
-        let report = self.report_of_end();
+        let since = Instant::now();
+        let mut report = self.report();
+        while !report.over && since.elapsed() <= HANG {
+            std::thread::sleep(Duration::from_millis(2));
+            report = self.report();
+        }
         no_strays();
         report
     }
@@ -379,17 +384,5 @@ impl StandIn {
     /// Checks that report, when everything of the test is dropped.
     pub fn no_trace(&self) {
         self.final_report().no_trace();
-    }
-
-    /// The report without a look at those threads.
-    pub fn report_of_end(&self) -> Report {
-        let since = Instant::now();
-        loop {
-            let report = self.report();
-            if report.over || since.elapsed() > HANG {
-                return report;
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
     }
 }

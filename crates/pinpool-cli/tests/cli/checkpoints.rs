@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use super::{Files, fails, limit, load, refuses, stdout, verifies};
+use super::{Files, load, refuses, stdout, verifies};
 
 /// A checkpoint of tensors with these lengths, and its bytes.
 pub fn checkpoint(lens: &[usize]) -> Vec<u8> {
@@ -48,20 +48,6 @@ fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
     fs::remove_file(&index).unwrap();
     fs::remove_file(&second).unwrap();
     verifies(&mut load([files.0.path()]), 8 << 20, bytes);
-}
-
-#[test]
-fn as_many_shards_as_may_be_open_are_loaded_and_checked() {
-    let files = Files::new();
-    for number in 1..=1433 {
-        // Their names differ in the number of the shard.
-        let bytes = String::from_utf8(checkpoint(&[70])).unwrap().replace("t.0", &format!("{number:03x}"));
-        files.put(&format!("model-{number:05}-of-01433.safetensors"), bytes);
-    }
-    let command = &mut load([files.0.path()]);
-    verifies(limit(command, libc::RLIMIT_NOFILE, 1600), 8 << 20, 1433 * 70);
-    // Where the system opens too few, that is no fault of the command line.
-    fails(limit(&mut load([files.0.path()]), libc::RLIMIT_NOFILE, 1024), "ulimit -n");
 }
 
 #[test]

@@ -178,7 +178,6 @@ fn what_is_needed_first_comes_first_and_what_is_not_asked_for_never() {
     arrived(&copier, &loader().load().unwrap(), expected);
     let place = |tensor: &Tensor| rig.device.alloc(tensor.bytes() as usize)?.slice(..).map(Some);
     arrived(&copier, &loader().places(place).load().unwrap(), expected);
-    // With a choice, too.
     let got = loader().filter(|tensor| tensor.name().ends_with('b')).load().unwrap();
     assert_eq!(names(&got), ["h.1.b", "h.0.b"]);
     // With gaps between them in the file.

@@ -46,17 +46,25 @@ pub fn is_destructor() -> bool {
 
 /// Calls the destructors that are due in a world, on a thread of their own, without waiting for it.
 pub fn run_due(number: usize) {
-    let due = std::mem::take(&mut Vendor::Cuda.world(number).cuda.graphs.due);
+    let mut world = Vendor::Cuda.world(number);
+    let due = std::mem::take(&mut world.cuda.graphs.due);
     if due.is_empty() {
         return;
     }
-    std::thread::spawn(move || {
+    world.cuda.calling += 1;
+    drop(world);
+    let calls = move || {
         DESTRUCTOR.set(true);
         Vendor::Cuda.enter(number);
         for (destroy, pointer) in due {
             // SAFETY: the call that made the object promised that the two are valid, and the destructor is called once.
             unsafe { destroy(pointer as *mut c_void) };
         }
+    };
+    std::thread::spawn(move || {
+        _ = std::thread::spawn(calls).join();
+        let calling = &mut Vendor::Cuda.world(number).cuda.calling;
+        *calling = calling.saturating_sub(1);
     });
 }
 

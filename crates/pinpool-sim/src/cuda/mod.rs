@@ -45,6 +45,8 @@ pub(crate) struct Own {
     pub attributes: BTreeMap<i32, i32>,
     /// What the next registration takes beside its pages.
     pub first_pin: Duration,
+    /// Threads that call the destructors of user objects and have not ended.
+    pub calling: usize,
     graphs: graphs::Graphs,
     pointers: pointers::Pointers,
     modules: kernels::Modules,
