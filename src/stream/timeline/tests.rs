@@ -8,7 +8,7 @@ use std::sync::mpsc::sync_channel;
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
-use super::EVENT_TRIES;
+use super::{EVENT_TRIES, SEQ_ENTRIES};
 use crate::device::confined::Confined;
 use crate::device::context::{self, Hand};
 use crate::device::handle::Device;
@@ -300,6 +300,21 @@ fn the_event_of_a_confined_stream_is_left_to_its_thread_unless_that_failed() {
     assert_eq!((completed(&stream), rig.calls(Call::Record)), (1, 1));
     // A thread that destroys the stream waits until no other one names it.
     assert_eq!(stream.timeline().state.lock().under_way, 0);
+}
+
+#[test]
+fn a_number_is_closed_when_it_is_full_or_waited_for() {
+    let rig = Rig::by_hand();
+    for entries in 1..=2 * SEQ_ENTRIES + 1 {
+        rig.hold();
+        assert_eq!(rig.calls(Call::Record), entries / SEQ_ENTRIES);
+    }
+    let mut held = rig.stream.hold(()).unwrap();
+    for _ in 0..2 {
+        assert!(std::pin::pin!(&mut held).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        assert_eq!(rig.calls(Call::Record), 3);
+    }
+    settle(&rig.device);
 }
 
 #[test]
