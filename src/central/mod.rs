@@ -335,6 +335,9 @@ impl CentralPool {
         // Before the lock: leasing a thread cache takes the lock, too.
         let cache = self.cache();
         let mut core = self.lock();
+        if self.config.by_hand {
+            self.tick(&mut core);
+        }
         self.refuse_if_shut()?;
         let batch = single.zip(cache).and_then(|((class, len), cache)| {
             let descriptor = self.batch(&mut core, cache, class)?;

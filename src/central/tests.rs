@@ -303,7 +303,7 @@ fn regions_to_replace_that_do_not_empty_are_exchanged() {
         for (at, _) in after.iter().enumerate().filter(|(_, left)| **left == 0) {
             back(&central, held[at][0]);
         }
-        let look = || (0..64).for_each(|_| central.lock().changed = true);
+        let look = || (0..64).for_each(|_| central.tick(&mut central.lock()));
         (0..8).for_each(|_| look());
         assert_eq!(central.core.lock().growing, 128 * PAGE, "{before:?}");
     }
@@ -369,7 +369,7 @@ fn a_window_that_does_not_empty_is_exchanged_and_less_often_each_time() {
     let held = [(); 2].map(|()| out(&central, pages(256)));
     let key = join(&central, &[pages(256)]);
     let look = || {
-        (0..64).for_each(|_| central.lock().changed = true);
+        (0..64).for_each(|_| central.tick(&mut central.lock()));
         central.check(|_, _| ()).unwrap();
         windows(&central)[0].0 >> 22
     };

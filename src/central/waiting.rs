@@ -60,7 +60,7 @@ use crate::sync::{self, AtomicU32, AtomicU64, Ordering};
 /// have none until one ends.
 pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 8 };
 const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
-/// The time between two looks. Without a clock: so many changes while a request waits.
+/// The time between two looks. Without a clock: so many requests on the slow path.
 const LOOK: Duration = Duration::from_millis(100);
 const TICKS: u32 = 64;
 
@@ -128,7 +128,7 @@ pub(super) struct Windows {
     pub(super) planned: bool,
     /// Waiters of lower tickets were found waiting by a look.
     looked: Ticket,
-    /// Changes since the last look, where there is no clock.
+    /// Requests on the slow path since the last look, where there is no clock.
     ticks: u32,
 }
 
@@ -196,12 +196,6 @@ impl CentralPool {
 
     /// Serves the queue, and chooses windows, after a change.
     pub(super) fn turn(&self, core: &mut Core) {
-        if core.config.by_hand && !core.queue.is_empty() {
-            core.windows.ticks = (core.windows.ticks + 1) % TICKS;
-            if core.windows.ticks == 0 {
-                self.look_now(core);
-            }
-        }
         core.serve();
         // What windows that ended meanwhile had may serve others.
         while core.windows.wanted && core.has_rights() {
@@ -225,6 +219,17 @@ impl CentralPool {
                 core.windows.planned = false;
                 central.look_now(&mut core);
             });
+        }
+    }
+
+    /// Without a clock, a request outside of the queue is a tick, and many are followed by a look:
+    /// before the request is tried, so that it finds what the look has brought back.
+    pub(super) fn tick(&self, core: &mut Core) {
+        core.windows.ticks += u32::from(!core.queue.is_empty());
+        if core.windows.ticks >= TICKS {
+            core.windows.ticks = 0;
+            self.look_now(core);
+            core.serve();
         }
     }
 
