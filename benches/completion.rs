@@ -13,26 +13,18 @@
 //! | `pool_kept` | `upload` of a buffer that the thread keeps; the batch's buffers come back from their handles |
 //! | `pool_fresh` | `checkout`, `upload`, drop: the buffer returns by itself |
 //! | `pool_shared` | `upload` of a clone of an `Arc` of a buffer that many copies read, drop |
-//! | `pool_foreign` | as `pool_fresh`, on threads without a current context, which the pool then has to make current |
-//! | `event_sync` | as `event`, but the batch ends with `cuStreamSynchronize` |
-//! | `pool_sync` | as `pool_fresh`, but the batch ends with the pool's `Stream::synchronize` |
 //!
-//! All but `pool_foreign` run with the context current, as in a thread that works with the GPU. Fresh buffers are not
-//! filled but declared to be written, since filling is not part of tracking. Each contender has as many distinct
-//! sources and targets as a batch has copies.
-//!
-//! *all in* is the time of whole batches, divided by copies; *submit* leaves out the waiting at each batch's end, so it
-//! is the submitting thread's cost. Both are means over the threads.
-//! The gate is on `all in`, with the same way of waiting on both sides. `submit` has no gate, since it
-//! leaves out the later work of either side, and `event_sync` waits in the driver where `pool_sync` need not.
+//! All run with the context current, as in a thread that works with the GPU. Fresh buffers are not filled but declared
+//! to be written, since filling is not part of tracking. Each contender has as many distinct sources and targets as a
+//! batch has copies. A figure is the time of whole batches, divided by copies, as a mean over the threads.
+//! `benches/peers/torch_host.cpp` measures PyTorch's allocator in the same way.
 //!
 //! # Latency (`--only latency`)
 //!
 //! One thread, one copy of 4 KiB at a time, from before the call until the thread knows that the copy is complete: by
 //! `cuEventQuery` without a pause (`polled`), by `InFlight::wait` (`pool_wait`), by `cuEventSynchronize` of an event
-//! with blocking sync (`blocking`), by awaiting the handle in a task on an executor that sleeps (`pool_await`), by
-//! `cuStreamSynchronize` (`stream_sync`). Once back to back, and once with 2 ms of sleep before each copy, so that all
-//! threads involved sleep.
+//! with blocking sync (`blocking`), by awaiting the handle in a task on an executor that sleeps (`pool_await`). Once back
+//! to back, and once with 2 ms of sleep before each copy, so that all threads involved sleep.
 //!
 //! # The reaper (`--only reaper`)
 //!
@@ -59,9 +51,7 @@ use std::time::{Duration, Instant};
 
 use driver::{Address, Driver, Event, Pinned};
 use measure::small::pool;
-use measure::{
-    Rounds, Spread, at_most, beside, line, number, numbers, processor_time, quantile, spin, wanted,
-};
+use measure::{Rounds, Spread, at_most, line, number, numbers, processor_time, quantile, spin, wanted};
 use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
 
 /// The start of the reaper's thread name.
@@ -78,9 +68,6 @@ enum Way {
     Kept,
     Fresh,
     Shared,
-    Foreign,
-    EventSync,
-    PoolSync,
 }
 
 impl Way {
@@ -91,14 +78,11 @@ impl Way {
             Self::Kept => "pool_kept",
             Self::Fresh => "pool_fresh",
             Self::Shared => "pool_shared",
-            Self::Foreign => "pool_foreign",
-            Self::EventSync => "event_sync",
-            Self::PoolSync => "pool_sync",
         }
     }
 
     fn is_raw(self) -> bool {
-        matches!(self, Self::Bare | Self::Event | Self::EventSync)
+        matches!(self, Self::Bare | Self::Event)
     }
 }
 
@@ -135,10 +119,8 @@ impl Raw {
         }
     }
 
-    /// One batch. Returns the time until its last copy was submitted.
-    fn batch(&self, way: Way, len: usize) -> Duration {
+    fn batch(&self, way: Way, len: usize) {
         let driver = self.driver;
-        let since = Instant::now();
         for (i, &event) in self.events.iter().enumerate() {
             // SAFETY: both have room for as many copies as there are events, and live until the batch is done.
             unsafe {
@@ -149,19 +131,14 @@ impl Raw {
                 driver.record(event, self.stream);
             }
         }
-        if way == Way::Bare {
-            driver.record(self.last, self.stream);
-        }
-        let submitted = since.elapsed();
-        match way {
-            Way::EventSync => driver.synchronize(self.stream),
-            Way::Bare => wait(|| driver.is_done(self.last)),
+        let last = match (way, self.events.last()) {
+            (Way::Event, Some(&last)) => last,
             _ => {
-                let &last = self.events.last().expect("a batch is not empty");
-                wait(|| driver.is_done(last));
+                driver.record(self.last, self.stream);
+                self.last
             }
-        }
-        submitted
+        };
+        wait(|| driver.is_done(last));
     }
 }
 
@@ -206,30 +183,25 @@ impl Pooled {
         }
     }
 
-    /// One batch. Returns the time until its last copy was submitted.
-    fn batch(&mut self, way: Way, len: usize) -> Duration {
-        let since = Instant::now();
+    fn batch(&mut self, way: Way, len: usize) {
         match way {
             Way::Kept => {
                 for (buf, target) in self.kept.drain(..).zip(&self.targets) {
                     self.flights.push(self.stream.upload(buf, target).expect("a copy"));
                 }
-                let submitted = since.elapsed();
                 let last = self.flights.last().expect("a batch is not empty");
                 wait(|| last.is_done().expect("the device works"));
                 for flight in self.flights.drain(..) {
                     self.kept.push(flight.wait().expect("the device works"));
                 }
-                submitted
             }
             Way::Shared => {
                 let mut last = None;
                 for (buf, target) in self.shared.iter().zip(&self.targets) {
                     last = Some(self.stream.upload(buf.clone(), target).expect("a copy"));
                 }
-                let (submitted, last) = (since.elapsed(), last.expect("a batch is not empty"));
+                let last = last.expect("a batch is not empty");
                 wait(|| last.is_done().expect("the device works"));
-                submitted
             }
             _ => {
                 let mut last = None;
@@ -238,27 +210,14 @@ impl Pooled {
                     // The previous buffer is dropped here.
                     last = Some(self.stream.upload(buf, target).expect("a copy"));
                 }
-                let (submitted, last) = (since.elapsed(), last.expect("a batch is not empty"));
-                if way == Way::PoolSync {
-                    drop(last);
-                    self.stream.synchronize().expect("the device works");
-                } else {
-                    wait(|| last.is_done().expect("the device works"));
-                }
-                submitted
+                let last = last.expect("a batch is not empty");
+                wait(|| last.is_done().expect("the device works"));
             }
         }
     }
 }
 
-/// The figures of a turn, in ns a copy.
-#[derive(Clone, Copy, Default)]
-struct Turn {
-    all: f64,
-    submit: f64,
-}
-
-/// One thread's turns, by round and contender.
+/// One thread's turns, by round and contender, in ns a copy.
 fn track_thread(
     driver: Option<&'static Driver>,
     device: &Device,
@@ -266,16 +225,15 @@ fn track_thread(
     ways: &[Way],
     track: Track,
     barrier: &Barrier,
-) -> Vec<Vec<Turn>> {
-    let enter = || driver.into_iter().for_each(Driver::enter);
-    enter();
+) -> Vec<Vec<f64>> {
+    driver.into_iter().for_each(Driver::enter);
     let raw = driver.map(|driver| Raw::new(driver, track));
     let mut pooled = Pooled::new(device, pool, track);
     let copies = (track.batches * track.batch) as f64;
     let mut rounds = Vec::new();
     // The first round is for warming up.
     for round in 0..=track.rounds {
-        let mut turns = vec![Turn::default(); ways.len()];
+        let mut turns = vec![0.0; ways.len()];
         // Each contender comes first in some rounds, so that none always follows the same one.
         for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
             let way = ways[i];
@@ -283,18 +241,12 @@ fn track_thread(
                 Some(raw) if way.is_raw() => raw.batch(way, track.len),
                 _ => pooled.batch(way, track.len),
             };
-            if way == Way::Foreign {
-                driver.into_iter().for_each(Driver::leave);
-            }
             batch();
             barrier.wait();
             let since = Instant::now();
-            let submit: Duration = (0..track.batches).map(|_| batch()).sum();
-            let all = since.elapsed();
+            (0..track.batches).for_each(|_| batch());
+            turns[i] = since.elapsed().as_nanos() as f64 / copies;
             barrier.wait();
-            enter();
-            let each = |time: Duration| time.as_nanos() as f64 / copies;
-            turns[i] = Turn { all: each(all), submit: each(submit) };
         }
         if round > 0 {
             rounds.push(turns);
@@ -308,102 +260,55 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
     let batch = number("batch", 128);
     let default: &[usize] = if driver.is_some() && !measure::quick() { &[1, 16] } else { &[1, 2] };
     let copies = if measure::quick() { 1024 } else { 8192 };
-    let mut ways = vec![Way::Kept, Way::Fresh, Way::Shared, Way::PoolSync];
+    let mut ways = vec![Way::Kept, Way::Fresh, Way::Shared];
     if driver.is_some() {
-        ways = vec![
-            Way::Bare,
-            Way::Event,
-            Way::Kept,
-            Way::Fresh,
-            Way::Shared,
-            Way::Foreign,
-            Way::EventSync,
-            Way::PoolSync,
-        ];
+        ways.splice(0..0, [Way::Bare, Way::Event]);
     }
     let at = |way: Way| ways.iter().position(|&w| w == way);
     for len in [4 << 10, 64 << 10] {
         for threads in numbers("threads", default) {
             let batches = (copies / threads / batch).max(1);
             let track = Track { len, threads, batch, batches, rounds };
-            let [all, submit] = track_all(driver, device, &ways, track);
+            let all = track_all(driver, device, &ways, track);
             println!(
                 "\ntracking, {} KiB, {threads} threads: median of {rounds} rounds by turns, {} copies a turn, \
                  {batch} in flight a thread at most",
                 len >> 10,
                 batches * batch * threads,
             );
-            println!(
-                "{:<14} {:>9} {:>8} {:>15} {:>9} {:>8}",
-                "", "all in ns", "ratio", "", "submit ns", "ratio"
-            );
+            println!("{:<14} {:>9} {:>8}", "", "ns", "ratio");
             let base = at(Way::Event).unwrap_or(0);
             for (i, way) in ways.iter().enumerate() {
                 let Spread { low, mid, high } = all.ratio(i, base);
-                println!(
-                    "{:<14} {:>9.0} {mid:>8.3} {low:>7.3} {high:>7.3} {:>9.0} {:>8.3}",
-                    way.name(),
-                    all.spread(i).mid,
-                    submit.spread(i).mid,
-                    submit.ratio(i, base).mid,
-                );
-            }
-            for (i, way) in ways.iter().enumerate() {
+                println!("{:<14} {:>9.0} {mid:>8.3} {low:>7.3} {high:>7.3}", way.name(), all.spread(i).mid);
                 line(format!("track_{}_{len}", way.name()), threads, all.spread(i));
-                line(format!("submit_{}_{len}", way.name()), threads, submit.spread(i));
             }
-            let (Some(bare), Some(event)) = (at(Way::Bare), at(Way::Event)) else { continue };
-            let ratio = all.ratio(event, bare);
-            println!(
-                "an event each over bare copies: {:.3} ({:.3} to {:.3})",
-                ratio.mid, ratio.low, ratio.high
-            );
-            for (way, to) in [
-                (Way::Kept, Way::Event),
-                (Way::Fresh, Way::Event),
-                (Way::Shared, Way::Event),
-                (Way::PoolSync, Way::EventSync),
-            ] {
-                let (Some(i), Some(j)) = (at(way), at(to)) else { continue };
-                let what = |figure| {
-                    format!(
-                        "{} KiB, {threads} threads, {figure}: {} over {}",
-                        len >> 10,
-                        way.name(),
-                        to.name()
-                    )
-                };
-                if way == Way::PoolSync {
-                    beside(what("all in"), all.ratio(i, j));
-                } else {
-                    at_most(what("all in"), all.ratio(i, j), 1.02, None);
-                }
-                beside(what("submit"), submit.ratio(i, j));
+            let Some(event) = at(Way::Event) else { continue };
+            for (i, way) in ways.iter().enumerate().filter(|(_, way)| !way.is_raw()) {
+                let what = format!("{} KiB, {threads} threads: {} over event", len >> 10, way.name());
+                at_most(what, all.ratio(i, event), 1.02, None);
             }
         }
     }
 }
 
-/// The figures of all threads, by contender and round: all in, and submitting.
-fn track_all(driver: Option<&'static Driver>, device: &Device, ways: &[Way], track: Track) -> [Rounds; 2] {
+/// The means over the threads, by contender and round.
+fn track_all(driver: Option<&'static Driver>, device: &Device, ways: &[Way], track: Track) -> Rounds {
     // Kept, shared and fresh buffers, and as many again.
     let each = track.len + track.len / 8 + 4096;
     let pool = pool(device, (4 * track.threads * track.batch * each).next_multiple_of(1 << 20));
     let barrier = Barrier::new(track.threads);
-    let threads: Vec<Vec<Vec<Turn>>> = std::thread::scope(|scope| {
+    let threads: Vec<Vec<Vec<f64>>> = std::thread::scope(|scope| {
         let (pool, barrier) = (&pool, &barrier);
         let start = |_| scope.spawn(move || track_thread(driver, device, pool, ways, track, barrier));
         let running: Vec<_> = (0..track.threads).map(start).collect();
         running.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
     });
-    let mut figures = [Rounds::new(ways.len()), Rounds::new(ways.len())];
+    let mut figures = Rounds::new(ways.len());
     for round in 0..track.rounds {
         for way in 0..ways.len() {
-            let turns = threads.iter().map(|thread| thread[round][way]);
-            let sum =
-                turns.fold(Turn::default(), |a, b| Turn { all: a.all + b.all, submit: a.submit + b.submit });
-            figures[0].add(way, sum.all / track.threads as f64);
-            figures[1].add(way, sum.submit / track.threads as f64);
+            let sum: f64 = threads.iter().map(|thread| thread[round][way]).sum();
+            figures.add(way, sum / track.threads as f64);
         }
     }
     figures
@@ -436,7 +341,6 @@ enum Knowing {
     PoolWait,
     Blocking,
     PoolAwait,
-    StreamSync,
 }
 
 impl Knowing {
@@ -446,7 +350,6 @@ impl Knowing {
             Self::PoolWait => "pool_wait",
             Self::Blocking => "blocking",
             Self::PoolAwait => "pool_await",
-            Self::StreamSync => "stream_sync",
         }
     }
 }
@@ -456,8 +359,7 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
     let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
     let mut ways = vec![Knowing::PoolWait, Knowing::PoolAwait];
     if driver.is_some() {
-        ways.splice(0..0, [Knowing::Polled, Knowing::StreamSync]);
-        ways.push(Knowing::Blocking);
+        ways.extend([Knowing::Polled, Knowing::Blocking]);
     }
     let pool = pool(device, 4 << 20);
     let stream = device.stream().expect("a stream");
@@ -482,18 +384,14 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
                 let (driver, stream, source, target, (event, blocking)) = raw.as_ref().expect("a driver");
                 // SAFETY: both have that many bytes and live longer than the copy.
                 unsafe { driver.upload(*target, source.memory.at(0), LEN, *stream) };
-                match way {
-                    Knowing::Polled => {
-                        driver.record(*event, *stream);
-                        while !driver.is_done(*event) {
-                            std::hint::spin_loop();
-                        }
+                if way == Knowing::Polled {
+                    driver.record(*event, *stream);
+                    while !driver.is_done(*event) {
+                        std::hint::spin_loop();
                     }
-                    Knowing::Blocking => {
-                        driver.record(*blocking, *stream);
-                        driver.wait(*blocking);
-                    }
-                    _ => driver.synchronize(*stream),
+                } else {
+                    driver.record(*blocking, *stream);
+                    driver.wait(*blocking);
                 }
             }
         }

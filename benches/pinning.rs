@@ -6,7 +6,6 @@
 //! | --- | --- |
 //! | `host_alloc` | one `cuMemHostAlloc` of as much, of 8 GiB at most (`--alloc-gib`), and `cuMemFreeHost` |
 //! | `pool_N` | builds a pool of 1 GiB in one region (`--gib`; the results: 24), pinned by N threads, and drops it |
-//! | `pool_N_small` | the same with `HugePages::Never` |
 //!
 //! *pin* is bytes over the time from before the first call until all memory is pinned, touching included; *first* is
 //! the time until the first checkout (of 1 MiB) is served, building included. *unpin* is bytes over the time from
@@ -39,7 +38,7 @@ use std::time::{Duration, Instant};
 
 use driver::{Driver, Mapped};
 use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, option, quantile};
-use pinpool::{Device, HugePages, Pool, Unpinned};
+use pinpool::{Device, Pool, Unpinned};
 
 const GIB: usize = 1 << 30;
 /// The pause between two contenders.
@@ -174,14 +173,14 @@ struct Taken {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     HostAlloc,
-    Pool { threads: usize, small: bool },
+    Pool { threads: usize },
 }
 
 impl Way {
     fn name(self) -> String {
         match self {
             Self::HostAlloc => "host_alloc".into(),
-            Self::Pool { threads, small } => format!("pool_{threads}{}", if small { "_small" } else { "" }),
+            Self::Pool { threads } => format!("pool_{threads}"),
         }
     }
 }
@@ -205,17 +204,10 @@ fn host_alloc(driver: &Driver, bytes: usize, neighbour: &mut Option<Neighbour>) 
     Taken { felt, bytes, pin, first: pin, unpin: since.elapsed().as_secs_f64(), longest: pin }
 }
 
-fn pool(
-    device: &Device,
-    bytes: usize,
-    threads: usize,
-    small: bool,
-    neighbour: &mut Option<Neighbour>,
-) -> Taken {
+fn pool(device: &Device, bytes: usize, threads: usize, neighbour: &mut Option<Neighbour>) -> Taken {
     let before = resident();
     let builder = Pool::builder(device).capacity(bytes).initial(bytes).region(bytes);
     let builder = builder.pin_threads(threads);
-    let builder = if small { builder.huge_pages(HugePages::Never) } else { builder };
     let builder = if device.name().starts_with("host") { builder.unpinned(Unpinned::Allow) } else { builder };
     let since = Instant::now();
     let pool = builder.build().expect("memory for a pool");
@@ -274,9 +266,7 @@ fn main() {
         ways.push(Way::HostAlloc);
         neighbour = Some(Neighbour::start());
     }
-    for small in [false, true] {
-        ways.extend(threads.iter().map(|&threads| Way::Pool { threads, small }));
-    }
+    ways.extend(threads.iter().map(|&threads| Way::Pool { threads }));
     warm_up(bytes.max(alloc_bytes));
     if let Some(neighbour) = &mut neighbour {
         neighbour.begin();
@@ -301,7 +291,7 @@ fn main() {
             let taken = match (ways[i], driver) {
                 (Way::HostAlloc, Some(driver)) => host_alloc(driver, alloc_bytes, &mut neighbour),
                 (Way::HostAlloc, None) => unreachable!("not without a driver"),
-                (Way::Pool { threads, small }, _) => pool(&device, bytes, threads, small, &mut neighbour),
+                (Way::Pool { threads }, _) => pool(&device, bytes, threads, &mut neighbour),
             };
             let after = neighbour.as_mut().map(Neighbour::end);
             if round == 0 {
@@ -341,15 +331,21 @@ fn main() {
             most(&worst_after),
         );
     }
+    // The worst of all rounds counts, not the median of the rounds.
+    let worst_of =
+        |i| Spread { mid: worst.values(i).iter().copied().fold(f64::NAN, f64::max), ..worst.spread(i) };
     for (i, way) in ways.iter().enumerate() {
-        let threads = if let Way::Pool { threads, .. } = way { *threads } else { 1 };
+        let threads = if let Way::Pool { threads } = way { *threads } else { 1 };
         line(format!("pin_gb_per_s_{}", way.name()), threads, pin.spread(i));
         line(format!("unpin_gb_per_s_{}", way.name()), threads, unpin.spread(i));
         line(format!("first_checkout_ms_{}", way.name()), threads, first.spread(i));
+        if neighbour.is_some() {
+            line(format!("neighbour_worst_ms_{}", way.name()), threads, worst_of(i));
+        }
     }
     let base = ways.iter().position(|&way| way == Way::HostAlloc);
     for (i, way) in ways.iter().enumerate() {
-        let Way::Pool { threads, .. } = way else { continue };
+        let Way::Pool { threads } = way else { continue };
         if let Some(base) = base {
             let ratio = pin.ratio(i, base);
             match threads {
@@ -359,11 +355,7 @@ fn main() {
             }
         }
         if neighbour.is_some() {
-            // The worst of all rounds counts, not the median of the rounds.
-            let all = worst.values(i);
-            let worst = all.iter().copied().fold(f64::NAN, f64::max);
-            let spread = Spread { low: quantile(all, 0.25), mid: worst, high: quantile(all, 0.75) };
-            at_most(format!("{}, a neighbour's worst call in ms", way.name()), spread, 10.0, Some(4.0));
+            at_most(format!("{}, a neighbour's worst call in ms", way.name()), worst_of(i), 10.0, Some(4.0));
         }
     }
     measure::used();

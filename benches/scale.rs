@@ -81,24 +81,30 @@ const ROWS: &[Row] = &[
 fn main() {
     let asked: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let quick = std::env::var_os("PINPOOL_BENCH_QUICK").is_some();
-    println!("| work | n | time | times the small end | gate |\n| --- | --- | --- | --- | --- |");
+    println!("| work | few | many | times | at most |\n| --- | --- | --- | --- | --- |");
     for (name, ends, gate, work) in ROWS {
         if !asked.is_empty() && !asked.iter().any(|part| name.contains(part.as_str())) {
             continue;
         }
-        let mut small = None;
-        for n in ends.iter().filter(|n| !quick || **n <= 10_000) {
-            // The best of three: what disturbs a run only makes it longer.
-            let time = (0..3).map(|_| work(*n)).min().unwrap_or_default();
-            let first = *small.get_or_insert(time);
-            let times = time.as_secs_f64() / first.as_secs_f64().max(1e-9);
-            let (holds, bound) = match gate {
-                Times(most) => (times <= *most, format!("{most:.2} times")),
-                Time(most) => (time <= *most, format!("{most:?}")),
-            };
-            let verdict = if holds { "holds" } else { "MISSED" };
-            println!("| {name} | {n} | {time:?} | {times:.2} | {bound}: {verdict} |");
-        }
+        // The best of three: what disturbs a run only makes it longer.
+        let best = |n: usize| (n, (0..3).map(|_| work(n)).min().unwrap_or_default());
+        let ends = ends.iter().copied().filter(|n| !quick || *n <= 10_000);
+        let ends: Vec<(usize, Duration)> = ends.map(best).collect();
+        let (small, time) = ends[0];
+        let times = |(_, end): &(usize, Duration)| end.as_secs_f64() / time.as_secs_f64().max(1e-9);
+        // Every end is judged, the small one and the largest are told.
+        let (holds, bound) = match gate {
+            Times(most) => (ends.iter().all(|end| times(end) <= *most), format!("{most:.2} times")),
+            Time(most) => (ends.iter().all(|(_, time)| time <= most), format!("{most:?}")),
+        };
+        let last = &ends[ends.len() - 1];
+        let verdict = if holds { "holds" } else { "MISSED" };
+        println!(
+            "| {name} | {small}: {time:.1?} | {}: {:.1?} | {:.2} | {bound}: {verdict} |",
+            last.0,
+            last.1,
+            times(last)
+        );
     }
 }
 

@@ -27,7 +27,7 @@ use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream, Unpinned};
 const LEN: usize = 1024;
 
 fn main() {
-    println!("row | small end | large end | ratio");
+    println!("| work | few | many | times | at most |\n| --- | --- | --- | --- | --- |");
     if wanted("streams") {
         streams();
     }
@@ -47,7 +47,7 @@ fn main() {
 fn row(what: &str, unit: &str, small: f64, large: f64, gate: f64) {
     let ratio = large / small.max(f64::MIN_POSITIVE);
     let verdict = if ratio <= gate { "holds" } else { "MISSED" };
-    println!("{what} | {small:.2} {unit} | {large:.2} {unit} | {ratio:.2}, at most {gate}: {verdict}");
+    println!("| {what} | {small:.2} {unit} | {large:.2} {unit} | {ratio:.2} | {gate} times: {verdict} |");
 }
 
 /// The median time of a call, in microseconds.
@@ -206,5 +206,8 @@ fn pools() {
         (sum() - before) as f64 / count as f64
     };
     let (four, five) = (misses(4), misses(5));
-    println!("misses with pools by turns | {four:.2}% | {five:.2}% | at most 0%");
+    let verdict = if five > 0.0 { "MISSED" } else { "holds" };
+    println!(
+        "| misses of a thread that uses four, five pools by turns | {four:.2}% | {five:.2}% | | 0%: {verdict} |"
+    );
 }

@@ -24,13 +24,10 @@
 //! | --- | --- | --- |
 //! | `checkout_return` | `pair.rs` | check out 64 KiB, write one byte, return |
 //! | `checkout_return_64_live` | `pair.rs` | replace one of 64 live buffers of eight sizes, chosen at random |
-//! | `alike_64_live` | `pair.rs` | likewise, all of 64 KiB |
 //! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns; beside it the queue between them |
 //! | `churn_65536` | `churn.rs` | as the first, 4 KiB, after a random half of 65,536 segments was returned; and in bursts |
-//! | `first_of_a_class` | `runs.rs` | a checkout that has to cut a new run, beside the system call that a page costs |
 //! | `hand_over` | `waiting.rs` | two threads wait for one segment in turn, beside a mutex and a condition variable |
 //! | `on_a_stream` | `stream.rs` | with a GPU: check out, hold on a stream, drop |
-//! | `tails` | `tails.rs` | single hits by the clock, while regions are made and freed and copies complete |
 //!
 //! `glibc` allocates with an alignment of 16 bytes, its fast path, though the pool's is 64. `parking_lot_vec` keeps a
 //! stack for each size; the pool finds the size class of each length.
@@ -43,25 +40,13 @@
 //! own.)
 #![allow(missing_docs, unsafe_code)]
 
-/// The crate's own file, which is not part of its public interface. A bench has no tests, so nothing uses what the file's
-/// tests import.
-#[path = "../../src/segment.rs"]
-#[allow(dead_code, unused_imports)]
-mod segment;
-/// The part of the crate that the file uses.
-mod error {
-    pub use pinpool::{Error, Result};
-}
-
 mod churn;
 #[path = "../measure/mod.rs"]
 mod measure;
 mod pair;
 mod relay;
-mod runs;
 mod stores;
 mod stream;
-mod tails;
 mod waiting;
 
 use std::time::Duration;
@@ -129,12 +114,10 @@ fn main() {
     let most = threads.iter().copied().max().unwrap_or(1);
 
     type Make = Box<dyn Fn() -> Vec<Contender>>;
-    let all: [(&str, Make, &[usize], u64); 7] = [
+    let all: [(&str, Make, &[usize], u64); 5] = [
         ("checkout_return", Box::new(move || pair::contenders(Work::Pair, most)), &threads, 1),
         ("checkout_return_64_live", Box::new(move || pair::contenders(Work::Live, most)), &threads, 1),
-        ("alike_64_live", Box::new(move || pair::contenders(Work::Alike, most)), &threads, 1),
         ("churn_65536", Box::new(churn::churned), &[1], 1),
-        ("first_of_a_class", Box::new(runs::contenders), &[1], 100),
         ("hand_over", Box::new(waiting::contenders), &[2], 20),
         ("on_a_stream", Box::new(stream::contenders), &threads, 10),
     ];
@@ -146,11 +129,6 @@ fn main() {
     }
     if measure::wanted("cross_thread_return") {
         relay::table(quick);
-    }
-    if measure::wanted("tails") {
-        for &n in &threads {
-            tails::table(n, quick);
-        }
     }
     measure::used();
 }

@@ -13,8 +13,6 @@ use super::stores::{Bare, LIVE, MIXED, Malloc, PLAIN, Pinpool, Stacks, Store, Tw
 pub enum Work {
     /// Check out, return.
     Pair,
-    /// Replace one of [`LIVE`] buffers of one size.
-    Alike,
     /// Replace one of [`LIVE`] buffers.
     Live,
 }
@@ -44,7 +42,7 @@ pub fn turn<S: Store>(
             run(iters);
             since.elapsed()
         }
-        Work::Alike | Work::Live => {
+        Work::Live => {
             let mut random = Random(0x9E37_79B9_7F4A_7C15 ^ (seed << 32 | 1));
             let steps: Vec<(usize, usize)> =
                 (0..1 << 14).map(|_| (random.below(LIVE), random.below(sizes))).collect();
@@ -95,7 +93,6 @@ pub fn entry<S: Store + 'static>(name: &'static str, store: S, work: Work, sizes
 pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
     let (sizes, each) = match work {
         Work::Pair => (PLAIN, 4),
-        Work::Alike => (PLAIN, LIVE + 2),
         Work::Live => (MIXED, LIVE + 2),
     };
     let n = sizes.len();

@@ -94,14 +94,11 @@ table! {
     register = "cuMemHostRegister_v2": fn(*mut c_void, usize, c_uint);
     unregister = "cuMemHostUnregister": fn(*mut c_void);
     allocate = "cuMemAlloc_v2": fn(*mut u64, usize);
-    free = "cuMemFree_v2": fn(u64);
     stream_create = "cuStreamCreate": fn(*mut *mut c_void, c_uint);
-    stream_synchronize = "cuStreamSynchronize": fn(*mut c_void);
     event_create = "cuEventCreate": fn(*mut *mut c_void, c_uint);
     event_record = "cuEventRecord": fn(*mut c_void, *mut c_void);
     event_query = "cuEventQuery": fn(*mut c_void);
     upload = "cuMemcpyHtoDAsync_v2": fn(u64, *const c_void, usize, *mut c_void);
-    download = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, u64, usize, *mut c_void);
     device_name = "cuDeviceGetName": fn(*mut c_char, c_int, c_int);
     event_synchronize = "cuEventSynchronize": fn(*mut c_void);
     host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
@@ -195,12 +192,6 @@ impl Driver {
         self.check("cuCtxSetCurrent", unsafe { (self.api.ctx_set)(self.context as *mut c_void) });
     }
 
-    /// Leaves this thread without a current context.
-    pub fn leave(&self) {
-        // SAFETY: null, for no context, is allowed.
-        self.check("cuCtxSetCurrent", unsafe { (self.api.ctx_set)(std::ptr::null_mut()) });
-    }
-
     /// A stream that does not wait for the legacy default stream. It lives as long as the process, like every object
     /// made here except memory.
     pub fn stream(&self) -> Stream {
@@ -252,12 +243,6 @@ impl Driver {
         self.check("cuEventSynchronize", code);
     }
 
-    pub fn synchronize(&self, stream: Stream) {
-        // SAFETY: the stream was made here and is never destroyed.
-        let code = unsafe { (self.api.stream_synchronize)(stream.0 as *mut c_void) };
-        self.check("cuStreamSynchronize", code);
-    }
-
     /// # Safety
     /// `src` is valid until the copy is complete, and `dst` is device memory of at least that many bytes.
     #[inline(always)]
@@ -265,15 +250,6 @@ impl Driver {
         // SAFETY: the caller's word.
         let code = unsafe { (self.api.upload)(dst.0, src.cast(), len, stream.0 as *mut c_void) };
         self.check("cuMemcpyHtoDAsync", code);
-    }
-
-    /// # Safety
-    /// `dst` is valid and unused until the copy is complete, and `src` is device memory of at least that many bytes.
-    #[inline(always)]
-    pub unsafe fn download(&self, dst: *mut u8, src: Address, len: usize, stream: Stream) {
-        // SAFETY: the caller's word.
-        let code = unsafe { (self.api.download)(dst.cast(), src.0, len, stream.0 as *mut c_void) };
-        self.check("cuMemcpyDtoHAsync", code);
     }
 
     /// Device memory, which is never freed.

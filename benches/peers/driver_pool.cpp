@@ -3,6 +3,7 @@
 //
 //   take_give        allocate 64 KiB and free it again, both in stream order; the CPU may not touch the memory
 //   take_sync_give   the same with cuStreamSynchronize in between, after which the CPU may write, and one byte written
+//   host_alloc_N     no pool: cuMemHostAlloc of N bytes and cuMemFreeHost, by one thread
 //
 // Prints lines of: name threads median-ns lower-quartile upper-quartile.
 #include <cuda.h>
@@ -105,6 +106,19 @@ int main(int argc, char** argv) {
                   means[kRounds / 2], means[kRounds / 4], means[kRounds - 1 - kRounds / 4]);
       std::fflush(stdout);
     }
+  }
+  for (size_t bytes : {size_t{4} << 10, size_t{16} << 20}) {
+    std::vector<double> times;
+    for (int round = 0; round < 21; ++round) {
+      void* block = nullptr;
+      auto start = Clock::now();
+      CHECK(cuMemHostAlloc(&block, bytes, CU_MEMHOSTALLOC_PORTABLE));
+      CHECK(cuMemFreeHost(block));
+      times.push_back(std::chrono::duration<double, std::nano>(Clock::now() - start).count());
+    }
+    std::sort(times.begin(), times.end());
+    std::printf("driver_host_alloc_%zu 1 %.1f %.1f %.1f\n", bytes, times[10], times[5], times[15]);
+    std::fflush(stdout);
   }
   std::_Exit(0);
 }

@@ -1,19 +1,19 @@
-// Plain loops beside the copier: the staging written by hand, and the speed of the machine's memory without any device.
-// Two segments of page-locked memory for each thread, a few streams, an event for each copy, a counter from which the
-// threads take the chunks.
+// Plain loops beside the copier: the staging written by hand. Two segments of page-locked memory for each thread, a few
+// streams, an event for each copy, a counter from which the threads take the chunks.
 //
 //   plain_link_mb_per_s_up, _down, _both   page-locked memory, nothing staged
-//   plain_memcpy_mb_per_s                  ordinary memory into the segments, no device
-//   plain_drain_mb_per_s                   the segments into ordinary memory by stores past the caches, no device
+//   with `files`:
 //   plain_read_mb_per_s                    a cached file into the segments by pread, no device
 //   plain_file_mb_per_s                    a cached file to the device
 //   plain_small_mb_per_s                   256 MiB of it: shows the loss at the start and the end of a load of that size
+//   with `memory`:
+//   plain_pageable_mb_per_s_up, _down      the driver's own copy of touched ordinary memory
 //   plain_slice_mb_per_s                   touched ordinary memory to the device
 //   plain_touched_mb_per_s                 the device to touched ordinary memory, by stores past the caches
 //   plain_both_mb_per_s                    the last two at once, each with that many threads
 //
 // Bytes are checked once for each row. Prints lines of: name threads median lower-quartile upper-quartile.
-//   plain_pipeline [THREADS...]     default: 1 4 8 16
+//   plain_pipeline files|memory [THREADS...]     default: 8 16
 #include <cuda.h>
 #include <fcntl.h>
 #include <immintrin.h>
@@ -101,12 +101,11 @@ void past_the_caches(Byte* to, const Byte* from, size_t bytes) {
   _mm_sfence();
 }
 
-enum class Way { kMemcpy, kDrain, kRead, kFile, kSlice, kTouched };
+enum class Way { kRead, kFile, kSlice, kTouched };
 
 void move(Way way, int threads, size_t bytes, Byte* memory, CUdeviceptr device) {
   std::atomic<size_t> next{0};
-  const bool down = way == Way::kTouched || way == Way::kDrain;
-  const bool alone = way == Way::kMemcpy || way == Way::kDrain || way == Way::kRead;
+  const bool down = way == Way::kTouched;
   together(threads, [&](int number) {
     CUstream stream = streams[down][number % kStreams];
     CUevent events[kSegments];
@@ -125,9 +124,8 @@ void move(Way way, int threads, size_t bytes, Byte* memory, CUdeviceptr device) 
       if (at >= bytes) break;
       finish(k);
       if (way == Way::kRead || way == Way::kFile) read_all(segment(k), at);
-      if (way == Way::kMemcpy || way == Way::kSlice) std::memcpy(segment(k), memory + at, kChunk);
-      if (way == Way::kDrain) past_the_caches(memory + at, segment(k), kChunk);
-      if (alone) continue;
+      if (way == Way::kSlice) std::memcpy(segment(k), memory + at, kChunk);
+      if (way == Way::kRead) continue;
       if (down) {
         CHECK(cuMemcpyDtoHAsync(segment(k), device + at, kChunk, stream));
       } else {
@@ -160,9 +158,14 @@ void demand(bool equal, const char* what) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what != "files" && what != "memory") {
+    std::fprintf(stderr, "usage: plain_pipeline files|memory [THREADS...]\n");
+    return 2;
+  }
   std::vector<int> counts;
-  for (int i = 1; i < argc; ++i) counts.push_back(std::clamp(std::atoi(argv[i]), 1, kMost));
-  if (counts.empty()) counts = {1, 4, 8, 16};
+  for (int i = 2; i < argc; ++i) counts.push_back(std::clamp(std::atoi(argv[i]), 1, kMost));
+  if (counts.empty()) counts = {8, 16};
   CUdevice device;
   CHECK(cuInit(0));
   CHECK(cuDeviceGet(&device, 0));
@@ -190,7 +193,7 @@ int main(int argc, char** argv) {
   file = mkstemp(name);
   if (file < 0) fail("mkstemp");
   unlink(name);
-  for (size_t at = 0; at < kFile; at += kBytes) {
+  for (size_t at = 0; what == "files" && at < kFile; at += kBytes) {
     for (size_t have = 0; have < kBytes;) {
       ssize_t n = write(file, source + have, kBytes - have);
       if (n <= 0) fail("write");
@@ -211,13 +214,21 @@ int main(int argc, char** argv) {
     CHECK(cuStreamSynchronize(streams[0][0]));
     CHECK(cuStreamSynchronize(streams[1][0]));
   });
+  if (what == "memory") {
+    row("plain_pageable_mb_per_s_up", 1, kBytes, [&] { CHECK(cuMemcpyHtoD(to_device, source, kBytes)); });
+    verify(to_device, "plain_pageable_up");
+    row("plain_pageable_mb_per_s_down", 1, kBytes, [&] { CHECK(cuMemcpyDtoH(target, from_device, kBytes)); });
+    demand(std::memcmp(target, source, kBytes) == 0, "plain_pageable_down");
+    std::memset(target, 1, kBytes);
+  }
   for (int threads : counts) {
-    row("plain_memcpy_mb_per_s", threads, kBytes, [&] { move(Way::kMemcpy, threads, kBytes, source, 0); });
-    row("plain_drain_mb_per_s", threads, kBytes, [&] { move(Way::kDrain, threads, kBytes, target, 0); });
-    row("plain_read_mb_per_s", threads, kFile, [&] { move(Way::kRead, threads, kFile, nullptr, 0); });
-    row("plain_file_mb_per_s", threads, kFile, [&] { move(Way::kFile, threads, kFile, nullptr, to_device); });
-    verify(to_device + kFile - kBytes, "plain_file");
-    row("plain_small_mb_per_s", threads, kSmall, [&] { move(Way::kFile, threads, kSmall, nullptr, to_device); });
+    if (what == "files") {
+      row("plain_read_mb_per_s", threads, kFile, [&] { move(Way::kRead, threads, kFile, nullptr, 0); });
+      row("plain_file_mb_per_s", threads, kFile, [&] { move(Way::kFile, threads, kFile, nullptr, to_device); });
+      verify(to_device + kFile - kBytes, "plain_file");
+      row("plain_small_mb_per_s", threads, kSmall, [&] { move(Way::kFile, threads, kSmall, nullptr, to_device); });
+      continue;
+    }
     row("plain_slice_mb_per_s", threads, kBytes, [&] { move(Way::kSlice, threads, kBytes, source, to_device); });
     verify(to_device, "plain_slice");
     row("plain_touched_mb_per_s", threads, kBytes, [&] { move(Way::kTouched, threads, kBytes, target, from_device); });

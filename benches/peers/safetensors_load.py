@@ -1,16 +1,20 @@
-"""safetensors' own loaders for PyTorch: the seconds of each load of FILE onto the GPU.
+"""safetensors' own loaders for PyTorch, of one version: how long each load of FILE onto the GPU takes.
 
-    python3 benches/peers/safetensors_load.py FILE ROUNDS [FOLDER]
+    python3 benches/peers/safetensors_load.py FOLDER ROUNDS FILE...
+    python3 benches/peers/safetensors_load.py FOLDER first-THREADS FILE
 
-FOLDER is that of an unpacked wheel, which comes before the version that is installed. Each line is of one load: the
-version, the way, its threads, the seconds. The ways are `load_file`, and where the version has it `prefetch`, whose tensors
-are compared with those of `load_file`.
+FOLDER is that of an unpacked wheel, which comes before the version that is installed; `-` takes the installed one. The
+ways are `load_file`, and where the version has it `prefetch`, by 8 and by 16 threads; the first load of each way is
+left out, and the tensors of `prefetch` are compared with those of `load_file`. `first-8` measures the process's first
+load alone, by `prefetch`, which pins its memory; GPU and context are ready before it. Prints lines of: name threads
+median lower-quartile upper-quartile.
 """
 import os
 import sys
 import time
 
-for folder in sys.argv[3:]:
+folder, rounds, files = sys.argv[1], sys.argv[2], sys.argv[3:]
+if folder != "-":
     if not os.path.isdir(os.path.join(folder, "safetensors")):
         sys.exit(f"{folder} has no safetensors")
     sys.path.insert(0, folder)
@@ -25,6 +29,8 @@ except ImportError:
     sys.exit("there is no safetensors for Python")
 if not torch.cuda.is_available():
     sys.exit("this PyTorch has no GPU")
+torch.ones(1, device="cuda:0")
+VERSION = safetensors.__version__.replace("-rc.", "rc")
 
 
 def whole(path, _threads):
@@ -36,22 +42,47 @@ def prefetch(path, threads):
         return dict(loader)
 
 
-path, rounds = sys.argv[1], int(sys.argv[2])
-ways = [("load_file", whole, 1)]
-if hasattr(safetensors.safe_open, "prefetch"):
-    ways += [("prefetch", prefetch, threads) for threads in (8, 16)]
-for name, load, threads in ways:
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        since = time.perf_counter()
-        tensors = load(path, threads)
-        torch.cuda.synchronize()
-        print(safetensors.__version__, name, threads, time.perf_counter() - since)
-        del tensors
-    if load is not whole:
-        right, tensors = whole(path, 1), load(path, threads)
-        # As bytes: a NaN is not equal to itself.
-        same = lambda key: torch.equal(*(each[key].reshape(-1).view(torch.uint8) for each in (right, tensors)))
-        if right.keys() != tensors.keys() or not all(map(same, right)):
-            sys.exit(f"{name} by {threads} threads: other bytes than load_file's")
-        del right, tensors
+def line(name, threads, values):
+    values = sorted(values)
+    at = lambda q: values[round((len(values) - 1) * q)]
+    print(f"{name} {threads} {at(0.5):.1f} {at(0.25):.1f} {at(0.75):.1f}", flush=True)
+
+
+def same(right, tensors):
+    # As bytes: a NaN is not equal to itself.
+    equal = lambda key: torch.equal(*(each[key].reshape(-1).view(torch.uint8) for each in (right, tensors)))
+    return right.keys() == tensors.keys() and all(map(equal, right))
+
+
+def timed(load, path, threads):
+    torch.cuda.synchronize()
+    since = time.perf_counter()
+    tensors = load(path, threads)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - since
+    del tensors
+    return seconds
+
+
+def main():
+    has_prefetch = hasattr(safetensors.safe_open, "prefetch")
+    print(f"# safetensors {safetensors.__version__}, torch {torch.__version__}", flush=True)
+    if rounds.startswith("first-"):
+        if has_prefetch:
+            threads = int(rounds.removeprefix("first-"))
+            line(f"safetensors_{VERSION}_prefetch_first_ms", threads, [timed(prefetch, files[0], threads) * 1e3])
+        return
+    ways = [("load_file", whole, 1)]
+    if has_prefetch:
+        ways += [("prefetch", prefetch, 8), ("prefetch", prefetch, 16)]
+    for path in files:
+        stem, size = os.path.basename(path).split(".")[0], os.path.getsize(path)
+        for name, load, threads in ways:
+            seconds = [timed(load, path, threads) for _ in range(int(rounds) + 1)]
+            rates = [size / each / 1e6 for each in seconds[1:]]
+            line(f"safetensors_{VERSION}_{name}_{stem}_mb_per_s", threads, rates)
+            if load is not whole and not same(whole(path, 1), load(path, threads)):
+                sys.exit(f"{name} by {threads} threads: other bytes than load_file's")
+
+
+main()

@@ -11,7 +11,7 @@
 // The copies go in batches (128); after each batch the thread polls every 2 us until the last copy is complete. Blocks are
 // allocated beforehand, so that no call of cudaHostAlloc is measured unless the allocator grows by itself.
 //
-// With --take only the first two. Prints lines of: name threads median-ns lower-quartile upper-quartile.
+// `take` measures the first two, `copy` the others. Prints lines of: name threads median-ns lower-quartile upper-quartile.
 #include <ATen/Context.h>
 #include <ATen/cuda/CachingHostAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -209,20 +209,16 @@ void run(const std::vector<Contender>& contenders, int threads) {
 
 int main(int argc, char** argv) {
   std::vector<int> counts;
-  bool copies = true;
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--take") {
-      copies = false;
-      continue;
-    }
+  const std::string what = argc > 1 ? argv[1] : "";
+  for (int i = 2; i < argc; ++i) {
     counts.push_back(std::atoi(argv[i]));
   }
   if (counts.empty()) {
     counts = {1, 2, 4, 8, 16};
   }
   for (int threads : counts) {
-    if (threads < 1 || threads > 256) {
-      std::fprintf(stderr, "usage: torch_host [--take] [THREADS...]\n");
+    if (threads < 1 || threads > 256 || (what != "take" && what != "copy")) {
+      std::fprintf(stderr, "usage: torch_host take|copy [THREADS...]\n");
       return 2;
     }
   }
@@ -239,18 +235,18 @@ int main(int argc, char** argv) {
   }
   std::printf("# name threads ns quartile quartile\n");
   std::vector<Contender> contenders = {
-      {"take_give", Way::take_give, kSmall},
       {"take_give", Way::take_give, kLarge},
       {"take_record_give", Way::take_record_give, kLarge},
-      {"copy_bare", Way::copy_bare, kSmall},
-      {"copy_event", Way::copy_event, kSmall},
-      {"copy_record", Way::copy_record, kSmall},
-      {"copy_bare", Way::copy_bare, kLarge},
-      {"copy_event", Way::copy_event, kLarge},
-      {"copy_record", Way::copy_record, kLarge},
   };
-  if (!copies) {
-    contenders.resize(3);
+  if (what == "copy") {
+    contenders = {
+        {"copy_bare", Way::copy_bare, kSmall},
+        {"copy_event", Way::copy_event, kSmall},
+        {"copy_record", Way::copy_record, kSmall},
+        {"copy_bare", Way::copy_bare, kLarge},
+        {"copy_event", Way::copy_event, kLarge},
+        {"copy_record", Way::copy_record, kLarge},
+    };
   }
   for (int threads : counts) {
     run(contenders, threads);

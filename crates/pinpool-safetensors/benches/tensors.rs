@@ -1,10 +1,10 @@
-//! Loading checkpoints in the safetensors format to the device, beside the link and beside the format's own loader.
+//! Loading checkpoints in the safetensors format to the device, beside the link.
 //!
 //! # What is measured
 //!
 //! Two files in the page cache: `small`, 16,384 tensors of 16 KiB, and `large`, 64 tensors of 32 MiB (`--large-mib` for
-//! another length of all: the results are of 4096, by `benches/gpu.sh`). Each is loaded by 8 threads (or as many as
-//! there are cores), all tensors handed out, wall time of the whole.
+//! another length of all). Each is loaded by 8 threads (or as many as there are cores), all tensors handed out, wall time
+//! of the whole.
 //!
 //! | row | what it is |
 //! | --- | --- |
@@ -12,21 +12,20 @@
 //! | `load` | an opened checkpoint into existing device memory |
 //! | `alloc` | the same, into device memory of its own, allocated and freed within the time |
 //! | `open` | the same, the header read within the time as well |
-//! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, if `python3` has both; in a process of its own |
-//! | `python_VERSION_WAY` | with `--wheels FOLDER,FOLDER`, folders of unpacked wheels of safetensors, in place of the row before: `load_file` of each, and `prefetch` by 8 and by 16 threads where the version has it |
 //!
 //! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every
 //! round, and each round begins with another row. A copy for the peak is among them, and a plain loop of as many
 //! threads that reads the file into ordinary memory, which is as fast as staging can be on this machine. The bytes on
 //! the device are compared with the file, once for each file, outside of the measured time.
 //!
-//! The bench takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file
-//! no other round begins when 8 s have passed. Each part prints when it ends.
+//! After three rounds of a file no other round begins when 8 s have passed. Each part prints when it ends.
 //!
-//! Of the peers the first load, which pins their memory, is told by itself, and is in none of the medians.
+//! `--first FILE` measures one thing alone: the first load of a process, from the making of the pool to the last tensor. The
+//! opening of the device is not in it.
 //!
-//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the copier's chunks, `--no-peer`.
-//! `cargo bench -p pinpool-safetensors`, or the executable by itself, from the repository's root.
+//! `benches/peers/safetensors_load.py` loads the same files by safetensors' own loaders; for it `--files FOLDER` keeps
+//! the files in that folder. `--device NAME` (a GPU, else the host device), `--rounds N`. `cargo bench -p
+//! pinpool-safetensors`, or the executable by itself.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "../../../benches/measure/mod.rs"]
@@ -34,20 +33,14 @@ mod measure;
 
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::process::Command;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use measure::link::{self, Link, UP};
 use measure::{Rounds, Spread, at_least, flag, line, number, option, quick};
 use pinpool::copier::FileSource;
-use pinpool::{Copier, DeviceSlice, Pool};
+use pinpool::{Copier, Device, DeviceSlice, Pool, Unpinned};
 use pinpool_safetensors::{Checkpoint, DeviceTensor};
-
-/// The peer's program, which prints a line for each load: version, way, threads, seconds.
-const PEER: &str = "benches/peers/safetensors_load.py";
-/// The repository's root: from this package, in which cargo runs a bench, and from the root itself.
-const ROOTS: [&str; 2] = ["../..", "."];
 
 /// A file of equal tensors of bytes that do not repeat.
 fn write(path: &Path, count: usize, len: usize) {
@@ -145,6 +138,19 @@ impl LoadSetup<'_> {
     }
 }
 
+/// The first load of a process.
+fn first(device: &Device, path: &Path) {
+    let since = Instant::now();
+    let builder = Pool::builder(device).capacity(256 << 20).unpinned(Unpinned::Allow);
+    let copier = Copier::builder(&builder.build().expect("a pool"), device).build().expect("a copier");
+    let checkpoint = Checkpoint::open(path).expect("a checkpoint");
+    let tensors = checkpoint.loader(&copier).load().expect("the transfer completes");
+    let taken = since.elapsed().as_secs_f64();
+    assert_eq!(tensors.len(), checkpoint.tensors().count());
+    println!("the first load of a process: {:.2} GB/s", checkpoint.bytes() as f64 / taken / 1e9);
+    line("tensors_first_load_ms", copier.stats().threads, Spread::of(&[taken * 1e3]));
+}
+
 /// The fewest rounds, and the time after which no other round of a file begins.
 const ENOUGH: usize = 3;
 const LONGEST: Duration = Duration::from_secs(8);
@@ -157,6 +163,9 @@ fn main() {
     }
     let begun = Instant::now();
     let (device, gpu) = link::device();
+    if let Some(path) = option("first") {
+        return first(&device, Path::new(&path));
+    }
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let rounds = number("rounds", if quick() { 3 } else { 5 });
     let large = number("large-mib", if gpu && !quick() { 2048 } else { 256 }) << 20;
@@ -173,9 +182,10 @@ fn main() {
             ("the host device's memory", if gpu { 0 } else { 2 * large.max(256 << 20) }),
         ],
     );
-    let folder = tempfile::tempdir().expect("a folder");
+    let own = tempfile::tempdir().expect("a folder");
+    let folder = option("files").map_or_else(|| own.path().to_owned(), PathBuf::from);
     let files = [("small", 16_384, 16 << 10), ("large", 64, large / 64)].map(|(name, count, len)| {
-        let path = folder.path().join(format!("{name}.safetensors"));
+        let path = folder.join(format!("{name}.safetensors"));
         write(&path, count, len);
         (name, path, count * len)
     });
@@ -183,12 +193,7 @@ fn main() {
     let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity).extent(extent);
     let pool = measure::small::pinned(&device, builder);
     let threads = cores.min(8);
-    let builder = Copier::builder(&pool, &device).threads(threads).share(256 << 20);
-    let chunk = option("chunk-kib").map(|kib| kib.parse::<usize>().expect("a number") << 10);
-    let copier = match chunk {
-        Some(chunk) => builder.chunk(chunk),
-        None => builder,
-    };
+    let copier = Copier::builder(&pool, &device).threads(threads).share(256 << 20);
     let copier = copier.build().expect("a copier");
     let longest = files.iter().map(|file| file.2).max().unwrap_or(0) + (1 << 20);
     let memory = device.alloc(link_bytes.max(longest)).expect("device memory");
@@ -233,16 +238,6 @@ fn main() {
         }
         around(&mut peak);
         setup.table(&seconds, peak, Spread::of(&loop_speed), threads, gpu);
-        // As many loads as the other rows, over the bytes of the file.
-        let rates = |row: usize| Spread::of(&setup.rates(seconds.values(row))).mid;
-        if gpu && !flag("no-peer") {
-            let wheels = option("wheels");
-            let folders: Vec<&str> = wheels.iter().flat_map(|folders| folders.split(',')).collect();
-            if folders.is_empty() {
-                setup.peer(None, rounds, [rates(1), rates(3)]);
-            }
-            folders.into_iter().for_each(|folder| setup.peer(Some(folder), rounds, [rates(1), rates(3)]));
-        }
     }
     measure::used();
 }
@@ -280,86 +275,6 @@ impl LoadSetup<'_> {
             if *what == "load" && gpu {
                 let (gate, aim) = if *name == "small" { (0.88, Some(0.93)) } else { (0.95, None) };
                 at_least(format!("{name} tensors over the pinned peak"), over, gate, aim);
-            }
-        }
-    }
-}
-
-/// What the peer's program prints of a way of loading.
-struct PeerWay {
-    version: String,
-    way: String,
-    threads: usize,
-    seconds: Vec<f64>,
-}
-
-/// The loads by safetensors' own loaders, of the version in `folder` or else of the installed one.
-fn peer(path: &Path, folder: Option<&str>, rounds: usize) -> Result<Vec<PeerWay>, String> {
-    let mut command = Command::new("python3");
-    let script = ROOTS.iter().map(|root| Path::new(root).join(PEER)).find(|script| script.exists());
-    command
-        .arg(script.ok_or_else(|| format!("{PEER} is not here"))?)
-        .arg(path)
-        .arg((rounds + 1).to_string())
-        .args(folder);
-    let output = command.output().map_err(|e| e.to_string())?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        let said = said.lines().last().unwrap_or("it said nothing");
-        if text.is_empty() {
-            return Err(said.to_owned());
-        }
-        println!("the peer ended early: {said}");
-    }
-    let mut ways: Vec<PeerWay> = Vec::new();
-    for line in text.lines() {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let [version, way, threads, seconds] = words[..] else { return Err(format!("it said {line:?}")) };
-        let (Ok(threads), Ok(seconds)) = (threads.parse(), seconds.parse()) else {
-            return Err(format!("it said {line:?}"));
-        };
-        match ways.last_mut().filter(|last| (&*last.way, last.threads) == (way, threads)) {
-            Some(last) => last.seconds.push(seconds),
-            None => {
-                let (version, way) = (version.to_owned(), way.to_owned());
-                ways.push(PeerWay { version, way, threads, seconds: vec![seconds] });
-            }
-        }
-    }
-    Ok(ways)
-}
-
-impl LoadSetup<'_> {
-    /// Runs safetensors' own loaders. `own`: the speeds of the rows `load` and `open`, in GB/s.
-    fn peer(&self, folder: Option<&str>, rounds: usize, own: [f64; 2]) {
-        let name = self.name;
-        let ways = match peer(self.path, folder, rounds.min(3)) {
-            Ok(ways) => ways,
-            Err(why) => return println!("{name}_python: skipped, {why}"),
-        };
-        for PeerWay { version, way, threads, seconds } in ways {
-            let rates = self.rates(&seconds);
-            // The first load pins the peer's memory.
-            let [first, ref rates @ ..] = rates[..] else { continue };
-            if rates.is_empty() {
-                continue;
-            }
-            let Spread { low, mid, high } = Spread::of(rates);
-            let row = match (folder, &*way) {
-                (None, "load_file") => "python".to_owned(),
-                _ => format!("python_{version}_{way}"),
-            };
-            println!(
-                "{name}_{row:<24} {mid:>7.2} GB/s by {threads} threads ({low:.2} to {high:.2}), the first load {first:.2}"
-            );
-            println!("{name}, with the header read and memory allocated, over it: {:.2}", own[1] / mid);
-            let line_of = Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 };
-            line(format!("tensors_mb_per_s_{name}_{row}"), threads, line_of);
-            if folder.is_none() && way == "load_file" {
-                let gate = if name == "small" { 50.0 } else { 6.0 };
-                let times = Spread::of(&[own[0] / mid]);
-                at_least(format!("{name} tensors over safetensors' loader"), times, gate, None);
             }
         }
     }

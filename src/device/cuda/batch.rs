@@ -22,9 +22,9 @@
 //! a later call, and "invalid or corrupted push buffer stream" (Xid 32) in the kernel's log. Seen
 //! on driver 580.159 with H200 and H100. While nine threads moved 3.5 GiB in calls of 64 copies of
 //! 16 KiB, the device was lost in 15 of 15 runs; with 32 and 16 copies in 3 of 4; with one call at
-//! a time in none of 3, whatever else was submitted (`benches/results/current/batches.txt`). So a
-//! lock of the context lets one thread in: the only lock of the crate under which a driver is
-//! called. A call of 64 copies takes some 20 us; one of more would keep others longer, for little.
+//! a time in none of 3, whatever else was submitted. So a lock of the context lets one thread in:
+//! the only lock of the crate under which a driver is called. A call of 64 copies takes some 20 us;
+//! one of more would keep others longer, for little.
 
 use std::cell::RefCell;
 use std::ffi::c_int;
