@@ -27,7 +27,8 @@ use std::time::{Duration, Instant};
 
 use measure::small::{Random, checkout, peak, pool};
 use measure::{Rounds, Spread, at_least, at_most, flag, line, number, quantile, wanted};
-use pinpool::{Copier, CopierBuilder, Device, DeviceSlice, Pool};
+use pinpool::copier::CopierBuilder;
+use pinpool::{Copier, Device, DeviceSlice, Pool};
 
 /// Bytes of the copies that give the peak.
 const WHOLE: usize = 64 << 20;

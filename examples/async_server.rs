@@ -1,4 +1,4 @@
-//! Requests of a server on tokio: each waits for a buffer of a small pool, for so long at most, uploads its bytes to
+//! Requests of a server on tokio: each waits for a buffer of a small pool until a deadline, uploads its bytes to
 //! one of two slots of device memory, where a kernel inverts them, and answers with what comes back. No task blocks a
 //! thread, and the pool needs no runtime: any other one does as well.
 //!

@@ -3,7 +3,7 @@
 //! `cargo run --release --features metrics --example dashboard`, then open <http://127.0.0.1:9185/>, or run `pinpool
 //! top` in a terminal. With `--device cuda:0` the load runs on a GPU.
 //!
-//! The example has three parts, of which a real server needs the first two:
+//! The example has three parts. A real server needs the first two:
 //!
 //! - [`Telemetry`]: a recorder of the crate metrics-exporter-prometheus, with the library's buckets for its histograms,
 //!   and a [`Sampler`] that sends the pool's counters to it;

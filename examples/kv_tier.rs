@@ -82,7 +82,7 @@ struct HostBlock {
 /// The transfer of each part.
 struct Load(Vec<Transfer<Vec<Arc<PinnedBuf>>>>, OnceLock<bool>);
 
-/// Blocks that a request uses. If it is dropped and not released, its blocks stay where they are for good: what the
+/// Blocks that a request uses. If it is dropped and not released, its blocks stay where they are for ever: what the
 /// device does with them is unknown.
 pub struct Lease<'a> {
     tier: &'a Tier,
@@ -216,7 +216,7 @@ impl Tier {
         Some((idle, evicted))
     }
 
-    /// Stores the blocks that were in these places, but for those that the host has.
+    /// Stores the blocks that were in these places and that the host does not have.
     fn store(&self, places: &[Place], evicted: &[Option<Hash>]) -> Result<Vec<(Hash, Vec<Arc<PinnedBuf>>)>> {
         let evicted = places.iter().zip(evicted).filter_map(|(place, hash)| Some((*place, (*hash)?)));
         let is_new = |(_, hash): &(Place, Hash)| !self.state().on_host.contains_key(hash);
@@ -392,7 +392,7 @@ fn main() -> Result<()> {
     let (blocks, copier) = (pool(256 << 20)?, Copier::builder(&pool(32 << 20)?, &device).build()?);
     let (tier, stream) = (Tier::new(&blocks, copier, 64, PAGE, None)?, device.stream()?);
     let (read, since) = (device.alloc(16 * LAYERS * PLANES * PAGE)?, std::time::Instant::now());
-    // Conversations that come by turns: what one of them left is on the host when it comes back.
+    // Conversations that alternate: what one of them left is on the host when it comes back.
     for turn in 0..24_u64 {
         let hashes: Vec<Hash> = (0..16).map(|block| turn % 8 * 1000 + block).collect();
         while !request(&tier, &stream, &hashes, &read)? {

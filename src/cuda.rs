@@ -60,8 +60,9 @@
 //!
 //! # The primary context
 //!
-//! `Device::open("cuda:N")` works in the GPU's *primary* context: that of the runtime API
-//! (`cudaMalloc`, `cudaMemcpy`), PyTorch, cudarc and candle. So memory can be used together:
+//! `Device::open("cuda:N")` works in the GPU's *primary* context, which the runtime API
+//! (`cudaMalloc`, `cudaMemcpy`), PyTorch, cudarc and candle use too. So memory can be used
+//! together:
 //!
 //! - Their device memory goes into this crate's copies, by [`Device::raw_memory`], and this crate's
 //!   into theirs, by [`DeviceSlice::address`](crate::DeviceSlice::address).
@@ -240,7 +241,7 @@ pub fn device_heap_limit(device: &Device) -> Result<usize> {
     device.context().noting(cuda.heap_limit())
 }
 
-/// Sets the size of that heap ([`device_heap_limit`]), in bytes, for all code in the device's
+/// Sets the size, in bytes, of the heap of [`device_heap_limit`], for all code in the device's
 /// context. The driver may round it up. The call can synchronise the device, so it is for the start
 /// of a server.
 ///

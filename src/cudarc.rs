@@ -43,14 +43,14 @@
 //! stream also waits, on the device, for all work that was queued on the slice's own stream. To
 //! overlap with other streams' work, let the copying stream allocate the slices.
 //!
-//! The per-thread default stream is another stream on each thread, and a slice of it does not say
-//! of which. So a copy of such a slice waits for the work of all threads' streams so far, and their
-//! later work waits for the copy, by the legacy default stream, which is in order with all of them
-//! (CUDA C++ Programming Guide, "Per-thread Default Stream").
+//! The per-thread default stream is another stream on each thread, and a slice does not say which
+//! thread's stream it belongs to. So a copy of such a slice waits for the work of all threads'
+//! streams so far, and their later work waits for the copy, by the legacy default stream, which is
+//! in order with all of them (CUDA C++ Programming Guide, "Per-thread Default Stream").
 //!
-//! cudarc keeps one event for the reads of a slice, that of the last read. A download here waits
-//! for the read before it, so that its own event covers both; cudarc's own reads do not. So where
-//! cudarc reads a slice on a second stream while a download of it is in flight, wait for the
+//! cudarc keeps one event for the reads of a slice, recorded by the last read. A download here
+//! waits for the read before it, so that its own event covers both; cudarc's own reads do not. So
+//! where cudarc reads a slice on a second stream while a download of it is in flight, wait for the
 //! download before the slice is written or dropped.
 //!
 //! # Waiting
@@ -97,6 +97,7 @@ use crate::device::context::Context;
 use crate::device::cuda::{Cuda, LEGACY, PER_THREAD};
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result, SubmitError};
+use crate::sealed::Key;
 use crate::stream::Stream;
 
 pub use self::shared::SharedSlice;
@@ -132,9 +133,10 @@ struct Taken<'a> {
 enum Owner {
     /// The slice's own stream is the copy's.
     Same,
-    /// cudarc's events: its own stream is another one.
+    /// The slice's own stream is another one: cudarc's events.
     Other,
-    /// Its own stream is some thread's: the legacy default stream, in order with those of all.
+    /// The slice's own stream is some thread's: the legacy default stream, which is in order with
+    /// the streams of all threads.
     SomeThread(Stream),
 }
 
@@ -435,18 +437,29 @@ impl fmt::Debug for CudarcStream {
 
 /// A source of copies on a [`CudarcStream`]: `CudaSlice`, `CudaView`, `CudaViewMut`. The trait is
 /// sealed, since safe code can implement cudarc's own trait for any type, with an invented address.
-pub trait Slice<T>: DevicePtr<T> + sealed::SealedSlice {}
-
-/// A target of copies on a [`CudarcStream`]: `CudaSlice`, `CudaViewMut`. Sealed, like [`Slice`].
-pub trait SliceMut<T>: DevicePtrMut<T> + sealed::SealedSlice {}
-
-mod sealed {
-    pub trait SealedSlice {}
+pub trait Slice<T>: DevicePtr<T> {
+    #[doc(hidden)]
+    fn seal(_: Key);
 }
 
-impl<T> sealed::SealedSlice for CudaSlice<T> {}
-impl<T> sealed::SealedSlice for CudaView<'_, T> {}
-impl<T> sealed::SealedSlice for CudaViewMut<'_, T> {}
+/// A target of copies on a [`CudarcStream`]: `CudaSlice`, `CudaViewMut`. Sealed, like [`Slice`].
+pub trait SliceMut<T>: DevicePtrMut<T> {
+    #[doc(hidden)]
+    fn seal(_: Key);
+}
 
-impl<T, S: DevicePtr<T> + sealed::SealedSlice> Slice<T> for S {}
-impl<T, S: DevicePtrMut<T> + sealed::SealedSlice> SliceMut<T> for S {}
+impl<T> Slice<T> for CudaSlice<T> {
+    fn seal(_: Key) {}
+}
+impl<T> Slice<T> for CudaView<'_, T> {
+    fn seal(_: Key) {}
+}
+impl<T> Slice<T> for CudaViewMut<'_, T> {
+    fn seal(_: Key) {}
+}
+impl<T> SliceMut<T> for CudaSlice<T> {
+    fn seal(_: Key) {}
+}
+impl<T> SliceMut<T> for CudaViewMut<'_, T> {
+    fn seal(_: Key) {}
+}

@@ -2,7 +2,7 @@
 //!
 //! A message names the cause, whose it is, how much, and the remedy. Text from a file, a driver or
 //! the system is kept in the fields as it was; the message has it through `shown`, escaped and cut
-//! to a bounded length ([`crate::escape`]). A test checks that of every variant.
+//! to a bounded length ([`crate::escape`]). A test checks this for every variant.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -40,6 +40,21 @@ pub enum ErrorClass {
     DeviceLost,
     /// The driver is shutting down, since the process ends. Memory is leaked and not touched.
     DriverShutdown,
+}
+
+impl ErrorClass {
+    /// The class in one word, as metrics and spans have it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Argument => "argument",
+            Self::Capture => "capture",
+            Self::Transient => "transient",
+            Self::Closed => "closed",
+            Self::Cancelled => "cancelled",
+            Self::DeviceLost => "device_lost",
+            Self::DriverShutdown => "driver_shutdown",
+        }
+    }
 }
 
 /// A driver call that failed: [`Error::Device`].
@@ -312,11 +327,11 @@ pub enum Error {
     /// One of many pieces, buffers or blocks of a call cannot be copied, so nothing was copied.
     #[error("piece {piece} ({memory} bytes of device memory): {cause}")]
     Piece {
-        /// Its number in the call, from 0.
+        /// The piece's number in the call, from 0.
         piece: usize,
-        /// Bytes of the device memory that was named for it.
+        /// Bytes of the device memory that was named for the piece.
         memory: usize,
-        /// What is wrong with it.
+        /// What is wrong with the piece.
         cause: Box<Error>,
     },
     /// A chunk of a transfer failed on its way to or from the device.
@@ -336,7 +351,7 @@ pub enum Error {
         shown(tensor)
     )]
     Tensor {
-        /// Its name, escaped and cut to 200 characters.
+        /// The tensor's name, escaped and cut to 200 characters.
         tensor: Box<str>,
         /// Tensors that are on the device: those before this one, in the order of the load.
         landed: usize,
@@ -364,13 +379,13 @@ pub struct Shortage {
     pub pool: String,
     /// Bytes asked for.
     pub requested: usize,
-    /// Free bytes: those that are withheld included, those that other threads have cached not.
+    /// Free bytes, withheld ones included, without the bytes that other threads have cached.
     pub free: usize,
     /// The longest range of free memory that is not withheld, in bytes.
     pub largest: usize,
-    /// The free bytes that are withheld for waiting requests, and the largest one's bytes.
+    /// The free bytes that are withheld for waiting requests.
     pub withheld: usize,
-    /// See [`withheld`](Self::withheld).
+    /// The bytes of the largest request that they are withheld for.
     pub withheld_for: usize,
     /// Bytes that the pool may hold.
     pub capacity: usize,
@@ -378,7 +393,7 @@ pub struct Shortage {
     pub waiting: usize,
     /// Why the pool did not grow, where it tried last and failed.
     pub growth: Option<Box<Error>>,
-    /// Of memory that was to be adopted: the bytes that the capacity has left for more memory.
+    /// The bytes that the capacity has left for more memory, where memory was to be adopted.
     pub room: Option<usize>,
 }
 
@@ -409,9 +424,9 @@ impl fmt::Display for Shortage {
 pub struct Waited {
     /// The time waited: no less than the call was told to wait.
     pub time: Duration,
-    /// Of a transfer: which one, how far it had come, and what it waited for, as a text.
+    /// The transfer that timed out, how far it had come, and what it waited for, as a text.
     pub transfer: Option<Box<str>>,
-    /// Where a pool was waited for: the pool, and what there was in it.
+    /// The pool that was waited for, if any, and what there was in it.
     pub shortage: Option<Box<Shortage>>,
 }
 
@@ -464,13 +479,13 @@ impl Error {
         Self::Mismatch { what: "a stream", of: "another context".into(), with: with.into(), remedy }
     }
 
-    /// [`TooSmall`](Self::TooSmall), unless so many bytes fit.
+    /// [`TooSmall`](Self::TooSmall), unless `need` bytes fit into `have`.
     #[inline]
     pub(crate) fn unless_fits(need: usize, have: usize) -> Result<()> {
         if need <= have { Ok(()) } else { Err(Self::TooSmall { need, have }) }
     }
 
-    /// The same error, of one of many pieces, with the length of its device memory.
+    /// This error as that of one of many pieces, with the length of the piece's device memory.
     #[cold]
     pub(crate) fn of_piece(self, piece: usize, memory: usize) -> Self {
         // The device is lost for all of them.
@@ -480,13 +495,13 @@ impl Error {
         Self::Piece { piece, memory, cause: self.into() }
     }
 
-    /// The same error, of the chunk of a transfer that begins at `offset`.
+    /// This error as that of the chunk of a transfer that begins at `offset`.
     #[cold]
     pub(crate) fn of_transfer(self, what: &str, offset: u64) -> Self {
         Self::Transfer { what: what.into(), offset, cause: self.into() }
     }
 
-    /// The same error, with the pool's name where the error tells of a shortage.
+    /// Adds the pool's name where the error tells of a shortage.
     pub(crate) fn of_pool(mut self, name: &str) -> Self {
         let shortage = match &mut self {
             Self::Exhausted(shortage) => Some(shortage),
@@ -514,7 +529,7 @@ impl Error {
         self
     }
 
-    /// What the caller may do next. The one place where errors are classified.
+    /// What the error means for what the caller may do next.
     #[must_use]
     pub fn class(&self) -> ErrorClass {
         match self {

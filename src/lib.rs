@@ -129,8 +129,8 @@
 
 // Which feature a thing needs stands beside it on docs.rs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// The models (`loom`) use a part of the crate, and without a vendor's feature some code is only that
-// vendor's.
+// The models (`loom`) use a part of the crate, and without a vendor's feature some code is only
+// that vendor's.
 #![cfg_attr(any(loom, not(all(feature = "acl", feature = "cuda"))), allow(dead_code))]
 // Code of the program is called by way of `foreign` alone, and locks are those of `locks`.
 #![cfg_attr(not(test), deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types))]
@@ -178,7 +178,7 @@
 // | unwind              | which types may be used after a panic                       |        |
 //
 // Below, the modules are in alphabetical order. The packages in `crates` use the public face alone;
-// the command's doctor also uses a hidden module, `cgroup`, of which no other program has a use.
+// the command's doctor also uses a hidden module, `cgroup`, which no other program needs.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!(
@@ -218,7 +218,7 @@ mod unwind;
 pub use buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 pub use config::PoolBuilder;
 pub use copy::copier;
-pub use copy::{Copier, CopierBuilder, CopierStats, DeviceRange, Landing, Places};
+pub use copy::{Copier, DeviceRange, Landing, Places};
 pub use device::HostAllocFlags;
 pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::memory::{DeviceSlice, StridedSlice};
@@ -227,7 +227,7 @@ pub use error::{DeviceError, Error, ErrorClass, Result, Shortage, SubmitError, W
 pub use os::cgroup;
 pub use os::forked;
 pub use pool::{Checkout, Pool, PoolStats, Request, Shutdown};
-pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
+pub use region::{Backing, HugePages, Pinning, RegionInfo, Unpinned};
 pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
 

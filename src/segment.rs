@@ -50,7 +50,7 @@ pub const SEGMENT_ALIGN: usize = 64;
 
 /// A region's number in its pool, never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RegionId(pub(crate) u64);
+pub(crate) struct RegionId(pub(crate) u64);
 
 /// The unit of runs, in bytes: a constant that may differ from the system's page size.
 pub const PAGE: usize = 4096;

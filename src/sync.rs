@@ -86,7 +86,7 @@ impl<T> Drop for Mutex<T> {
     }
 }
 
-/// Thread-locals: std's, or loom's, of which each thread of a model has its own.
+/// Thread-locals: std's, or loom's, which each thread of a model has for itself.
 #[cfg(not(loom))]
 pub(crate) use std::thread_local;
 #[cfg(loom)]

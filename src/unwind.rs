@@ -11,8 +11,7 @@
 use std::panic::{RefUnwindSafe, UnwindSafe};
 
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
-use crate::copy::copier::{FileSink, FileSource, Transfer};
-use crate::copy::{Copier, CopierBuilder};
+use crate::copy::copier::{Copier, CopierBuilder, FileSink, FileSource, Transfer};
 use crate::device::handle::Device;
 use crate::device::host::HostNode;
 use crate::device::memory::DeviceSlice;

@@ -119,9 +119,9 @@ pub(crate) struct ArenaBytes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RegionUse {
     pub(crate) bytes: usize,
-    /// All of it is free, and outside of windows.
+    /// All of the region is free, and outside of windows.
     pub(crate) idle: bool,
-    /// It has a quarantined segment.
+    /// The region has a quarantined segment.
     pub(crate) stuck: bool,
 }
 
@@ -235,8 +235,8 @@ impl Arena {
     }
 
     /// Cuts a new run for a class and puts its segments into the run's list, lowest address first.
-    /// The caller adds the run to those of its class. The run has pages for so many segments, up to
-    /// the class's shape; or it is the longest free run, if that holds a segment.
+    /// The caller adds the run to the class's set of runs. The run has pages for `segments`
+    /// segments, up to the class's shape; or it is the longest free run, if that holds a segment.
     fn cut_run(&mut self, class: Class, segments: usize) -> Option<u32> {
         let (stride, shape) = (class.stride(), class.shape());
         let longest = self.largest_free_pages() as u32;

@@ -285,7 +285,7 @@ fn a_large_pool_is_searched_at_some_places_and_wholly_where_these_have_no_window
 
 #[test]
 fn regions_with_the_fewest_bytes_out_are_replaced_first() {
-    // Three regions with an extent each, the last of which has a quarantined segment. Segments are
+    // Three regions with an extent each. The last one has a quarantined segment. Segments are
     // given the shortest free run that has room for them.
     let replaced = |out: [usize; 2], pages: usize, most: usize| {
         let mut arena = arena(&[16, 64, 15]);
@@ -313,8 +313,8 @@ fn so_many_fit_as_can_be_taken() {
     }
 }
 
-/// The fewest bytes out that a range of at least `need` pages may have, of which the first is
-/// aligned: tries all ranges of whole runs and free pages.
+/// The fewest bytes out that a range of at least `need` pages with an aligned first page may have:
+/// tries all ranges of whole runs and free pages.
 fn fewest_out(arena: &Arena, need: usize, align: usize) -> Option<usize> {
     let mut fewest = None;
     for (_, e) in &arena.extents {

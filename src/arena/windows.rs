@@ -19,7 +19,8 @@
 
 use super::*;
 
-/// In a pool of more runs than these, a search compares so many ranges at so many places.
+/// In a pool of more than `PLACES * COMPARED` runs, a search compares `COMPARED` ranges at each of
+/// `PLACES` places.
 const COMPARED: usize = 64;
 const PLACES: usize = 4;
 
@@ -64,7 +65,7 @@ pub(crate) struct Window {
     pub(crate) out: u32,
     /// How often the central pool has looked at it since a segment came back to it.
     pub(crate) looks: u32,
-    /// The classes of which segments in it were given out when it was withheld.
+    /// The classes that had segments out in the window when it was withheld.
     pub(crate) classes: ClassSet,
 }
 
@@ -83,7 +84,7 @@ struct Item {
     first: u32,
     end: u32,
     out: usize,
-    /// It may lie in a new window.
+    /// The item may lie in a new window.
     open: bool,
     /// The run's number. `None`: free pages.
     run: Option<u32>,
@@ -160,7 +161,7 @@ impl Arena {
             if best.is_some_and(|best| best.0 < sum) {
                 continue;
             }
-            // Of free pages at the edges only those that are needed.
+            // Free pages at the edges are withheld only where they are needed.
             let first = if item.run.is_none() { start } else { head };
             let aligned = ((base + first as usize + align - 1) & mask) - base;
             let end = if last.run.is_none() { last.first.max(aligned as u32 + need) } else { last.end };
@@ -296,9 +297,9 @@ impl Arena {
         })
     }
 
-    /// Ranges that cover whole regions of so many bytes together, those with the fewest bytes out:
-    /// when they are free, the regions can be replaced. `None`: windows, quarantined segments and the
-    /// ranges to `avoid` leave too few, or more than `most` ranges would be needed.
+    /// Ranges that cover whole regions with the fewest bytes out and `bytes` bytes together: when
+    /// the ranges are free, the regions can be replaced. `None`: windows, quarantined segments and
+    /// the ranges to `avoid` leave too few, or more than `most` ranges would be needed.
     pub(crate) fn replaceable(
         &self,
         bytes: usize,
@@ -334,7 +335,7 @@ impl Arena {
         (sum >= bytes && ranges.len() <= most).then_some(ranges)
     }
 
-    /// The classes of which segments may be given out in windows.
+    /// The classes whose segments may be out in windows.
     pub(crate) fn classes_in_windows(&self) -> ClassSet {
         self.windows.iter().fold(0, |set, (_, window)| set | window.classes)
     }

@@ -44,7 +44,7 @@ impl<B: Lend> InFlight<B> {
         self.ticket.seq = seq;
     }
 
-    /// Whether the device is done. Never waits.
+    /// Whether the copy or hold is complete. Never waits.
     ///
     /// # Errors
     /// The error with which the stream was lost; else [as every call](Error#every-call).
@@ -57,7 +57,7 @@ impl<B: Lend> InFlight<B> {
         self.value.take().ok_or_else(polled)?.finish(self.written, KEY)
     }
 
-    /// Waits until the device is done, and gives the buffer back, host-ready.
+    /// Waits until the copy or hold is complete, and gives the buffer back, host-ready.
     ///
     /// # Errors
     /// [As every wait](Error#waits). After [`Error::Capturing`] the buffer returns by itself.
@@ -66,7 +66,7 @@ impl<B: Lend> InFlight<B> {
         self.finish()
     }
 
-    /// Waits for at most `timeout`.
+    /// Waits like [`wait`](Self::wait), for at most `timeout`.
     ///
     /// # Errors
     /// As for [`wait`](Self::wait). [`Error::Timeout`] and [`Error::Capturing`] come with the

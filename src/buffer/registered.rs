@@ -38,7 +38,8 @@ use crate::stream::hold::{Resource, Retain};
 /// copy that uses it is complete. (The value's drop must not wait for a buffer of a pool: pools
 /// grow on that very thread.) [`into_inner`](Self::into_inner) gives the value back.
 ///
-/// No pool counts it, only [`Device::registered_bytes`]. In the child of a fork it is left alone.
+/// No pool counts it, only [`DeviceStats`](crate::telemetry::DeviceStats). In the child of a fork
+/// it is left alone.
 ///
 /// ```
 /// use pinpool::Device;
@@ -152,13 +153,6 @@ impl Device {
         self.register_as(value, true)
     }
 
-    /// Bytes of values that are [registered](Self::register) with this device and not unregistered
-    /// yet, also leaked ones. Pools have their own count.
-    #[must_use]
-    pub fn registered_bytes(&self) -> usize {
-        self.context().holds().registered.get()
-    }
-
     fn register_as<T>(&self, value: T, read_only: bool) -> Result<Registered<T>, SubmitError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
@@ -196,7 +190,7 @@ impl Device {
 }
 
 impl<T: Send + Sync + 'static> Registered<T> {
-    /// Whether devices may only read it.
+    /// Whether devices may only read the value.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.0.read_only

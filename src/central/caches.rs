@@ -229,7 +229,7 @@ impl CentralPool {
                 _ => self.could_help(core, bytes, &core.table) && self.reclaim_all(core),
             };
             if any {
-                // What comes back is first for those that wait.
+                // Waiting requests have the first right to what comes back.
                 core.serve();
                 let taken = core.take(wants);
                 if taken.is_some() {

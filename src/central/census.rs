@@ -96,8 +96,8 @@ impl CentralPool {
         self.unlisted.fetch_add(change as u64, StdOrdering::Relaxed);
     }
 
-    /// Counts a change of the bytes that one timeline alone holds in flight, and of those that are
-    /// claimed. The caller holds that timeline's lock.
+    /// Counts a change of the bytes in flight on one timeline alone, and of the claimed ones among
+    /// them. The caller holds that timeline's lock.
     pub(crate) fn change_flight(&self, bytes: isize, claimed: isize) {
         for (sum, change) in self.flight.iter().zip([bytes, claimed]).filter(|(_, change)| *change != 0) {
             sum.fetch_add(change as u64, StdOrdering::Relaxed);
@@ -146,7 +146,7 @@ impl Core {
         count_on(&mut self.classes, cache);
     }
 
-    /// The bytes and counts, where so many bytes are out. A call under way may be counted on one
+    /// The bytes and counts, with `out` bytes out. A call under way may be counted on one
     /// side only: `out` is clamped to what is possible.
     fn snapshot(&self, takes: u64, puts: u64, out: u64) -> CentralSnapshot {
         let bytes = self.arena.bytes();

@@ -2,8 +2,8 @@
 //!
 //! The check holds the lock and shuts all owners out of their thread caches, so nothing moves. It
 //! first collects what thread caches and transfer caches hold, each descriptor once. The arena's
-//! own check must then find that exactly these segments, and those that are out, are missing from
-//! their runs' lists. And as many segments must be out as takes exceed returns.
+//! own check must then find that exactly these segments, and the segments that are out, are
+//! missing from their runs' lists. And as many segments must be out as takes exceed returns.
 
 use std::collections::HashSet;
 

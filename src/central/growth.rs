@@ -66,13 +66,13 @@ fn page() -> usize {
     crate::os::page_size().max(segment::PAGE)
 }
 
-/// The least number of bytes of a region that can serve all of these.
+/// The smallest region, in bytes, that can serve all wants.
 pub(super) fn least(wants: &[Want]) -> usize {
     bytes(wants).checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
 impl CentralPool {
-    /// Has so many bytes pinned, whatever the capacity.
+    /// Has `bytes` bytes pinned, whatever the capacity.
     pub(crate) fn grow_by(&self, bytes: usize) {
         self.lock().grow_by(bytes);
     }
@@ -199,8 +199,8 @@ impl Core {
         first.is_some_and(|key| self.grow_for(key))
     }
 
-    /// Whether idle regions may make way for a waiter, as far as bytes tell: at once, whatever is
-    /// withheld for it, since that may never come back.
+    /// Whether idle regions have enough bytes to make way for a waiter. They may do so at once,
+    /// whatever is withheld for it, since that may never come back.
     fn may_replace(&self, key: Ticket) -> bool {
         let waiter = &self.queue.waiting[&key];
         !waiter.replaced
@@ -255,8 +255,8 @@ impl Core {
         self.config.capacity.saturating_sub(held) / page() * page()
     }
 
-    /// Bytes that could be pinned now for a request that has no windows: without those that are to
-    /// be pinned in place of regions that are withheld, together with the bytes of these regions.
+    /// Bytes that could be pinned now for a request that has no windows: the room, less what
+    /// requests whose windows are regions to replace need beyond the bytes of these regions.
     pub(super) fn room_beside(&self) -> usize {
         let replacing = self.arena.windows.iter().filter(|(_, window)| window.replaces);
         let missing =
@@ -295,7 +295,7 @@ impl Core {
         true
     }
 
-    /// The regions of which nothing is used, the newest first, each with its bytes.
+    /// The idle regions, the newest first, each with its bytes.
     fn idle_regions(&self) -> Vec<(RegionId, usize)> {
         let regions = self.arena.regions().into_iter().rev();
         regions.filter(|(_, region)| region.idle).map(|(id, region)| (id, region.bytes)).collect()

@@ -1,4 +1,4 @@
-//! Leases: which thread caches of which pools this thread has, in two thread-locals.
+//! Leases: a thread's caches, one for each pool that it uses, in two thread-locals.
 //!
 //! `CURRENT_CACHE` is the thread cache of the pool that this thread used last. A hit reads nothing
 //! else: the gate's comparison tells whether it is the right pool's. `LEASES` owns the leases and

@@ -48,7 +48,8 @@ struct Out {
 }
 
 impl Store {
-    /// With so many pages, each an extent. By hand every owner is idle; with a clock none gets so.
+    /// A store with `pages` pages, each an extent. By hand every owner is idle; with a clock none
+    /// gets so.
     fn new(pages: usize, transfer_cache: usize, by_hand: bool) -> Self {
         let config = CentralConfig {
             capacity: pages * PAGE,
@@ -103,7 +104,7 @@ impl Store {
         }
     }
 
-    /// So many checkouts.
+    /// `N` checkouts.
     fn take_all<const N: usize>(&self) -> [Out; N] {
         std::array::from_fn(|_| self.take().expect("there is room"))
     }

@@ -159,8 +159,8 @@ struct Core {
     /// Takes and returns by class, of the slow path and of thread caches that have left the table.
     classes: ClassTally,
     ledger: Ledger,
-    /// Requested bytes that the slow path gave out, less those that it took back (wrapping, since a
-    /// hit may take and the slow path return).
+    /// Requested bytes that the slow path gave out, less the bytes that it took back. It wraps,
+    /// since a hit may take and the slow path return.
     requested: u64,
     /// Bytes of quarantined segments.
     quarantined: usize,
@@ -168,7 +168,7 @@ struct Core {
     quarantined_segments: Vec<(u32, usize, Instant)>,
     /// Bytes of regions that are being pinned.
     growing: usize,
-    /// Of these, the bytes that are pinned after the unlock.
+    /// The part of `growing` that is pinned after the unlock.
     planned: usize,
     /// The last growth that ended, if it failed.
     refusal: Option<Refusal>,
@@ -180,10 +180,10 @@ struct Core {
 pub(crate) struct Stats {
     pub(crate) reclaims: u64,
     pub(crate) waits: u64,
-    /// Waits that were given up at their deadline, and those of futures that were dropped.
+    /// Waits that were given up at their deadline, and waits whose future was dropped.
     pub(crate) timeouts: u64,
     pub(crate) abandoned: u64,
-    /// Regions that were planned for requests, and those that came in part or not at all.
+    /// Regions that were planned for requests, and how many of them came in part or not at all.
     pub(crate) growths: u64,
     pub(crate) growth_failures: u64,
 }
@@ -366,7 +366,7 @@ impl CentralPool {
                 return;
             }
         }
-        // SAFETY: this function's contract is that of `put_slow`, and nothing was done yet.
+        // SAFETY: `put_slow` has the contract of this function, and nothing was done yet.
         unsafe { Self::put_slow(this, descriptor, len, list) }
     }
 

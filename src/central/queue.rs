@@ -1,7 +1,7 @@
 //! The queue: the requests that wait for memory, and which of them is next.
 //!
-//! First come, first served, among those that free memory can serve. Others have a right to their
-//! *window* alone ([`crate::arena`], `windows`): what is free elsewhere serves everybody.
+//! First come, first served, among the requests that free memory can serve. Others have a right to
+//! their *window* alone ([`crate::arena`], `windows`): what is free elsewhere serves everybody.
 //!
 //! Requests of one size class wait for the same segments: they are served strictly in order, and
 //! the first of them has the window. A request for whole pages or several buffers has a window of
@@ -109,11 +109,11 @@ pub(super) struct Waiter {
 /// See the head of this module.
 #[derive(Debug, Default)]
 pub(super) struct WaitQueue {
-    /// Those that wait.
+    /// The requests that wait.
     pub(super) waiting: BTreeMap<Ticket, Waiter>,
-    /// Their tickets, by size. No set is empty.
+    /// The tickets of waiting requests, by size. No set is empty.
     pub(super) sizes: BTreeMap<Size, BTreeSet<Ticket>>,
-    /// What became of those that wait no more, until they look.
+    /// The outcomes of requests that wait no more, until their owners look.
     pub(super) ended: BTreeMap<Ticket, Result<Vec<Fresh>>>,
     /// The number of waiters so far, which is the next one's ticket.
     pub(super) joined: Ticket,
@@ -126,7 +126,7 @@ impl WaitQueue {
         self.waiting.is_empty()
     }
 
-    /// The classes of which requests for one segment wait.
+    /// The classes that have a request for one segment waiting.
     pub(super) fn awaited(&self) -> ClassSet {
         let classes = self.sizes.keys().map_while(|size| match size {
             Size::Class(class) => Some(*class),
@@ -190,7 +190,7 @@ impl WaitQueue {
 }
 
 /// The pages that a window for these wants must have, and the alignment of the first. For several
-/// buffers these are the pages that [`take_all`] takes, and those that alignments may cost.
+/// buffers that is what [`take_all`] takes, and the pages that alignments may cost.
 pub(super) fn window_pages(wants: &[Want]) -> (usize, usize) {
     if let [want] = wants {
         return want.placement.fresh_pages();

@@ -49,7 +49,7 @@ impl Fresh {
     ///
     /// # Safety
     /// The descriptor is of a segment of this central pool, and is used once. No byte counts as
-    /// written. The [tag] is that of the requested length and the descriptor's list.
+    /// written. The [tag] is made of the requested length and the descriptor's list.
     #[inline(always)]
     pub(crate) unsafe fn of_tag(central: &CentralPool, descriptor: NonNull<Descriptor>, tag: u64) -> Self {
         Self(Segment { central: NonNull::from(central), descriptor, tag })

@@ -19,7 +19,7 @@ const STRIDE: usize = 4096 + 64;
 /// What a thread caches: half of it are two segments of 8 KiB.
 const CACHE: usize = 4 * (8192 + 64);
 
-/// A request for so many whole pages.
+/// A request for `pages` whole pages.
 fn pages(pages: usize) -> Want {
     let len = pages * PAGE - 32;
     Want { len, placement: Placement::of(len, PAGE).unwrap() }
@@ -34,14 +34,14 @@ fn class() -> Class {
     Class::of(4096).unwrap()
 }
 
-/// Adds a region of so many pages, which is one extent.
+/// Adds a region of `pages` pages, which is one extent.
 fn add(central: &CentralPool, region: usize, pages: usize) {
     let base = NonNull::new(std::ptr::without_provenance_mut((region + 1) << 22)).unwrap();
     // SAFETY: the arena only does arithmetic on it.
     unsafe { central.add_extent(RegionId(region as u64), base, pages * PAGE, true) };
 }
 
-/// A central pool with extents of so many pages, each a region, and no room for more.
+/// A central pool with extents of these lengths in pages, each a region, and no room for more.
 fn pool(extents: &[usize]) -> Arc<CentralPool> {
     let config = CentralConfig {
         capacity: extents.iter().sum::<usize>() * PAGE,
@@ -271,7 +271,7 @@ fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
 /// make way for it all the same, and so do more than a window can have.
 #[test]
 fn idle_regions_make_way_for_the_head_whatever_is_withheld_for_it() {
-    // The regions, the pages that are out of each for good, and how many regions get free.
+    // The regions, the pages of each that stay out, and how many regions get free.
     for (regions, kept, free) in [(4, 2, 2), (40, 1, 39)] {
         let central = pool(&vec![64; regions]);
         let rests: Vec<_> = (0..kept).map(|_| [1, 63].map(|n| out(&central, pages(n)))[1]).collect();
@@ -286,11 +286,12 @@ fn idle_regions_make_way_for_the_head_whatever_is_withheld_for_it() {
     }
 }
 
-/// Regions that are withheld to be replaced may have a buffer that stays out, while others get free that
-/// would do: alone with the room that there is, or together with one that was withheld.
+/// Regions that are withheld to be replaced may have a buffer that stays out, while others get free
+/// that would do: alone with the room that there is, or together with one that was withheld.
 #[test]
 fn regions_to_replace_that_do_not_empty_are_exchanged() {
-    // The pages that are out of each region when the request comes, those that stay out, and the room.
+    // The pages of each region that are out when the request comes, and that stay out, and the
+    // room.
     for (before, after, room) in [(&[1, 2][..], &[1, 0][..], 64), (&[1, 2, 3, 4], &[1, 0, 0, 4], 0)] {
         let central = pool(&vec![64; before.len()]);
         let fill = |left: usize| [out(&central, pages(left)), out(&central, pages(64 - left))];
@@ -348,14 +349,14 @@ fn a_request_without_a_window_keeps_no_other_from_one() {
     central.check(|_, _| ()).unwrap();
     central.leave(first);
     assert!(windows(&central).len() > 2 && has_window(&central, second));
-    // There are only so many windows.
+    // The number of windows is bounded.
     let central = pool(&[40]);
     let _held: Vec<_> = (0..40).map(|_| out(&central, pages(1))).collect();
     let keys = [(); 40].map(|()| join(&central, &[pages(1)]));
     assert_eq!(windows(&central).len(), MOST_WINDOWS);
     central.leave(keys[0]);
     assert_eq!(windows(&central).len(), MOST_WINDOWS);
-    // Those that can have none do not count.
+    // Waiters that can have no window do not count.
     let central = pool(&[256, 128]);
     let _held: Vec<_> = [256].into_iter().chain([1; 128]).map(|n| out(&central, pages(n))).collect();
     (0..=MOST_WINDOWS).for_each(|_| _ = join(&central, &[pages(256)]));
@@ -526,7 +527,7 @@ fn a_check_sees_what_returns_are_not_told() {
     assert!(violation(&central).ends_with("closed by 1, and 2 is needed"));
     closed.set_classes([this, this]);
     central.check(|_, _| ()).unwrap();
-    // A window of which returns do not know, and one whose owner does not wait.
+    // A window that returns do not know, and one whose owner does not wait.
     closed.set_ranges(std::iter::empty());
     assert!(violation(&central).starts_with("returns do not find the window at "));
     closed.set_ranges(windows(&central).into_iter());

@@ -16,8 +16,8 @@
 //! # Closed classes
 //!
 //! A return into a thread cache looks at no segment, so it cannot know of windows. Therefore the
-//! classes to which a waiter may have a right are *closed*: those that are waited for, and those of
-//! which segments are out inside a window. The limit up to which a hit may return a segment of a
+//! classes to which a waiter may have a right are *closed*: classes that are waited for, and
+//! classes with segments out inside a window. The limit up to which a hit may return a segment of a
 //! closed class is 0, so the return takes the slow path. There it looks, inside of the gate and
 //! without the lock, whether the class is waited for, or the segment lies in a window: then it goes
 //! to the lock, else into the thread cache. Checkouts are never closed: nothing is cached that a
@@ -33,8 +33,8 @@
 //! another if there is one: some thread may keep a buffer in it for ever. `moves` counts how often
 //! its waiter has done so: at last a window stays longer than any buffer in it. Its next window may
 //! not overlap one that it gave up, until all were tried. A request that no present region can hold
-//! has whole regions for a window, others in turn: when all are free, a longer one is pinned in their
-//! place.
+//! has whole regions for a window, others in turn: when all are free, a longer one is pinned in
+//! their place.
 //!
 //! # While memory is being pinned
 //!
@@ -60,7 +60,7 @@ use crate::sync::{self, AtomicU32, AtomicU64, Ordering};
 /// have none until one ends.
 pub(super) const MOST_WINDOWS: usize = if cfg!(loom) { 2 } else { 8 };
 const MOST_RANGES: usize = if cfg!(loom) { 2 } else { 32 };
-/// The time between two looks. Without a clock: so many requests on the slow path.
+/// The time between two looks, and without a clock the requests on the slow path between them.
 const LOOK: Duration = Duration::from_millis(100);
 const TICKS: u32 = 64;
 
@@ -118,9 +118,9 @@ impl Closed {
 /// What is known about windows, beside the windows themselves.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
-    /// The classes that are closed: those that are awaited, and those in windows.
+    /// The closed classes: first the awaited ones, then the ones with segments out in windows.
     closed: [ClassSet; 2],
-    /// A search for so many pages has found no window since the last one ended.
+    /// A search for this many pages has found no window since the last window ended.
     none_for: Option<usize>,
     /// A waiter may find a window, or needs its class closed.
     pub(super) wanted: bool,
@@ -241,8 +241,8 @@ impl CentralPool {
         }
     }
 
-    /// Chooses windows for the waiters that have none, and at a look others for those that do not
-    /// empty; closes the classes whose returns must be looked at.
+    /// Chooses windows for the waiters that have none, and at a look other windows in place of ones
+    /// that do not empty; closes the classes whose returns must be looked at.
     fn arrange(&self, core: &mut Core, look: bool) {
         self.gate.quiesce(&core.table);
         self.reclaim_quiet(core);
@@ -410,13 +410,15 @@ impl CentralPool {
 }
 
 impl Core {
-    /// Whether waiters have rights: while memory is pinned, only once a look found the head waiting.
+    /// Whether waiters have rights: while memory is pinned, only once a look found the head
+    /// waiting.
     fn has_rights(&self) -> bool {
         self.queue.head().is_some_and(|head| self.growing == 0 || head < self.windows.looked)
     }
 
     /// The error for wants that neither segments that may come back nor memory to be pinned can
-    /// serve: [`Error::Impossible`], or that of the last growth, if no shorter one would do.
+    /// serve: [`Error::Impossible`], or the error of the last growth, if no shorter growth would
+    /// do.
     pub(super) fn hopeless(&self, wants: &[Want]) -> Option<Error> {
         if bytes(wants) > self.config.capacity.saturating_sub(self.quarantined) {
             return Some(self.impossible(wants));
@@ -562,7 +564,7 @@ impl Core {
         self.arena.windows.iter().find(|(_, window)| window.owner == owner).map(|(id, _)| id)
     }
 
-    /// The classes to close: those that are awaited, and those with segments out in windows.
+    /// The classes to close: the awaited ones, and the ones with segments out in windows.
     fn classes_to_close(&self) -> [ClassSet; 2] {
         [self.queue.awaited(), self.arena.classes_in_windows()]
     }
@@ -682,7 +684,7 @@ impl Core {
                 return Some(vec![range]);
             }
             if avoid.is_empty() {
-                // Where so many pages were in one piece, the aligned ones would be among them.
+                // A piece of `all` pages would have the aligned ones in it.
                 let all = need.saturating_add(align - 1);
                 self.windows.none_for = Some(none_for.map_or(all, |none| none.min(all)));
             }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use stable_deref_trait::StableDeref;
 
-pub use self::copier::{Copier, CopierBuilder, CopierStats};
+pub use self::copier::Copier;
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf};
 use crate::device::Transfer;
 use crate::device::context::Context;
@@ -194,7 +194,7 @@ impl Stream {
         self.upload_part(src, .., dst)
     }
 
-    /// Copies a part of what was written to `src`.
+    /// Copies the bytes `part` of what was written to `src`, like [`upload`](Self::upload).
     ///
     /// # Errors
     /// As for [`upload`](Self::upload).
@@ -488,8 +488,9 @@ impl Stream {
         unsafe { self.driver_copy_blocking(transfer) }
     }
 
-    /// What is submitted to this stream from now on starts only after `copy` is done, on whatever
-    /// stream of the device. The caller does not wait, and the copy's handle tells its outcome.
+    /// Makes what is submitted to this stream from now on start only after `copy` is complete,
+    /// which may be on any stream of the device. The caller does not wait, and the copy's handle
+    /// tells its outcome.
     ///
     /// # Errors
     /// As for [`wait_for`](Self::wait_for), and that the copy failed or was lost, if that is known.

@@ -109,9 +109,9 @@ impl<T: Send + 'static> SharedSlice<T> {
         &self.memory
     }
 
-    /// The slice, after a wait until no other handle to its memory and no copy is left. (Tensors
-    /// that a loader has given out are such handles.) A `SharedSlice` that is dropped frees the
-    /// slice then.
+    /// Waits until no other handle to the memory and no copy is left, and gives the slice back.
+    /// (Tensors that a loader has given out are such handles.) A `SharedSlice` that is dropped
+    /// frees the slice then.
     ///
     /// # Errors
     /// The device's loss, if what was in flight is not given up a second later; the slice is

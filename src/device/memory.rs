@@ -220,8 +220,7 @@ impl DeviceSlice {
     }
 
     /// The device's name.
-    #[must_use]
-    pub fn device(&self) -> &str {
+    pub(crate) fn device(&self) -> &str {
         self.allocation.context.name()
     }
 

@@ -189,7 +189,8 @@ impl ClassList {
         let room = self.room.load(Ordering::Relaxed) as usize;
         if room > 0 {
             let stack = std::ptr::slice_from_raw_parts_mut(self.stack.load(Ordering::Relaxed), room + 1);
-            // SAFETY: `set_room` leaked this box with so many places; no thread uses it any more.
+            // SAFETY: `set_room` leaked this box with `room + 1` places; no thread uses it any
+            // more.
             drop(unsafe { Box::from_raw(stack) });
         }
     }
@@ -256,7 +257,7 @@ impl ThreadCache {
         std::ptr::eq(self.home, gate)
     }
 
-    /// A number that differs from that of most other thread caches.
+    /// A number that differs from the numbers of most other thread caches.
     fn number(&self) -> usize {
         std::ptr::from_ref(self).addr() / size_of::<Self>()
     }
@@ -503,7 +504,7 @@ impl HeldCache<'_> {
 pub(crate) struct Gate {
     /// Every return is slow from then on, and the last one frees the central pool.
     closed: AtomicBool,
-    /// There is no asymmetric fence: owners execute a fence of their own.
+    /// Owners execute a fence of their own, since there is no asymmetric one.
     is_fenced: bool,
 }
 

@@ -20,7 +20,7 @@ pub struct ControlGroup {
     pub high: Option<u64>,
     /// Memory in use, without the page cache that the kernel would drop at once.
     pub used: u64,
-    /// Of the memory in use, what the kernel can drop: page cache, and caches of its own.
+    /// The part of the memory in use that the kernel can drop: page cache, and caches of its own.
     pub cached: u64,
 }
 
@@ -76,7 +76,7 @@ impl ControlGroups {
     }
 
     /// The group with the fewest bytes left until the kernel ends a process; caches count as left.
-    pub fn tightest(&self) -> Option<(u64, &ControlGroup)> {
+    pub(crate) fn tightest(&self) -> Option<(u64, &ControlGroup)> {
         let left = |group: &ControlGroup| group.left(group.max).map(|left| left.saturating_add(group.cached));
         self.groups.iter().filter_map(|group| Some((left(group)?, group))).min_by_key(|(left, _)| *left)
     }

@@ -131,7 +131,7 @@ fn same(file: &File, options: &std::fs::OpenOptions) -> io::Result<File> {
     options.open(format!("/proc/thread-self/fd/{}", file.as_raw_fd()))
 }
 
-/// The same file, opened for reads past the page cache: of whole pages, in file and memory.
+/// Opens a file again for reads past the page cache, which are of whole pages in file and memory.
 pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
     same(file, std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT))
 }

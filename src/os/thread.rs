@@ -48,7 +48,7 @@ fn stay_loaded() {
     unsafe { libc::dlopen(found.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
 }
 
-/// This thread blocks signals until this is dropped. Those sent meanwhile come then.
+/// Blocks signals on this thread until it is dropped. Signals sent meanwhile come then.
 struct Blocked {
     before: Option<libc::sigset_t>,
 }

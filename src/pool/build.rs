@@ -15,7 +15,7 @@ use crate::escape::clean;
 use crate::locks::Mutex;
 use crate::region::{Backing, RegionOptions, Regions};
 use crate::segment::PAGE;
-use crate::telemetry::counters::{ErrorTally, RefusedTally};
+use crate::telemetry::counters::ErrorTally;
 
 impl PoolBuilder {
     /// Builds the pool. Returns when its first extent is pinned; the rest of the
@@ -39,7 +39,7 @@ impl PoolBuilder {
             INFO, target: "pinpool::pool", "build", pool = &*name.0, capacity = self.capacity
         );
         let _entered = span.enter();
-        // The region thread of the first device pins; that of another one does when it is lost.
+        // The region thread of the first device pins; another device's does when the first is lost.
         let others = self.devices[1..].iter().map(|d| Arc::downgrade(d.context())).collect();
         let first = self.devices[0].context().clone();
         let regions = Regions::new(first, others, options, self.before_unpin.take());
@@ -53,7 +53,7 @@ impl PoolBuilder {
             misses: AtomicU64::new(0),
             slow: AtomicU64::new(0),
             errors: ErrorTally::default(),
-            refused: RefusedTally::default(),
+            refused: Default::default(),
             max_waiting: self.max_waiting,
             reported: Mutex::new(None),
             watched: AtomicBool::new(false),
@@ -153,7 +153,7 @@ static TAKEN: Mutex<BTreeSet<Arc<str>>> = Mutex::new(BTreeSet::new());
 pub(super) struct Name(pub(super) Arc<str>);
 
 impl Name {
-    /// This name, or this name with a number behind it if another pool has it.
+    /// Takes `wanted`, or `wanted` with a number behind it if another pool has that name.
     fn take(wanted: &str) -> Self {
         let wanted = clean(wanted, LONGEST_POOL_NAME);
         let mut name: Arc<str> = (&*wanted).into();

@@ -20,8 +20,8 @@ use crate::timer::Planned;
 /// ready, it leaves the queue, gives back what it was granted, and counts as
 /// [abandoned](crate::PoolStats::abandoned). [`timeout`](Self::timeout) gives it a deadline.
 ///
-/// The thread that returns the memory wakes the task, or the timer's thread, of which the process
-/// has one: a waker that blocks holds up every deadline of the process.
+/// The thread that returns the memory wakes the task, or the timer's thread, the only
+/// one of the process: a waker that blocks holds up every deadline of the process.
 #[must_use = "nothing happens until it is awaited"]
 pub struct Checkout<T = PinnedBuf> {
     pool: Pool,
@@ -39,9 +39,9 @@ pub struct Checkout<T = PinnedBuf> {
 
 #[derive(Clone, Copy)]
 enum Stage {
-    /// It was not polled yet.
+    /// The future was not polled yet.
     New,
-    /// Its request waits in the pool's queue, under this key.
+    /// The request waits in the pool's queue, under this key.
     Waits(usize),
     Over,
 }

@@ -23,12 +23,13 @@
 //!
 //! To be read in this order: `request`; this file, with step 1 in `checkout_with`, step 3 in
 //! `checkout_on_with`, the others in `begin` and `serve`; `future` (the checkout of a task),
-//! `build`, `memory` (regions, trimming, the end), `stats`.
+//! `build`, `memory` (regions, trimming), `shutdown`, `stats`.
 
 mod build;
 mod future;
 mod memory;
 mod request;
+mod shutdown;
 mod stats;
 
 use std::fmt;
@@ -49,14 +50,15 @@ use crate::freelist::{Descriptor, list_of};
 use crate::region::Regions;
 use crate::segment::Placement;
 use crate::stream::Stream;
-use crate::telemetry::counters::{ErrorTally, RefusedTally};
+use crate::telemetry::counters::ErrorTally;
 use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
 use crate::telemetry::stuck;
 
 use build::Name;
 pub use future::Checkout;
 pub use request::Request;
-pub use stats::{PoolStats, Shutdown};
+pub use shutdown::Shutdown;
+pub use stats::PoolStats;
 
 /// A pool of page-locked memory. A clone is another handle, and any thread may use it.
 ///
@@ -76,7 +78,8 @@ struct PoolInner {
     /// Checkouts that no cache served: the ledger samples by this count.
     slow: AtomicU64,
     errors: ErrorTally,
-    refused: RefusedTally,
+    /// Checkouts that ended with `Exhausted`, `QueueFull` and `Impossible`.
+    refused: [AtomicU64; 3],
     /// The most requests that may wait.
     max_waiting: usize,
     /// When the last report on stuck buffers was made.
@@ -416,8 +419,8 @@ impl Pool {
         self.0.devices[0].context().is_by_hand()
     }
 
-    /// Makes buffers of what was granted on the slow path. The ledger gets those that are
-    /// long-lived and a sample of the others, or, where checkouts are tracked, all.
+    /// Makes buffers of what was granted on the slow path. The ledger gets long-lived
+    /// buffers and a sample of the others, or, where checkouts are tracked, all.
     fn entered(
         &self,
         mut granted: Vec<Fresh>,
@@ -448,7 +451,15 @@ impl Pool {
             error => error,
         };
         self.0.errors.note(&error);
-        self.0.refused.note(&error);
+        let reason = match &error {
+            Error::Exhausted(_) => Some(0),
+            Error::QueueFull { .. } => Some(1),
+            Error::Impossible { .. } => Some(2),
+            _ => None,
+        };
+        if let Some(reason) = reason {
+            self.0.refused[reason].fetch_add(1, Ordering::Relaxed);
+        }
         if let Error::Timeout(waited) = &error {
             if self.may_report() {
                 stuck::report(self.name(), waited.time, None, &self.0.central, &self.0.devices);
@@ -559,7 +570,7 @@ pub(crate) enum Waiter<'a> {
     /// As `None`, for a caller that tries again later: while memory is being pinned, it leaves busy
     /// threads their caches.
     Retry,
-    /// The calling thread, for so long at most.
+    /// The calling thread, for at most this time.
     Thread(Option<Duration>),
     Task(&'a Waker),
 }
@@ -567,7 +578,7 @@ pub(crate) enum Waiter<'a> {
 /// What a request came to without waiting.
 enum Begun {
     Granted(Vec<Fresh>),
-    /// It waits in the central pool's queue, under this key.
+    /// The request waits in the central pool's queue, under this key.
     Waits(usize),
 }
 

@@ -3,13 +3,13 @@
 //! Each number is counted where it happens, and added up here. Bytes in flight are known to the
 //! streams' timelines alone, so `stats` reads both, and clamps what moves in between.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Pool;
 use crate::central::{CentralPool, CentralSnapshot};
 use crate::error::Result;
 use crate::freelist::state;
-use crate::telemetry::counters::{ErrorCounts, RefusedCounts};
+use crate::telemetry::counters::ErrorCounts;
 
 /// A pool's bytes and counts at one moment: [`Pool::stats`].
 ///
@@ -24,14 +24,14 @@ pub struct PoolStats {
     pub unpinned_bytes: usize,
     /// Bytes that can be checked out.
     pub free_bytes: usize,
-    /// Of the free bytes, those that are cached for the next checkouts, by or between threads.
+    /// The part of the free bytes that is cached for the next checkouts, by or between threads.
     pub cached_bytes: usize,
     /// Bytes of buffers that the program has, rounding included.
     pub checked_out_bytes: usize,
     /// Bytes that a device may still use. A buffer that is shared by `Arc` is not among them: it
     /// counts as checked out until its last owner, program or device, lets go of it.
     pub in_flight_bytes: usize,
-    /// Of the bytes in flight, those that a stream-ready buffer has claimed.
+    /// The part of the bytes in flight that stream-ready buffers have claimed.
     pub claimed_bytes: usize,
     /// Bytes that are never used again, since the device cannot be shown to be done with them.
     pub quarantined_bytes: usize,
@@ -39,7 +39,7 @@ pub struct PoolStats {
     pub cut_bytes: usize,
     /// The lengths asked for, of all buffers that are checked out, in flight or quarantined.
     pub requested_bytes: usize,
-    /// Bytes given to these buffers: the sum of the three states.
+    /// Bytes given to buffers that are checked out, in flight or quarantined, rounding included.
     pub granted_bytes: usize,
     /// `granted_bytes - requested_bytes`: bytes lost to rounding. (Bytes lost between segments are
     /// [`cut_bytes`](Self::cut_bytes).)
@@ -56,7 +56,7 @@ pub struct PoolStats {
     pub misses: u64,
     /// Times that cached segments were taken back from the threads.
     pub reclaims: u64,
-    /// Regions begun because a request found nothing, also those that failed, in part or wholly.
+    /// Regions begun because a request found nothing, failed ones included.
     pub growths: u64,
     /// Times that pinning ended before all of a region was pinned.
     pub growth_failures: u64,
@@ -71,26 +71,20 @@ pub struct PoolStats {
     /// Checkouts that ended with an error, by [class](crate::ErrorClass). Exhaustion and timeouts
     /// are transient.
     pub errors: ErrorCounts,
-    /// Of the checkouts that ended with an error, those that the pool refused, by reason.
-    pub refused: RefusedCounts,
-}
-
-/// How [`Pool::shutdown`] ended.
-#[must_use = "it says whether buffers are still out"]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Shutdown {
-    /// Whether every buffer came back.
-    pub drained: bool,
-    /// Segments that are still checked out, in flight or quarantined, and keep their memory.
-    pub outstanding: u64,
-    /// Bytes that are quarantined; their memory stays until the process ends.
-    pub quarantined_bytes: usize,
+    /// Checkouts that ended with [`Error::Exhausted`](crate::Error::Exhausted): nothing was free,
+    /// and the call did not wait.
+    pub exhausted: u64,
+    /// Checkouts that ended with [`Error::QueueFull`](crate::Error::QueueFull): as many requests
+    /// waited as the pool allows.
+    pub queue_full: u64,
+    /// Checkouts that ended with [`Error::Impossible`](crate::Error::Impossible): no wait could
+    /// help.
+    pub impossible: u64,
 }
 
 impl Pool {
-    /// Bytes and counts. The call takes a few microseconds, and does not slow down other threads.
-    /// In the child of a fork it has only misses and errors.
+    /// The pool's bytes by state, and counts. The call takes a few microseconds, and does not slow
+    /// down other threads. In the child of a fork it has only misses and errors.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.stats_of(|central| central.snapshot())
@@ -98,10 +92,19 @@ impl Pool {
 
     /// [`stats`](Self::stats), made of a snapshot that `snapshot` takes of the central pool.
     pub(crate) fn stats_of(&self, snapshot: impl FnOnce(&CentralPool) -> CentralSnapshot) -> PoolStats {
-        let (misses, errors, refused) =
-            (self.0.misses.load(Ordering::Relaxed), self.0.errors.read(), self.0.refused.read());
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let [exhausted, queue_full, impossible] = self.0.refused.each_ref().map(read);
+        let errors = self.0.errors.read();
+        let unlocked = PoolStats {
+            misses: read(&self.0.misses),
+            errors,
+            exhausted,
+            queue_full,
+            impossible,
+            ..PoolStats::default()
+        };
         if crate::os::forked() {
-            return PoolStats { misses, errors, refused, ..PoolStats::default() };
+            return unlocked;
         }
         let central = self.central();
         let (in_flight, claimed) = self.flight();
@@ -125,7 +128,6 @@ impl Pool {
             capacity_bytes: central.config().capacity,
             checkouts: s.takes,
             returns: s.puts,
-            misses,
             reclaims: s.stats.reclaims,
             growths: s.stats.growths,
             growth_failures: s.stats.growth_failures,
@@ -133,8 +135,7 @@ impl Pool {
             timeouts: s.stats.timeouts,
             abandoned: s.stats.abandoned,
             waiting: s.waiting,
-            errors,
-            refused,
+            ..unlocked
         }
     }
 

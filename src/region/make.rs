@@ -85,7 +85,7 @@ impl Regions {
         });
     }
 
-    /// Where so many bytes come from. Maps them, unless the driver allocates them.
+    /// Where `len` bytes come from. Maps them, unless the driver allocates them.
     fn supply(&self, len: usize, context: &Arc<Context>) -> Result<Supply> {
         if self.options.check_cgroups {
             os::refuse_over_cgroups(len)?;
@@ -233,8 +233,8 @@ impl Regions {
             if base.as_ptr().addr() % page() == 0 {
                 return Ok((base, len));
             }
-            // Drivers promise no alignment, and hand out small allocations from shared pages. One that
-            // does not start on a page is made again with one page more, for its whole pages.
+            // Drivers promise no alignment, and hand out small allocations from shared pages. One
+            // that does not start on a page is made again with one page more, for its whole pages.
             free(context, base, len, kind);
             ask(len + page()).map(|base| (base, len + page()))
         });
@@ -310,7 +310,7 @@ impl Regions {
         });
     }
 
-    /// Pins the extent of which this is a [part](Extent::part), if it is still unpinned. `false`:
+    /// Pins the extent that `part` is a [part](Extent::part) of, if it is still unpinned. `false`:
     /// it was refused, and may be pinned later.
     fn try_again(&self, part: &Extent, owner: &Weak<dyn Owner>) -> bool {
         let &Extent { region, base, len, ref context, .. } = part;

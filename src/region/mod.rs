@@ -64,7 +64,7 @@ use crate::locks::{Condvar, Mutex};
 use crate::device::context::Context;
 use crate::device::{Driver, HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
-pub use crate::segment::RegionId;
+pub(crate) use crate::segment::RegionId;
 pub(crate) use adopted::Adoptee;
 use make::{Source, page};
 pub use touch::HugePages;
@@ -73,22 +73,6 @@ pub use touch::HugePages;
 const REGION_ALIGN: usize = 2 << 20;
 
 /// Where a pool gets its memory from. Set by [`PoolBuilder::backing`](crate::PoolBuilder::backing).
-///
-/// # Examples
-///
-/// ```
-/// use pinpool::{Backing, Device, HostAllocFlags, Pool, Unpinned};
-///
-/// let device = Device::open("host")?;
-/// let flags = HostAllocFlags::default();
-/// let pool = Pool::builder(&device)
-///     .capacity(1 << 20)
-///     .backing(Backing::HostAlloc(flags))
-///     .unpinned(Unpinned::Allow)
-///     .build()?;
-/// # drop(pool.checkout(1000)?);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Backing {
@@ -175,8 +159,8 @@ pub enum Unpinned {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionInfo {
-    /// The number of the region in its pool.
-    pub id: RegionId,
+    /// The region's number in its pool, never used twice.
+    pub id: u64,
     /// The first byte: on a multiple of 2 MiB if the pool mapped the region, else on a page.
     pub base: NonNull<u8>,
     /// Bytes that the pool serves from: a multiple of the page size.
@@ -239,10 +223,10 @@ pub struct Pinning {
     pub wanted: usize,
     /// Bytes that the pool can serve from.
     pub ready: usize,
-    /// Bytes that came since the pool was built, including those that were given back since, and
-    /// those that could not be pinned.
+    /// Bytes that came since the pool was built. Bytes that were given back since and bytes that
+    /// could not be pinned are included.
     pub made: usize,
-    /// The time spent on making these: calls that pinned or allocated, and waiting for pages to be
+    /// The time spent on making them: calls that pinned or allocated, and waiting for pages to be
     /// touched. The pauses between two calls do not count.
     pub busy: Duration,
     /// The longest single call that pinned: other users of the driver may have waited for it.
@@ -268,13 +252,13 @@ struct Extent {
     pinned: Pinned,
     node: Option<u32>,
     source: Source,
-    /// The device that made it, and that is to undo it.
+    /// The device that made the extent, and that is to undo it.
     context: Arc<Context>,
-    /// The time spent on making it, and that of the call that pinned it.
+    /// The time spent on making the extent, and the time of the call that pinned it.
     times: [Duration; 2],
-    /// It was handed over. Then its bytes count in [`Pinning::ready`].
+    /// The extent was handed over, and its bytes count in [`Pinning::ready`].
     is_ready: bool,
-    /// The region thread has been told to give it back, and has not begun to.
+    /// The region thread has been told to give the extent back, and has not begun to.
     is_going: bool,
 }
 
@@ -298,12 +282,12 @@ impl Extent {
     }
 }
 
-/// The region of these extents: all that it has, of which there is one at least.
+/// The region of `extents`, which are all that it has, at least one.
 fn info(extents: &[Extent]) -> RegionInfo {
     let &Extent { region: id, base, node, .. } = &extents[0];
     let pinned = extents.iter().filter(|extent| extent.pinned == Pinned::Yes);
     let [len, pinned] = [extents.iter().map(|e| e.len).sum(), pinned.map(|e| e.len).sum()];
-    RegionInfo { id, base, len, pinned, node }
+    RegionInfo { id: id.0, base, len, pinned, node }
 }
 
 #[derive(Default)]

@@ -38,12 +38,14 @@ const SLOW_CALLS: u32 = 4;
 /// [`PoolBuilder::huge_pages`](crate::PoolBuilder::huge_pages).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum HugePages {
-    /// Asked for as long as they come fast, without the system making room for them first.
+    /// Huge pages are asked for as long as they come fast, without the system making room for them
+    /// first.
     #[default]
     Auto,
-    /// Always asked for, however long they take. The system may still decline.
+    /// Huge pages are always asked for, however long they take. The system may still decline.
     Always,
-    /// Never asked for. (A system whose setting is `always` gives them all the same.)
+    /// Huge pages are never asked for. (A system whose setting is `always` gives them all the
+    /// same.)
     Never,
 }
 

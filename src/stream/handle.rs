@@ -47,7 +47,7 @@ impl Device {
     /// A new stream, owned by the crate. The call can be slow: make streams at start-up.
     ///
     /// # Errors
-    /// What the driver says; the device's loss.
+    /// [As every call](Error#every-call).
     pub fn stream(&self) -> Result<Stream> {
         self.make_stream(false)
     }
@@ -92,8 +92,8 @@ impl Stream {
         &self.timeline
     }
 
-    /// The stream's number in statistics, events and reports: no other of this process has or had
-    /// it.
+    /// The stream's number in statistics, events and reports: no other stream of the
+    /// process has or had it.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.timeline.number()
@@ -111,8 +111,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Mismatch`] for streams of different devices; [`Error::Capturing`] if either is
-    /// being captured into a graph; [`Error::Forked`]; the driver's error; the error with which
-    /// either stream was lost.
+    /// being captured into a graph; else [as every call](Error#every-call).
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         self.follow(&other.timeline)
     }
@@ -137,9 +136,7 @@ impl Stream {
     /// `stream.hold(())?`.)
     ///
     /// # Errors
-    /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; the error with
-    /// which the stream was lost; [`Error::Unsupported`] from a waker that runs on a thread of the
-    /// crate, where the wait could never end.
+    /// [As every wait](Error#waits).
     pub fn synchronize(&self) -> Result<()> {
         self.timeline.not_capturing("waiting for the stream", "end the capture first")?;
         let nothing = self.timeline.begin(Resource::Nothing, None)?;

@@ -112,7 +112,7 @@ impl Resource {
 #[derive(Debug)]
 pub(super) struct Flown {
     pub(super) segment: Segment,
-    /// Its state word as of when it went in flight.
+    /// The segment's state word as of when it went in flight.
     pub(super) word: Word,
     pub(super) bytes: usize,
 }

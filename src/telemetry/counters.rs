@@ -34,32 +34,11 @@ pub(super) const BOUNDS: [Duration; BOUNDED] = {
 
 /// Durations in fixed buckets: upper bounds of 1 us times powers of two, and one for the rest.
 ///
-/// Histograms can be [merged](Self::merge), and [subtracted](Self::since) from later ones.
-///
-/// ```
-/// use std::time::Duration;
-/// use pinpool::telemetry::Histogram;
-///
-/// let mut durations = Histogram::default();
-/// durations.record(Duration::from_micros(3));
-/// durations.record(Duration::from_micros(900));
-/// assert_eq!(durations.count(), 2);
-/// assert_eq!(durations.quantile(0.5), Some(Duration::from_micros(4))); // the upper bound of its bucket
-/// ```
+/// An earlier reading can be [subtracted](Self::since) from a later one of the same histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Histogram {
     counts: [u64; BOUNDED + 1],
     sum_ns: u64,
-}
-
-/// One bucket of a [`Histogram`]: see [`Histogram::buckets`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Bucket {
-    /// The upper bound, which belongs to the bucket. `None`: the last bucket, which has none.
-    pub upper: Option<Duration>,
-    /// Durations in this bucket, without those in the buckets before.
-    pub count: u64,
 }
 
 impl Default for Histogram {
@@ -81,7 +60,7 @@ impl Histogram {
     }
 
     /// Counts a duration.
-    pub fn record(&mut self, duration: Duration) {
+    pub(crate) fn record(&mut self, duration: Duration) {
         self.counts[BOUNDS.partition_point(|bound| *bound < duration)] += 1;
         self.sum_ns = self.sum_ns.saturating_add(nanoseconds(duration));
     }
@@ -98,16 +77,16 @@ impl Histogram {
         Duration::from_nanos(self.sum_ns)
     }
 
-    /// The buckets, shortest first.
-    pub fn buckets(&self) -> impl DoubleEndedIterator<Item = Bucket> + ExactSizeIterator + '_ {
-        self.counts
-            .iter()
-            .enumerate()
-            .map(|(i, count)| Bucket { upper: BOUNDS.get(i).copied(), count: *count })
+    /// The upper bound of each bucket and the durations in it, shortest first. The bound belongs to
+    /// the bucket; the last bucket has none. Buckets do not include those before them.
+    pub fn buckets(
+        &self,
+    ) -> impl DoubleEndedIterator<Item = (Option<Duration>, u64)> + ExactSizeIterator + '_ {
+        self.counts.iter().enumerate().map(|(i, count)| (BOUNDS.get(i).copied(), *count))
     }
 
     /// Adds the durations of another histogram.
-    pub fn merge(&mut self, other: &Self) {
+    pub(crate) fn merge(&mut self, other: &Self) {
         for (mine, theirs) in self.counts.iter_mut().zip(other.counts) {
             *mine = mine.saturating_add(theirs);
         }
@@ -139,99 +118,67 @@ impl Histogram {
     }
 }
 
-/// Declares counts of errors by kind: a public type of plain numbers, and a tally of atomics that
-/// many threads count with. The atomics are the standard library's: no protocol reads them. They
-/// are relaxed: no thread concludes from a count what another has done.
-macro_rules! counts {
-    (
-        $(#[$docs:meta])*
-        $Counts:ident, $by_name:ident: $len:literal, $Tally:ident by |$error:ident| $kind:expr;
-        $($(#[$doc:meta])* $name:ident = $pattern:pat,)*
-    ) => {
-        $(#[$docs])*
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-        #[non_exhaustive]
-        pub struct $Counts {
-            $($(#[$doc])* pub $name: u64,)*
-        }
-
-        impl $Counts {
-            /// The sum of all counts.
-            #[must_use]
-            pub fn total(&self) -> u64 {
-                0 $(+ self.$name)*
-            }
-
-            /// Each count with its name, which is the value of the metric's label.
-            #[must_use]
-            pub fn $by_name(&self) -> [(&'static str, u64); $len] {
-                [$((stringify!($name), self.$name),)*]
-            }
-        }
-
-        #[derive(Debug, Default)]
-        pub(crate) struct $Tally {
-            $($name: AtomicU64,)*
-        }
-
-        impl $Tally {
-            /// Counts an error that is of one of the kinds.
-            pub(crate) fn note(&self, $error: &Error) {
-                #[allow(unreachable_patterns, reason = "some counts have all kinds")]
-                let count = match $kind {
-                    $($pattern => &self.$name,)*
-                    _ => return,
-                };
-                count.fetch_add(1, Ordering::Relaxed);
-            }
-
-            pub(crate) fn read(&self) -> $Counts {
-                $Counts { $($name: self.$name.load(Ordering::Relaxed),)* }
-            }
-        }
-    };
-}
-
-counts! {
-    /// Errors, counted by their [class](ErrorClass).
-    ///
-    /// ```
-    /// # use pinpool::{Device, Pool, Unpinned};
-    /// # let device = Device::open("host")?;
-    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
-    /// assert!(pool.checkout(1 << 40).is_err()); // more than the capacity
-    /// assert_eq!((pool.stats().errors.argument, pool.stats().errors.total()), (1, 1));
-    /// # Ok::<(), pinpool::Error>(())
-    /// ```
-    ErrorCounts, by_class: 7, ErrorTally by |error| error.class();
+/// Errors, counted by their [class](ErrorClass).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ErrorCounts {
     /// Errors of [`ErrorClass::Argument`]: the call could not succeed as it was made.
-    argument = ErrorClass::Argument,
+    pub argument: u64,
     /// Errors of [`ErrorClass::Capture`]: the stream was being captured.
-    capture = ErrorClass::Capture,
+    pub capture: u64,
     /// Errors of [`ErrorClass::Transient`]: out of memory, timed out.
-    transient = ErrorClass::Transient,
+    pub transient: u64,
     /// Errors of [`ErrorClass::Closed`]: the program had shut the pool down.
-    closed = ErrorClass::Closed,
+    pub closed: u64,
     /// Errors of [`ErrorClass::Cancelled`]: the program had cancelled it.
-    cancelled = ErrorClass::Cancelled,
+    pub cancelled: u64,
     /// Errors of [`ErrorClass::DeviceLost`]: the call lost the device, or found it lost.
-    device_lost = ErrorClass::DeviceLost,
+    pub device_lost: u64,
     /// Errors of [`ErrorClass::DriverShutdown`]: the driver was shutting down.
-    driver_shutdown = ErrorClass::DriverShutdown,
+    pub driver_shutdown: u64,
 }
 
-counts! {
-    /// Checkouts that ended with one of the errors that a pool refuses requests with, by reason:
-    /// [`PoolStats::refused`](crate::PoolStats::refused).
-    RefusedCounts, by_reason: 4, RefusedTally by |error| error;
-    /// [`Error::Exhausted`]: nothing was free, and the call did not wait.
-    exhausted = Error::Exhausted(_),
-    /// [`Error::QueueFull`]: as many requests waited as the pool allows.
-    queue_full = Error::QueueFull { .. },
-    /// [`Error::Impossible`]: no wait could help.
-    impossible = Error::Impossible { .. },
-    /// [`Error::Closed`]: the pool was shut down, or was while the request waited.
-    closed = Error::Closed,
+impl ErrorCounts {
+    /// The sum of all counts.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.by_class().iter().map(|(_, count)| count).sum()
+    }
+
+    /// Each count with its name, which is the value of the metric's label.
+    #[must_use]
+    pub fn by_class(&self) -> [(&'static str, u64); ERROR_CLASSES] {
+        [
+            (ErrorClass::Argument, self.argument),
+            (ErrorClass::Capture, self.capture),
+            (ErrorClass::Transient, self.transient),
+            (ErrorClass::Closed, self.closed),
+            (ErrorClass::Cancelled, self.cancelled),
+            (ErrorClass::DeviceLost, self.device_lost),
+            (ErrorClass::DriverShutdown, self.driver_shutdown),
+        ]
+        .map(|(class, count)| (class.name(), count))
+    }
+}
+
+const ERROR_CLASSES: usize = ErrorClass::DriverShutdown as usize + 1;
+
+/// Counts of errors that many threads make, by class in the order of [`ErrorClass`]. The atomics
+/// are the standard library's: no protocol reads them. They are relaxed: no thread concludes from a
+/// count what another has done.
+#[derive(Debug, Default)]
+pub(crate) struct ErrorTally([AtomicU64; ERROR_CLASSES]);
+
+impl ErrorTally {
+    pub(crate) fn note(&self, error: &Error) {
+        self.0[error.class() as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn read(&self) -> ErrorCounts {
+        let counts = self.0.each_ref().map(|count| count.load(Ordering::Relaxed));
+        let [argument, capture, transient, closed, cancelled, device_lost, driver_shutdown] = counts;
+        ErrorCounts { argument, capture, transient, closed, cancelled, device_lost, driver_shutdown }
+    }
 }
 
 /// The segments of one size class. Part of [`Snapshot`](super::Snapshot).
@@ -242,7 +189,7 @@ pub struct ClassStats {
     pub stride: Option<usize>,
     /// Segments that are cut and can be checked out. (Those without a class are cut on demand.)
     pub free: u64,
-    /// Of the free segments, those that are cached for the next checkouts.
+    /// The part of the free segments that is cached for the next checkouts.
     pub cached: u64,
     /// Segments that are checked out, in flight or quarantined.
     pub out: u64,
@@ -254,8 +201,8 @@ pub struct ClassStats {
     pub returns: u64,
 }
 
-/// Segments checked out and returned on the slow path, by class, and those of threads whose caches
-/// are gone; under the central pool's lock. Segments without a class (large or aligned) always take
+/// Segments checked out and returned on the slow path, by class, and by threads whose caches are
+/// gone; under the central pool's lock. Segments without a class (large or aligned) always take
 /// the slow path. Counts wrap: a cache may count the return of the slow path's checkout.
 #[derive(Clone, Debug)]
 pub(crate) struct ClassTally {
@@ -323,7 +270,7 @@ mod tests {
             let mut both = of(&[nanoseconds(bound), nanoseconds(bound) + 1]);
             assert_eq!((both.counts[i], both.counts[i + 1]), (1, 1), "{bound:?}");
             both.merge(&of(&[0, 1, u64::MAX]));
-            assert_eq!((both.buckets().next().unwrap().count >= 2, both.count()), (true, 5));
+            assert_eq!((both.buckets().next().unwrap().1 >= 2, both.count()), (true, 5));
         }
         assert_eq!(BOUNDS[20], Duration::from_nanos(1_048_576_000), "a bound of some 1.05 s");
         assert_eq!(Histogram::default().quantile(0.5), None);

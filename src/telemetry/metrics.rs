@@ -1,4 +1,4 @@
-//! The metrics: one table, of which everything about a metric is made.
+//! The metrics: one table, from which everything about a metric is made.
 //!
 //! A row has a metric's kind, name and labels, how it is read from a sample, and what it measures.
 //! Four things are made of it: [`METRICS`] with its page, for authors of dashboards; what a poll
@@ -17,62 +17,34 @@ use super::snapshot::{DeviceStats, Snapshot};
 
 /// The target of events that carry metrics.
 pub(super) const TARGET: &str = "pinpool::metrics";
-/// Their level: there are hundreds a poll, for logs that ask for them only.
+/// The level of events that carry metrics: there are hundreds a poll.
 pub(super) const LEVEL: tracing::Level = tracing::Level::TRACE;
 
 /// Events that one poll makes of one histogram at most.
 const REPLAYED: u64 = 64;
 
-/// How a metric behaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum MetricKind {
-    /// Counts up; each poll sends the increase since the poll before.
-    Counter,
-    /// Goes up and down.
-    Gauge,
-    /// Durations.
-    Histogram,
-}
-
-impl MetricKind {
-    /// The kind that a row of the table names.
-    const fn of(word: &str) -> Self {
-        match word.as_bytes() {
-            b"monotonic_counter" => Self::Counter,
-            b"gauge" => Self::Gauge,
-            _ => Self::Histogram,
-        }
+/// The kind of a metric whose row begins with this prefix.
+const fn kind(prefix: &str) -> &'static str {
+    match prefix.as_bytes() {
+        b"monotonic_counter" => "counter",
+        b"gauge" => "gauge",
+        _ => "histogram",
     }
 }
 
 /// One metric. [`METRICS`] lists all of them.
-///
-/// ```
-/// for metric in pinpool::telemetry::METRICS {
-///     println!("{} {:?}: {}", metric.prometheus_name(), metric.labels, metric.help);
-/// }
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Metric {
-    /// Its name in OpenTelemetry's style, with points. It ends with the unit: `bytes`, `seconds`,
-    /// `bytes_per_second`, or what is counted; a counter's has `total` after that.
+    /// The metric's name in OpenTelemetry's style, with points. It ends with the unit: `bytes`,
+    /// `seconds`, `bytes_per_second`, or what is counted; a counter's has `total` after that.
     pub name: &'static str,
-    /// How it behaves.
-    pub kind: MetricKind,
-    /// The names of its labels (attributes).
+    /// `counter` (each poll sends the increase since the poll before), `gauge`, or `histogram`.
+    pub kind: &'static str,
+    /// The names of the metric's labels (attributes).
     pub labels: &'static [&'static str],
-    /// What it measures.
+    /// What the metric measures.
     pub help: &'static str,
-}
-
-impl Metric {
-    /// The name in Prometheus's style: underscores in place of the points.
-    #[must_use]
-    pub fn prometheus_name(&self) -> String {
-        self.name.replace('.', "_")
-    }
 }
 
 /// A poll of a pool: what its metrics are read from.
@@ -196,7 +168,7 @@ macro_rules! table {
         pub const METRICS: &[Metric] = &[
             $(Metric {
                 name: concat!(stringify!($first) $(, ".", stringify!($rest))*),
-                kind: MetricKind::of(stringify!($kind)),
+                kind: kind(stringify!($kind)),
                 labels: &[stringify!($scope) $(, stringify!($label))?],
                 help: $help,
             },)*
@@ -234,9 +206,9 @@ table! {
     gauge [pinpool.memory.capacity.bytes] [pool] |p| one(p.all.pool.capacity_bytes as f64),
         "Bytes that the pool may hold at most.";
     gauge [pinpool.memory.cached.bytes] [pool] |p| one(p.all.pool.cached_bytes as f64),
-        "Of the free bytes, those that are cached for the next checkouts.";
+        "The part of the free bytes that is cached for the next checkouts.";
     gauge [pinpool.memory.claimed.bytes] [pool] |p| one(p.all.pool.claimed_bytes as f64),
-        "Of the bytes in flight, those that a stream-ready buffer has claimed.";
+        "The part of the bytes in flight that stream-ready buffers have claimed.";
     gauge [pinpool.memory.requested.bytes] [pool] |p| one(p.all.pool.requested_bytes as f64),
         "The lengths asked for, of all buffers that are out.";
     gauge [pinpool.memory.rounding.bytes] [pool] |p| one(p.all.pool.rounding_bytes as f64),
@@ -264,7 +236,12 @@ table! {
     monotonic_counter [pinpool.abandoned.total] [pool] |p| one(p.all.pool.abandoned),
         "Waits whose future was dropped: a client went away, or a runtime's own timeout passed.";
     monotonic_counter [pinpool.refused.total] [pool, reason]
-        |p| each(p.all.pool.refused.by_reason()),
+        |p| each([
+            ("exhausted", p.all.pool.exhausted),
+            ("queue_full", p.all.pool.queue_full),
+            ("impossible", p.all.pool.impossible),
+            ("closed", p.all.pool.errors.closed),
+        ]),
         "Checkouts that the pool refused, by reason: exhausted, queue_full, impossible, closed.";
     gauge [pinpool.waiting.requests] [pool] |p| one(p.all.pool.waiting as f64),
         "Requests that wait now.";
@@ -273,7 +250,7 @@ table! {
     histogram [pinpool.wait.seconds] [pool] |p| one(p.all.waiting),
         "How long requests waited for memory.";
     histogram [pinpool.holding.seconds] [pool] |p| one(p.all.holding),
-        "How long buffers were out; of a sample, one in eight of those that no cache served.";
+        "How long buffers were out; of a sample, one in eight of the checkouts that no cache served.";
     gauge [pinpool.pinning.bytes_per_second] [pool]
         |p| one(p.all.pinning.bytes_per_second().unwrap_or(0.0)),
         "Bytes pinned per second spent in pinning.";
@@ -291,7 +268,7 @@ table! {
     gauge [pinpool.class.out.segments] [pool, stride] |p| each(p.by_stride(|class| class.out as f64)),
         "Segments of a size class that are checked out, in flight or quarantined.";
     gauge [pinpool.class.cached.segments] [pool, stride] |p| each(p.by_stride(|class| class.cached as f64)),
-        "Of the free segments of a size class, those that are cached for the next checkouts.";
+        "The part of the free segments of a size class that is cached for the next checkouts.";
     monotonic_counter [pinpool.class.checkouts.total] [pool, stride]
         |p| each(p.by_stride(|class| class.checkouts)),
         "Segments of a size class checked out.";
@@ -312,7 +289,7 @@ table! {
     gauge [pinpool.device.lost] [device] |d| one(f64::from(d.stats.lost.is_some())),
         "1 if the device is lost, else 0.";
     gauge [pinpool.device.stuck.streams] [device] |d| one(d.stuck_streams as f64),
-        "Streams with work in flight of which nothing completed for longer than the sampler's threshold.";
+        "Streams on which nothing completed for longer than the sampler's threshold, with work in flight.";
     gauge [pinpool.stream.in_flight.bytes] [device, stream]
         |d| each(d.by_stream(|[bytes, _]| bytes)),
         "Bytes of segments in flight on a stream: on one with a gauge of its own, or under other on the rest together.";
@@ -351,8 +328,8 @@ fn thinned(durations: &Histogram) -> impl Iterator<Item = f64> + '_ {
         0..=REPLAYED => count,
         _ => 1.max((u128::from(count) * u128::from(REPLAYED / 2) / u128::from(all)) as u64),
     };
-    let buckets = durations.buckets().filter(|bucket| bucket.count > 0);
-    buckets.flat_map(move |b| std::iter::repeat_n(stands_for(b.upper), shown(b.count) as usize))
+    let buckets = durations.buckets().filter(|(_, count)| *count > 0);
+    buckets.flat_map(move |(upper, count)| std::iter::repeat_n(stands_for(upper), shown(count) as usize))
 }
 
 /// Describes each metric to the facade.
@@ -368,9 +345,9 @@ pub(super) fn describe() {
             };
             let (name, help) = (metric.name.into(), metric.help.into());
             match metric.kind {
-                MetricKind::Counter => recorder.describe_counter(name, unit, help),
-                MetricKind::Gauge => recorder.describe_gauge(name, unit, help),
-                MetricKind::Histogram => recorder.describe_histogram(name, unit, help),
+                "counter" => recorder.describe_counter(name, unit, help),
+                "gauge" => recorder.describe_gauge(name, unit, help),
+                _ => recorder.describe_histogram(name, unit, help),
             }
         }
     });
@@ -391,9 +368,9 @@ pub(super) fn send_to_recorder((row, label): &Key, value: &Value, first: &str) {
         Value::Counter(count) => recorder.register_counter(&key, &RECORDER_METADATA).increment(*count),
         Value::Gauge(level) => recorder.register_gauge(&key, &RECORDER_METADATA).set(*level),
         Value::Histogram(durations) => {
-            for bucket in durations.buckets().filter(|bucket| bucket.count > 0) {
+            for (upper, count) in durations.buckets().filter(|(_, count)| *count > 0) {
                 let histogram = recorder.register_histogram(&key, &RECORDER_METADATA);
-                histogram.record_many(stands_for(bucket.upper), bucket.count as usize);
+                histogram.record_many(stands_for(upper), count as usize);
             }
         }
     });
@@ -409,10 +386,10 @@ mod tests {
     fn names_are_right_for_both_manners() {
         let mut seen = HashSet::new();
         for metric in METRICS {
-            let name = metric.prometheus_name();
+            let name = metric.name.replace('.', "_");
             assert!(name.bytes().all(|b| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'_')), "{name}");
-            assert_eq!(metric.kind == MetricKind::Counter, name.ends_with("_total"), "{name}");
-            assert!(metric.kind != MetricKind::Histogram || name.ends_with("_seconds"), "{name}");
+            assert_eq!(metric.kind == "counter", name.ends_with("_total"), "{name}");
+            assert!(metric.kind != "histogram" || name.ends_with("_seconds"), "{name}");
             assert!(seen.insert(name), "twice");
         }
     }
@@ -425,12 +402,12 @@ mod tests {
         (0..6000).for_each(|_| histogram.record(Duration::from_secs(1)));
         let shown = |upper: Duration| thinned(&histogram).filter(|s| *s == stands_for(Some(upper))).count();
         assert_eq!((shown(BOUNDS[10]), shown(BOUNDS[20])), (1, 31), "what is rare is shown all the same");
-        // As many buckets as there are, of which all but one have little.
+        // Every bucket has something, and all but one have little.
         BOUNDS.iter().for_each(|bound| histogram.record(*bound));
         histogram.record(Duration::MAX);
         assert!(thinned(&histogram).count() <= REPLAYED as usize);
         let mut again = Histogram::default();
         thinned(&histogram).for_each(|seconds| again.record(Duration::from_secs_f64(seconds)));
-        assert!(again.buckets().all(|bucket| bucket.count > 0), "each is in the bucket that it stands for");
+        assert!(again.buckets().all(|(_, count)| count > 0), "each is in the bucket that it stands for");
     }
 }

@@ -24,7 +24,7 @@
 //! | `pinpool::region` | `grow` | INFO | device, bytes | pinning of memory for a pool, until all of it is pinned or the system gives no more |
 //! | `pinpool::region` | `pin` | INFO | device, bytes | within `grow`: one extent touched and pinned, on the device's region thread |
 //! | `pinpool::region` | `allocate` | INFO | device, bytes | within `grow`: one extent allocated by the driver |
-//! | `pinpool::copier` | `transfer` | INFO from 16 MiB, below DEBUG | device, direction (upload or download), priority (bulk or foreground), bytes, what; at its end outcome (done, cancelled or failed), copied_bytes, seconds, and error if it failed | a transfer of a [`Copier`](crate::Copier), from its start until nothing of it is under way; it lies within the spans of the call that started it. Chunks have no spans, nor have the calls for many pieces, buffers or pages |
+//! | `pinpool::copier` | `transfer` | INFO from 16 MiB, below DEBUG | device, direction (upload or download), priority (bulk or foreground), bytes, what; at its end outcome (done, cancelled or failed), copied_bytes, seconds; and if it failed error, error.type (its [class](crate::Error::class)) and otel.status_code (ERROR) | a transfer of a [`Copier`](crate::Copier), from its start until nothing of it is under way; it lies within the spans of the call that started it. Chunks have no spans, nor have the calls for many pieces, buffers or pages |
 //!
 //! # Events to act on
 //!
@@ -38,7 +38,7 @@
 //!
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
-//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, those that are known, and hint where checkouts were not recorded | a wait timed out or has lasted for five seconds (at most once a minute; the list has buffers that were out when it began or have been for a second, and those whose age is not exact), or a sampler found buffers out for too long: look at tag and site, or at the stream |
+//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes, and of a wait that goes on requested, requested_buffers, waiting, growth; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, long_lived, tag, site, where known, and hint where checkouts were not recorded | a wait timed out or has lasted for five seconds (at most once a minute; the list has buffers that were out when it began or have been for a second, and those whose age is not exact), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
 //! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | the stream has work in flight, and nothing of it completes: a kernel or a copy hangs |
 //! | `pinpool::stream::lost` | ERROR | device, stream, error, entries | what is complete on the stream cannot be known any more: the device is lost, or its driver does not answer; restart the process |
@@ -89,8 +89,8 @@ pub(crate) mod stuck;
 
 use std::time::Duration;
 
-pub use counters::{Bucket, ClassStats, ErrorCounts, Histogram, RefusedCounts};
-pub use metrics::{METRICS, Metric, MetricKind};
+pub use counters::{ClassStats, ErrorCounts, Histogram};
+pub use metrics::{METRICS, Metric};
 pub use sampler::{Sampler, Sampling};
 pub use snapshot::{DeviceStats, Snapshot, StreamStats};
 pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
@@ -99,12 +99,12 @@ use crate::pool::Pool;
 
 impl Pool {
     /// Lists the buffers that are known to have been out for at least `threshold`, oldest first:
-    /// size, age, state, the stream and event that each waits for, and its call site. These are
+    /// size, age, state, the stream and event that each waits for, and its call site. Known are
     ///
     /// - recorded checkouts: all of a pool that [tracks its
-    ///   checkouts](crate::PoolBuilder::track_checkouts); elsewhere those of
-    ///   [long-lived](crate::Request::long_lived) buffers, and one in eight of those that no cache
-    ///   served. Their ages are exact;
+    ///   checkouts](crate::PoolBuilder::track_checkouts); elsewhere the checkouts of
+    ///   [long-lived](crate::Request::long_lived) buffers, and one in eight of the checkouts that no
+    ///   cache served. Their ages are exact;
     /// - what streams hold in flight, by the time since the pool found it there, some milliseconds
     ///   after it was submitted;
     /// - quarantined buffers.

@@ -126,8 +126,8 @@ impl Sampler {
         self
     }
 
-    /// Polls once, on this thread, which calls the subscriber and the recorder. Whether any of the
-    /// pools is still open: in the child of a fork none is.
+    /// Polls once, on this thread, which calls the subscriber and the recorder. Returns whether any
+    /// of the pools is still open: in the child of a fork none is.
     pub fn poll(&mut self) -> bool {
         if crate::os::forked() {
             return false;

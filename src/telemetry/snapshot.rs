@@ -26,7 +26,7 @@ pub use crate::stream::timeline::StreamStats;
 pub struct Snapshot {
     /// Bytes by state, and counts.
     pub pool: PoolStats,
-    /// The parts by size class, smallest first; segments without a class come last. Classes that
+    /// Counts by size class, smallest first; segments without a class come last. Classes that
     /// were never used are left out.
     pub classes: Vec<ClassStats>,
     /// The devices that the pool serves, with all their streams, also those of other pools.
@@ -62,17 +62,18 @@ pub struct Snapshot {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DeviceStats {
-    /// Its name.
+    /// The device's name.
     pub name: String,
     /// The error that it was lost with, if it was.
     pub lost: Option<Error>,
-    /// Bytes of the program's values that are registered with it.
+    /// Bytes of the program's values that are [registered](Device::register) with it, leaked ones
+    /// included. Pools have their own count.
     pub registered_bytes: usize,
     /// Driver calls that failed, by the class of the error.
     pub errors: ErrorCounts,
-    /// Copies and holds submitted to all its streams, also to those that have ended.
+    /// Copies and holds submitted to its streams, ended ones included.
     pub submitted: u64,
-    /// Of the copies and holds submitted, those that are known to be complete.
+    /// Copies and holds known to be complete.
     pub completed: u64,
     /// Bytes of uploads that the driver accepted, blocking ones included. Copies that a graph makes
     /// are not counted, nor are those within the device or within the host.
@@ -83,7 +84,7 @@ pub struct DeviceStats {
     /// their end by up to an eighth of the time, and by at most 1 ms, where no thread waits for
     /// them. Of a sample: the first of every sixteen submissions to each stream.
     pub flight: Histogram,
-    /// Its streams: those that the program has a handle to, and those with work in flight.
+    /// The streams that the program has a handle to, and the streams with work in flight.
     pub streams: Vec<StreamStats>,
 }
 

@@ -20,40 +20,41 @@ use crate::device::handle::Device;
 use crate::freelist::state;
 pub use crate::stream::timeline::EventState;
 
-/// A wait that has lasted for so long is reported.
+/// A wait that has lasted for this long is reported.
 pub(crate) const LONG_WAIT: Duration = Duration::from_secs(5);
 /// The shortest time between two reports that waits make.
 pub(crate) const REPORT_INTERVAL: Duration = Duration::from_secs(60);
-/// Such a report is about buffers that have been out for as long as the wait, or for this long.
+/// A report that a wait makes is about buffers that have been out for as long as the wait, or for
+/// this long.
 const REPORTED_AGE: Duration = Duration::from_secs(1);
-/// Buffers that such a report lists at most.
+/// Buffers that a report lists at most.
 const BUFFERS_LISTED: usize = 8;
 
 /// The state of a buffer that is out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BufferState {
-    /// The program has it: as a `PinnedBuf`, or a stream-ready buffer that was free. A buffer that
-    /// is shared by `Arc` and lent to a device is in this state, too, with entries in
+    /// The program has the buffer: as a `PinnedBuf`, or a stream-ready buffer that was free. A
+    /// buffer that is shared by `Arc` and lent to a device is in this state, too, with entries in
     /// [`awaited`](StuckBuffer::awaited).
     CheckedOut,
-    /// A device may still use it, and the program has the handle of the copy or hold.
+    /// A device may still use the buffer, and the program has the handle of the copy or hold.
     InFlight,
-    /// A device may still use it, and its handle was dropped: it returns by itself.
+    /// A device may still use the buffer, whose handle was dropped: it returns by itself.
     Returning,
-    /// The device is done with it; its handle has been neither waited for nor dropped.
+    /// The device is done with the buffer, whose handle has been neither waited for nor dropped.
     Completed,
-    /// A stream-ready buffer claimed it for later work on its stream, before the device was done.
+    /// A stream-ready buffer claimed the memory for later work on its stream, before the device was
+    /// done.
     Claimed,
-    /// It is never used again, since the device cannot be shown to be done with it.
+    /// The memory is never used again, since the device cannot be shown to be done with it.
     Quarantined,
 }
 
 impl BufferState {
     /// The state as one word, as in events: `checked_out`, `in_flight`, `returning`, `completed`,
     /// `claimed`, `quarantined`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::CheckedOut => "checked_out",
             Self::InFlight => "in_flight",
@@ -96,28 +97,28 @@ pub struct Awaited {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
-    /// Bytes that it takes of the pool, rounding included.
+    /// Bytes that the buffer takes of the pool, rounding included.
     pub granted: usize,
     /// Bytes that were asked for, if that was [recorded](crate::PoolBuilder::track_checkouts).
     pub requested: Option<usize>,
-    /// How long it has been out, exactly or at least.
+    /// How long the buffer has been out, exactly or at least.
     pub age: Duration,
     /// Whether `age` counts from the checkout. If not, the checkout was not recorded, and `age`
     /// counts from when the pool found that the buffer was in flight, some milliseconds after it
     /// was submitted, or from when it was quarantined.
     pub exact: bool,
-    /// Its state.
+    /// The buffer's state.
     pub state: BufferState,
-    /// What it waits for, on each stream where it is in flight: none for a buffer that the program
-    /// has, several for a shared one. Streams that have had it for less than the threshold may be
-    /// missing.
+    /// What the buffer waits for, on each stream where it is in flight: none for a buffer that the
+    /// program has, several for a shared one. Streams that have had it for less than the threshold
+    /// may be missing.
     pub awaited: Vec<Awaited>,
-    /// Whether its request said that it is going to be held for long
+    /// Whether the request said that the buffer is going to be held for long
     /// ([`Request::long_lived`](crate::Request::long_lived)): then no sampler counts or logs it.
     pub long_lived: bool,
-    /// The tag of its request ([`Request::tag`](crate::Request::tag)), if it was recorded.
+    /// The tag of the request ([`Request::tag`](crate::Request::tag)), if it was recorded.
     pub tag: Option<&'static str>,
-    /// The place in the program that checked it out, if its checkout was recorded.
+    /// The place in the program that checked the buffer out, if the checkout was recorded.
     pub site: Option<&'static Location<'static>>,
 }
 

@@ -98,6 +98,6 @@ fn what_cannot_be_registered_says_so() {
         pool.trim(0);
         says(pool.adopt(vec![0; 100_000]).unwrap_err().error);
         says(Pool::builder(&device).backing(Backing::Managed).build().unwrap_err());
-        assert_eq!(device.registered_bytes(), 0);
+        assert_eq!(device.stats().registered_bytes, 0);
     });
 }

@@ -176,13 +176,13 @@ pub fn adopted(on: &Subject) {
 
 pub fn registered(on: &Subject) {
     let (pool, stream, memory) = (on.pool(4 << 20), on.stream(), on.alloc(300_000));
-    let before = on.device.registered_bytes();
+    let before = on.device.stats().registered_bytes;
     let content = bytes(1, 300_000);
     let vec = content.clone();
     let at = vec.as_ptr();
     let Some(mut value) = register(on, vec, false) else { return };
     assert!(value.as_ptr() == at && *value == *content && value.len() == 300_000 && !value.is_read_only());
-    assert_eq!(on.device.registered_bytes() - before, 300_000);
+    assert_eq!(on.device.stats().registered_bytes - before, 300_000);
     assert_eq!(pool.stats().pinned_bytes + pool.stats().unpinned_bytes, 4 << 20, "outside of every pool");
     // Up as a whole, in part, held, written to in between.
     value = upload(&stream, value, &memory);
@@ -206,7 +206,7 @@ pub fn registered(on: &Subject) {
     let last = value.to_vec();
     let vec = value.into_inner().unwrap();
     assert!(vec.as_ptr() == at && vec == last);
-    assert_eq!(on.device.registered_bytes(), before);
+    assert_eq!(on.device.stats().registered_bytes, before);
     // Other devices of the family may use memory that one has registered.
     if let Some(other) = &on.other {
         let Some(value) = register(on, vec, false) else { return };
@@ -220,7 +220,7 @@ pub fn registered(on: &Subject) {
 
 pub fn registered_is_kept(on: &Subject) {
     let (pool, stream) = (on.pool(4 << 20), on.stream());
-    let before = on.device.registered_bytes();
+    let before = on.device.stats().registered_bytes;
     for (shared, waits) in [(false, false), (true, false), (false, true), (true, true)] {
         // Whole pages, of which no other value has a part.
         let content = bytes(usize::from(shared), 200_001);
@@ -240,7 +240,7 @@ pub fn registered_is_kept(on: &Subject) {
         assert!(fetch(&pool, &stream, &memory) == content);
         until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
     }
-    until(on, "all is unregistered", || on.device.registered_bytes() == before);
+    until(on, "all is unregistered", || on.device.stats().registered_bytes == before);
     // Downloads write to the value until they are complete, though its handle was dropped.
     let (value, dropped) = Value::watched(vec![0; 100_000]);
     let Some(value) = register(on, value, false) else { return };

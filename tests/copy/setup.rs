@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use pinpool::copier::CopierBuilder;
 use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::{Copier, CopierBuilder, DeviceSlice, PinnedBuf};
+use pinpool::{Copier, DeviceSlice, PinnedBuf};
 
 use crate::support::rig::Rig;
 pub use crate::support::{HANG, until};

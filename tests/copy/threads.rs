@@ -7,9 +7,10 @@ use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::support::downloaded;
+use pinpool::copier::CopierBuilder;
 use pinpool::copier::{Fill, Priority, Transfer};
 use pinpool::host::{Call, Failure, HostConfig};
-use pinpool::{CopierBuilder, DeviceSlice, Error, ErrorClass};
+use pinpool::{DeviceSlice, Error, ErrorClass};
 
 use crate::bulk::{Blocks, sink, source};
 use crate::setup::{HANG, Setup, ends, late, until};

@@ -78,7 +78,7 @@ fn a_refused_registration_says_why_and_gives_the_value_back() {
             assert!(said.contains("712") && said.contains("register it once") && refused.buffer.is_some());
             assert_eq!(refused.error.class(), ErrorClass::Argument);
         }
-        assert_eq!((device.registered_bytes(), other.registered_bytes()), (10_000, 0));
+        assert_eq!((device.stats().registered_bytes, other.stats().registered_bytes), (10_000, 0));
         let (stream, memory) = (other.stream().unwrap(), other.alloc(10_000).unwrap());
         drop(stream.upload(first, &memory).unwrap().wait().unwrap().into_inner().unwrap());
         let again = device.register(value).unwrap();
@@ -122,7 +122,7 @@ fn what_cannot_be_unpinned_is_leaked_and_not_dropped() {
         refuse("cuMemHostUnregister");
         let error = kept.into_inner().err().unwrap();
         assert!(error.to_string().contains("cuMemHostUnregister failed with 999"), "{error}");
-        assert_eq!(device.registered_bytes(), 2 * PAGE, "they are still counted");
+        assert_eq!(device.stats().registered_bytes, 2 * PAGE, "they are still counted");
         let pool = small(&device).initial(0).build().unwrap();
         let info = pool.adopt(adopted).unwrap();
         refuse("cuMemHostUnregister");

@@ -182,11 +182,11 @@ fn what_overlaps_is_refused_and_comes_back() {
     assert!(refused.error.to_string().contains("overlaps"), "{}", refused.error);
     let value = refused.buffer.unwrap();
     assert!(*value == *bytes(1, 10_000) && *first == *value);
-    assert_eq!(device.registered_bytes(), 10_000);
+    assert_eq!(device.stats().registered_bytes, 10_000);
     drop(first.into_inner().unwrap());
     // Those that share a page do not overlap.
     let parts: Vec<_> = (0..100).map(|i| device.register(bytes(i, 100)).unwrap()).collect();
-    assert_eq!(device.registered_bytes(), 100 * 100);
+    assert_eq!(device.stats().registered_bytes, 100 * 100);
     drop(parts);
     assert!(device.register(value).is_ok(), "unregistered, it may be registered again");
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use memmap2::{Mmap, MmapMut};
-use pinpool::{Backing, Error, HostAllocFlags, HugePages, Pool, RegionId, Request, Unpinned};
+use pinpool::{Backing, Error, HostAllocFlags, HugePages, Pool, Request, Unpinned};
 
 use crate::support::bytes;
 use crate::support::doubles::HANG;
@@ -76,7 +76,7 @@ fn a_registered_value_is_copied_from_where_it_is_and_comes_back() {
             }
         };
         assert!(registers(on) && value.as_ptr() == at);
-        assert_eq!(on.device.registered_bytes(), 100_000);
+        assert_eq!(on.device.stats().registered_bytes, 100_000);
         // Up, and down into it.
         let mut value = stream.upload(value, &memory).unwrap().wait().unwrap();
         value.fill(0);
@@ -88,7 +88,7 @@ fn a_registered_value_is_copied_from_where_it_is_and_comes_back() {
         // Unregistered and given back, as it was.
         let value = value.into_inner().unwrap();
         assert!(value.as_ptr() == at && *value == *bytes(1, 100_000));
-        assert_eq!((on.device.registered_bytes(), dropped.load(Ordering::SeqCst)), (0, 0));
+        assert_eq!((on.device.stats().registered_bytes, dropped.load(Ordering::SeqCst)), (0, 0));
         // A copy in flight keeps the value, and the last one lets go of it.
         let value = on.device.register(value).unwrap();
         // (An Ascend device waits for a copy from the middle of a page.)
@@ -97,7 +97,7 @@ fn a_registered_value_is_copied_from_where_it_is_and_comes_back() {
         assert!(on.is_npu() || dropped.load(Ordering::SeqCst) == 0);
         on.hang(false);
         until("the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
-        until("it is unregistered", || on.device.registered_bytes() == 0);
+        until("it is unregistered", || on.device.stats().registered_bytes == 0);
     });
 }
 
@@ -211,7 +211,7 @@ fn memory_of_the_program_becomes_a_region_of_the_pool() {
 #[test]
 fn a_region_is_announced_before_it_is_unpinned() {
     on_every_device(|on| {
-        type Told = Arc<Mutex<Vec<(RegionId, usize, u64)>>>;
+        type Told = Arc<Mutex<Vec<(u64, usize, u64)>>>;
         let told = Told::default();
         // The calls that take pinned memory back, as the stand-in has counted them.
         const UNPINS: [&str; 4] =

@@ -35,7 +35,7 @@ pub(super) const LEAST: usize = 256 << 10;
 
 /// Stretches of this average length are copied at full speed by themselves.
 const LONG: usize = 48 << 10;
-/// So many copies in one batch take no longer than a kernel. More of them would prolong the end of
+/// The copies that take no longer in one batch than a kernel. More of them would prolong the end of
 /// a call: submitting takes some microseconds a copy.
 const FEW: usize = 8;
 
@@ -76,17 +76,17 @@ impl Cursor {
 /// A part of a call that one worker moves.
 #[derive(Debug)]
 pub(super) struct Chunk {
-    /// Its place in the order of the call.
+    /// The chunk's place in the order of the call.
     pub(super) index: usize,
     pub(super) bytes: usize,
-    /// Where its first byte lies in what the call reads or writes, for errors.
+    /// Where the chunk's first byte lies in what the call reads or writes, for errors.
     pub(super) at: u64,
     /// [`Progress::landed_to`](super::Progress::landed_to) once it and all before it arrived.
     pub(super) landed_to: u64,
-    /// Where its bytes are on the host, in the call's order: pieces that are filled or drained one
+    /// Where the bytes are on the host, in the call's order: pieces that are filled or drained one
     /// by one, or parts of a chunk in place, where no stretch is in two of them.
     pub(super) parts: Vec<Part>,
-    /// Where its bytes belong on the device.
+    /// Where the bytes belong on the device.
     pub(super) stretches: Vec<Stretch>,
     /// Bytes before the table, and rows of it.
     pub(super) data: usize,
@@ -194,7 +194,7 @@ pub(super) struct Part {
     pub(super) from: usize,
     /// The first byte, where it has an address.
     pub(super) host: *mut u8,
-    /// Its place in the segment, or among the bytes of the chunk.
+    /// The part's place in the segment, or among the bytes of the chunk.
     pub(super) offset: usize,
     pub(super) len: usize,
 }
@@ -203,7 +203,7 @@ pub(super) struct Part {
 unsafe impl Send for Part {}
 
 impl Part {
-    /// Its bytes in a segment.
+    /// The part's bytes in a segment.
     pub(super) fn of<'a>(&self, segment: &'a [u8]) -> Result<&'a [u8]> {
         let short = Error::Internal("a chunk is shorter than its layout");
         segment.get(self.offset..self.offset + self.len).ok_or(short)
@@ -230,7 +230,7 @@ impl Ramp {
         }
     }
 
-    /// Bytes of the next chunk's segment that are used, where it has so much room.
+    /// The bytes of the next chunk, at most `room`.
     pub(super) fn next(&self, cursor: &Cursor, room: Option<usize>) -> usize {
         let Self { most, least, hands } = *self;
         let growing = least + (most - least) / hands * cursor.chunks.min(hands);
@@ -252,7 +252,7 @@ pub(super) struct Stretch {
 }
 
 impl Stretch {
-    /// Its ranges, each as a stretch.
+    /// The ranges, each as a stretch.
     pub(super) fn ranges(&self) -> impl Iterator<Item = Self> {
         let Self { place: DevicePtr(first), offset, len, count, stride } = *self;
         (0..count).map(move |n| {

@@ -83,7 +83,7 @@ impl CopierBuilder {
         self
     }
 
-    /// The most bytes a second of bulk transfers, both directions together. Default: no limit.
+    /// The most bytes per second of bulk transfers, both directions together. Default: no limit.
     pub fn rate(mut self, bytes_per_second: u64) -> Self {
         self.rate = Some(bytes_per_second);
         self

@@ -161,7 +161,7 @@ impl Engine {
         is_due
     }
 
-    /// Whether the rate lets a bulk copy of so many bytes go now. If so, it counts.
+    /// Whether the rate lets a bulk copy of `bytes` bytes go now. If so, the copy is counted.
     fn is_due(&self, bytes: usize) -> bool {
         let Some(per_second) = self.settings.rate else { return true };
         let (now, mut next) = (Instant::now(), self.next.lock());
@@ -232,7 +232,7 @@ impl Engine {
         lanes.chain(self.spreaders.iter().flatten().map(|spreader| &spreader.stream))
     }
 
-    /// There may be no work left: then nothing of the pool stays in use.
+    /// Gives free segments back to the pool if no job has a chunk to take.
     pub(super) fn rest(&self) {
         if self.scheduler.first(Direction::Up, Kind::Blocking).is_none() {
             self.segments.rest();
@@ -280,7 +280,8 @@ impl Engine {
         let submission = timeline.begin(resource, Some(memories))?;
         let mut buf = buf.map(|buf| InFlight::new(ticket.clone(), buf, written));
         let (context, mut failed) = (self.device.context(), None);
-        // Copies of one call have no order: those that write the same bytes go in different calls.
+        // Copies of one call have no order, so copies that write the same bytes go in different
+        // calls.
         transfers.sort_unstable_by_key(|transfer| target(transfer).start);
         for call in transfers.chunk_by(|one, next| target(one).end <= target(next).start) {
             let mut fails = |_, error| _ = failed.get_or_insert(error);

@@ -34,9 +34,10 @@ pub enum Reading {
     /// it; else this is [`Buffered`](Self::Buffered).
     #[default]
     Auto,
-    /// By ordinary reads, through the page cache, which has the bytes afterwards.
+    /// Bytes are read in the ordinary way, through the page cache, which has them afterwards.
     Buffered,
-    /// Past the page cache (`O_DIRECT`), where the file system can; else by ordinary reads.
+    /// Bytes are read past the page cache (`O_DIRECT`), where the file system can; else in the
+    /// ordinary way.
     Direct,
 }
 
@@ -120,20 +121,20 @@ impl FileSource {
         Ok(self)
     }
 
-    /// How it is read. Default: [`Reading::Auto`].
+    /// How the file is read. Default: [`Reading::Auto`].
     #[must_use]
     pub fn reading(mut self, reading: Reading) -> Self {
         self.reading = reading;
         self
     }
 
-    /// Bytes of the range: of the whole file, unless a part was named.
+    /// Bytes of the range, which is the whole file unless a part was named.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.range.end - self.range.start
     }
 
-    /// Whether there are none.
+    /// Whether the range is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
@@ -208,8 +209,8 @@ impl Source for FileSource {
         (&*self.name).into()
     }
 
-    /// By ordinary reads, never behind the range; `offset` counts from its first byte. (A copier
-    /// that is given the file itself reads it as [`reading`](Self::reading) says.)
+    /// Reads in the ordinary way, never behind the range; `offset` counts from its first byte. (A
+    /// copier that is given the file itself reads it as [`reading`](Self::reading) says.)
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
         let first = self.range.start.saturating_add(offset);
         loop {
@@ -221,7 +222,7 @@ impl Source for FileSource {
             }
             match read_at(&self.file, &mut into.spare()[..most], at)? {
                 0 => return Ok(()),
-                // SAFETY: the kernel has just put so many bytes at the front.
+                // SAFETY: the kernel has just put `read` bytes at the front.
                 read => unsafe { into.advance(read) },
             }
         }
@@ -252,7 +253,7 @@ fn read_on(file: &File, start: u64, until: usize, unit: usize, buf: &mut PinnedB
         if read == 0 {
             break;
         }
-        // SAFETY: the kernel has just put so many bytes at the front of the spare capacity.
+        // SAFETY: the kernel has just put `read` bytes at the front of the spare capacity.
         unsafe { buf.set_len(have + read) };
     }
     Ok(())

@@ -40,7 +40,7 @@ pub(super) trait Plan: Send + Sync {
         None
     }
 
-    /// Cuts off the next chunk, of at most so many bytes, and moves the cursor behind it. Called
+    /// Cuts off the next chunk, of at most `most` bytes, and moves the cursor behind it. Called
     /// while bytes are left, under the job's lock: runs no foreign code.
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk;
 
@@ -66,7 +66,7 @@ pub(super) trait Values<B>: Send + Sync {
 pub(super) enum End {
     Arrived,
     Failed(Error),
-    /// It was let go, since its job had stopped.
+    /// The chunk was let go, since its job had stopped.
     Dropped,
 }
 
@@ -89,19 +89,19 @@ pub struct Progress {
     pub landed_to: u64,
     /// The time since the transfer was started, until now or until it was over.
     pub elapsed: Duration,
-    /// Whether it is over, with or without an error.
+    /// Whether the transfer is over, with or without an error.
     pub over: bool,
 }
 
 impl Progress {
-    /// Bytes a second, on average.
+    /// Bytes per second, on average.
     #[must_use]
     pub fn rate(&self) -> f64 {
         let seconds = self.elapsed.as_secs_f64();
         if seconds > 0.0 { self.done as f64 / seconds } else { 0.0 }
     }
 
-    /// How long the rest takes at that rate. `None` before anything has arrived.
+    /// How long the rest takes at the average rate. `None` before anything has arrived.
     #[must_use]
     pub fn remaining(&self) -> Option<Duration> {
         let left = self.total.saturating_sub(self.done) as f64;
@@ -110,7 +110,7 @@ impl Progress {
     }
 }
 
-/// The offset of those that wait for a job's end.
+/// The offset that a wait for a job's end waits for.
 pub(super) const END: u64 = u64::MAX;
 
 /// What is known of a job before it starts.
@@ -165,9 +165,9 @@ struct JobState {
 }
 
 enum Stop {
-    /// By the error of the first chunk that failed, with its place.
+    /// A chunk failed: the place and the error of the first one.
     Failed(usize, Error),
-    /// Its deadline has passed or it was cancelled, unless all has arrived nevertheless.
+    /// The deadline has passed, and counts unless all has arrived nevertheless.
     Late(Error),
     Cancelled,
 }
@@ -234,7 +234,7 @@ impl Job {
         self.state.lock().may_take()
     }
 
-    /// Takes the next chunk, for a worker whose segment has so much room, or that has none.
+    /// Takes the next chunk, for a worker whose segment has `room` bytes, or that has no segment.
     pub(super) fn take(&self, room: Option<usize>) -> Option<Chunk> {
         let mut state = self.state.lock();
         if !state.may_take() {

@@ -14,7 +14,7 @@ use super::types::{Direction, Kind, Priority};
 use crate::error::Result;
 use crate::sync::{UnsafeCell, model, step, thread};
 
-/// A thread of a copier, which takes so many chunks at least. Returns how many it has taken.
+/// A thread of a copier, which takes at least `least` chunks. Returns how many it has taken.
 fn worker(scheduler: &Arc<Scheduler>, least: u64) -> loom::thread::JoinHandle<u64> {
     let scheduler = scheduler.clone();
     loom::thread::spawn(move || {
@@ -96,8 +96,8 @@ fn job(total: u64, memory: &Arc<Memory>) -> Arc<Job> {
     Job::new(Start { direction, priority, total, name, trace, memories, timeout, ramp }, memory.clone())
 }
 
-/// A caller lends two chunks of memory to a job, of which a worker takes what it finds. The caller
-/// has the memory back when it has waited for the end.
+/// A caller lends two chunks of memory to a job, and a worker takes the chunks that it finds. The
+/// caller has the memory back when it has waited for the end.
 fn lent(name: &'static str, wait: fn(&Arc<Job>)) {
     model(name, 3, move || {
         let memory = Memory::new();

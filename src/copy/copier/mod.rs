@@ -68,7 +68,7 @@
 //! Beside a cache that never gives up any of the pool, a transfer waits for ever, unless it has a
 //! deadline ([`Copier::with_timeout`]): give such a cache and the loads a pool each.
 
-// The files, in the order to read them. The calls: `calls`, `in_order`; what a program gives:
+// The files, in the order to read them. The calls: `calls`, `read_write`; what a program gives:
 // `source`, `file`. A transfer: `job`, its handle `transfer`. What moves it: `workers`, `worker`,
 // its `stages`, `scheduler`, `engine`, `segments`; on the device `ring`, `spreader`. Chunks:
 // `chunk`; plans: `pieces`, `ranges`.
@@ -86,12 +86,12 @@ mod chunk;
 mod config;
 mod engine;
 mod file;
-mod in_order;
 mod job;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod pieces;
 mod ranges;
+mod read_write;
 mod ring;
 mod scheduler;
 mod segments;
@@ -163,15 +163,16 @@ impl Copier {
         &self.workers.engine
     }
 
-    /// A handle whose transfers have this priority. The first handle's have [`Priority::Bulk`].
+    /// A handle whose transfers have this priority. Transfers of the first handle have
+    /// [`Priority::Bulk`].
     #[must_use]
     pub fn with_priority(&self, priority: Priority) -> Self {
         Self { priority, ..self.clone() }
     }
 
     /// A handle whose transfers end `timeout` after their call at the latest, whatever they wait
-    /// for: memory of the pool, the rate, a source. The first handle's have no deadline, and slices
-    /// of up to 256 KiB that go by a single driver call never have one.
+    /// for: memory of the pool, the rate, a source. Transfers of the first handle have no deadline,
+    /// and slices of up to 256 KiB that go by a single driver call never have one.
     ///
     /// At the deadline no further chunk is begun. The transfer ends with
     /// [`Error::Timeout`](crate::Error::Timeout), whose text says how far it had come and what it
@@ -183,19 +184,19 @@ impl Copier {
         Self { timeout: Some(timeout), ..self.clone() }
     }
 
-    /// The pool that it takes segments from.
+    /// The pool that the copier takes segments from.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.engine().segments.pool
     }
 
-    /// The device that it copies to and from.
+    /// The device that the copier copies to and from.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.engine().device
     }
 
-    /// What it has done so far.
+    /// Counts since the copier was built, and its settings.
     #[must_use]
     pub fn stats(&self) -> CopierStats {
         let engine = self.engine();

@@ -76,10 +76,10 @@ pub(super) struct Piece {
     pub(super) count: usize,
     pub(super) stride: usize,
     pub(super) device: u64,
-    /// The number of the allocation that it is in; in place, of the block. What is in two of them
-    /// is copied apart.
+    /// The number of the allocation that the piece is in; in place, of the block. What is in two of
+    /// them is copied apart.
     pub(super) group: u64,
-    /// Its place in what is read or written, where pages count.
+    /// The piece's place in what is read or written, where pages count.
     pub(super) at: u64,
 }
 
@@ -171,11 +171,11 @@ pub(super) fn cut(
     Chunk { parts, ..cursor.cut_off(at, bytes, stretches) }
 }
 
-/// Bytes that a chunk of `full` bytes has room for from this place in its segment on, behind
-/// stretches with so many rows.
+/// Bytes that a chunk of `full` bytes has room for from `offset` in its segment on, behind
+/// stretches with `rows` rows.
 fn room_behind(full: usize, offset: usize, rows: usize) -> usize {
-    // Two rows more than there are: that of the bytes, and one for the end of the table's
-    // alignment. Many bytes need a row for each `LONGEST_ROW` of them.
+    // A row for these bytes, and one for the alignment of the table's end. Many bytes need a row
+    // for each `LONGEST_ROW` of them.
     let table = (rows + 3) * ROW;
     let room = (full + BESIDE).saturating_sub(offset + table);
     room - room / (LONGEST_ROW / ROW)
@@ -269,7 +269,7 @@ fn announce(at: *const u8, len: usize) {
 
 // --- pinned --------------------------------------------------------------------------------------
 
-/// Pinned blocks, each of which is contiguous on the host and belongs to many places on the device.
+/// Pinned blocks: each is contiguous on the host and belongs to many places on the device.
 pub(super) struct Paged<B: Lend> {
     pieces: Vec<Piece>,
     /// What the handle gives back, and for a download the bytes that are written to it.

@@ -52,9 +52,9 @@ const GAP: u64 = 32 << 10;
 /// ```
 #[derive(Clone, Debug)]
 pub struct CopyRange {
-    /// First byte in the source or sink.
+    /// The offset of the first byte in the source or sink, in bytes.
     pub at: u64,
-    /// As many bytes, on the device.
+    /// The place on the device, as long as the range.
     pub device: DeviceSlice,
 }
 
@@ -108,7 +108,7 @@ pub(super) struct Ranges {
 }
 
 impl Ranges {
-    /// Looks at ranges, in any order. Those that overlap are allowed.
+    /// Checks, sorts and joins ranges, which may overlap.
     pub(super) fn new(
         engine: &Engine,
         name: Cow<'static, str>,

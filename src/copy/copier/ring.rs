@@ -2,7 +2,7 @@
 //!
 //! The ring is a list of slots of a segment's size, allocated when a chunk first needs one and
 //! freed when none has for a while. If the device has too little memory, a shorter one is tried,
-//! and then chunks go without for a while.
+//! and then chunks go without for a while. The head of `chunk` says which chunks go through it.
 
 use std::time::{Duration, Instant};
 
@@ -12,9 +12,9 @@ use crate::device::memory::DeviceSlice;
 use crate::error::Result;
 use crate::locks::Mutex;
 
-/// The ring is freed after it was unused for so long.
+/// The ring is freed after it was unused for this time.
 pub(super) const IDLE: Duration = Duration::from_secs(2);
-/// After the device has refused the memory, it is asked again when so much time has passed.
+/// After the device has refused the memory, it is asked again after this time.
 const RETRY: Duration = Duration::from_secs(1);
 /// The fewest slots that are worth it: one is copied to while the kernel works on another.
 const FEWEST: usize = 2;

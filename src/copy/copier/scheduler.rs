@@ -36,7 +36,7 @@ struct SchedulerState {
 }
 
 impl Scheduler {
-    /// Starts a job that is worth so many workers.
+    /// Queues a job and wakes up to `workers` workers for it.
     pub(super) fn add(&self, job: Arc<Job>, workers: usize) {
         let (rank, kind) = (usize::from(job.of.priority == Priority::Bulk), job.kind);
         let mut state = self.state.lock();
@@ -47,8 +47,8 @@ impl Scheduler {
         sleepers.iter().for_each(Thread::unpark);
     }
 
-    /// The first job, of this kind or a lesser one, of which a chunk can be taken: by priority, and
-    /// then in this direction first.
+    /// The first job of at most the kind `most` that has a chunk to take: by priority, and then in
+    /// this direction first.
     pub(super) fn first(&self, direction: Direction, most: Kind) -> Option<Arc<Job>> {
         self.state.lock().first(direction, most)
     }
@@ -103,7 +103,7 @@ impl SchedulerState {
             for way in [direction, direction.other()] {
                 let kinds = &mut directions[way as usize][..=most as usize];
                 for jobs in &mut *kinds {
-                    // Of a job of which no chunk can be taken, none ever can.
+                    // A job that has no chunk to take now never has one again.
                     while jobs.front().is_some_and(|(_, job)| !job.may_take()) {
                         jobs.pop_front();
                     }
@@ -117,7 +117,7 @@ impl SchedulerState {
         None
     }
 
-    /// Takes the worker out that fell asleep last, of those that take chunks of this kind.
+    /// Takes out the worker that fell asleep last among those for chunks of this kind.
     fn sleeper(&mut self, kind: Kind) -> Option<Thread> {
         let at = self.sleepers.iter().rposition(|(_, most, _)| *most >= kind)?;
         Some(self.sleepers.remove(at).2)

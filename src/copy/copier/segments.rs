@@ -3,8 +3,8 @@
 //! When a chunk has ended, its segment is free for the next chunk of any worker. Without work the
 //! free ones return to the pool. An eighth of the share is kept for the foreground, at least a
 //! segment if there are four: bulk chunks may keep theirs for as long as the rate wants. The
-//! segments of a reader or a writer (`in_order`) do not count, since a reader or a writer may wait
-//! for another transfer.
+//! segments of a reader or a writer (`read_write`) do not count, since a reader or a writer may
+//! wait for another transfer.
 //!
 //! The copier waits in the pool's queue only if it has no segment in use, and in one place for all
 //! workers. Otherwise it asks from time to time, and takes a short one, too, since the others may
@@ -22,13 +22,13 @@ use crate::locks::Mutex;
 use crate::pool::{Checkout, Pool, Request, Waiter};
 use crate::segment::PAGE;
 
-/// After the pool had none, it is asked again when so much time has passed.
+/// After the pool had none, it is asked again after this time.
 const RETRY: Duration = Duration::from_millis(1);
 /// Bytes of a segment at least: the chunk has a page.
 const LEAST: usize = PAGE + BESIDE;
 
-/// How many of these segments transfers of a priority use. Those that may block leave one to the
-/// others, if there are two.
+/// How many of these segments transfers of a priority use. Transfers that may block leave one
+/// segment to the others, if there are two.
 fn usable(segments: usize, priority: Priority, kind: Kind) -> usize {
     let bulk = segments - (segments / 8).max(usize::from(segments > 3));
     match priority {
@@ -157,7 +157,7 @@ impl Segments {
         Ok(self.longest(LEAST)?.map(|_left| second))
     }
 
-    /// Waits for a segment that does not count, for so long at most.
+    /// Waits for a segment that does not count, for at most `most`.
     pub(super) fn wait(&self, most: Option<Duration>) -> Result<PinnedBuf> {
         if let Some(buf) = self.longest(LEAST)? {
             return Ok(buf);
@@ -186,7 +186,7 @@ impl Segments {
         drop(short);
     }
 
-    /// There is no work: free segments return to the pool, and the place in its queue is given up.
+    /// Gives free segments back to the pool, and gives up the place in its queue: there is no work.
     pub(super) fn rest(&self) {
         let mut state = self.state.lock();
         let left = (std::mem::take(&mut state.free), state.waiting.take());

@@ -48,15 +48,15 @@ use crate::sealed::Key;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
 pub trait Source: Send + Sync + 'static {
-    /// Bytes that there are.
+    /// The length, in bytes.
     fn len(&self) -> u64;
 
-    /// Whether there are none.
+    /// Whether the source has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// What errors and progress call it.
+    /// The source's name in errors and events.
     fn name(&self) -> Cow<'_, str> {
         "the source".into()
     }
@@ -96,7 +96,7 @@ pub(super) fn name(or: &'static str, ask: impl FnOnce() -> String) -> Cow<'stati
 /// grows to the last range's end: what no range covers is zero. Ranges that overlap are refused,
 /// and after an error a vector has its old length.
 pub trait Sink: Send + Sync + 'static {
-    /// What errors and progress call it.
+    /// The sink's name in errors and events.
     fn name(&self) -> Cow<'_, str> {
         "the target".into()
     }
@@ -179,13 +179,13 @@ impl<'a> Fill<'a> {
         self.filled
     }
 
-    /// Bytes still to come.
+    /// Bytes that are still to be filled.
     #[must_use]
     pub fn remaining(&self) -> usize {
         self.place.len() - self.filled
     }
 
-    /// Appends bytes; those that do not fit are left out. How many were taken.
+    /// Appends the bytes that fit, and returns how many these are.
     pub fn push(&mut self, bytes: &[u8]) -> usize {
         let n = bytes.len().min(self.remaining());
         stores::copy(&bytes[..n], &mut self.spare()[..n]);
@@ -199,7 +199,7 @@ impl<'a> Fill<'a> {
         &mut self.place[self.filled..]
     }
 
-    /// Says that `n` more bytes are there.
+    /// Counts `n` more bytes as filled.
     ///
     /// # Safety
     /// `n` is at most [`remaining`](Self::remaining), and that many bytes at the front of

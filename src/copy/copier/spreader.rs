@@ -1,6 +1,6 @@
 //! Kernels that move bytes between the ring's slots and their places on the device.
 //!
-//! There is one spreader for each direction. A chunk in a slot joins the list of those that wait.
+//! There is one spreader for each direction. A chunk in a slot joins the list of waiting chunks.
 //! At most one kernel of a spreader is in flight, and each launch takes all chunks that wait:
 //! beside other work that fills the device a launch waits for some of it to end, and a launch for
 //! each chunk would wait as often. Workers call [`Spreader::advance`] in their loop.

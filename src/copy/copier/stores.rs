@@ -20,7 +20,7 @@ pub(super) fn copy(from: &[u8], to: &mut [MaybeUninit<u8>]) {
     unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast(), from.len()) };
 }
 
-/// The same past the caches, where the processor can (x86_64 with AVX2).
+/// Copies like [`copy`], past the caches where the processor can (x86_64 with AVX2).
 pub(super) fn stream(from: &[u8], to: &mut [MaybeUninit<u8>]) {
     #[cfg(target_arch = "x86_64")]
     if from.len() >= SHORT && from.len() == to.len() && std::arch::is_x86_feature_detected!("avx2") {

@@ -3,6 +3,9 @@
 //! The span is made on the thread that starts the transfer, so that it lies within that thread's
 //! spans. The thread that ends the transfer closes it, before any waiter hears of the end. It is
 //! never entered: workers interleave many transfers. Subscribers are called under no lock.
+//!
+//! `error.type` and `otel.status_code` are OpenTelemetry's names, by which tracing-opentelemetry's
+//! layer marks a failed span.
 
 use std::time::Duration;
 
@@ -22,7 +25,8 @@ macro_rules! transfer {
     ($level:ident, $($field:ident),*) => {
         foreign::span!(
             $level, target: "pinpool::copier", "transfer", $($field,)*
-            outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty
+            outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty, "error.type" = Empty,
+            otel.status_code = Empty
         )
     };
 }
@@ -41,7 +45,7 @@ impl Trace {
         })
     }
 
-    /// It is over, after so many bytes.
+    /// Records how the transfer ended, after `copied` bytes, and closes the span.
     pub(super) fn end(&self, result: &Result<()>, copied: u64, elapsed: Duration) {
         self.0.record(|span| {
             let (outcome, error) = match result {
@@ -52,7 +56,11 @@ impl Trace {
             span.record("outcome", outcome);
             span.record("copied_bytes", copied);
             span.record("seconds", elapsed.as_secs_f64());
-            error.into_iter().for_each(|error| _ = span.record("error", display(error)));
+            if let Some(error) = error {
+                span.record("error", display(error));
+                span.record("error.type", error.class().name());
+                span.record("otel.status_code", "ERROR");
+            }
         });
     }
 }

@@ -22,7 +22,7 @@ use crate::stream::Stream;
 /// and cancels it when told to.
 ///
 /// # After an error
-/// The error is that of the first byte, in the order of the call, whose chunk has failed. What lies
+/// The error belongs to the first byte, in the order of the call, whose chunk has failed. What lies
 /// before [`Progress::landed_to`] has arrived, and maybe some of the rest. A source or sink comes
 /// back with the error; buffers that a device may still use return to their pools.
 #[must_use = "dropping it is fine: the transfer goes on; say so with `drop`"]
@@ -37,7 +37,7 @@ impl<T> Transfer<T> {
         Self { copier, job, values: Some(values) }
     }
 
-    /// How far it has come. (In the child of a fork: not at all, and it is over.)
+    /// How far the transfer has come. (In the child of a fork: not at all, and it is over.)
     #[must_use]
     pub fn progress(&self) -> Progress {
         if crate::os::forked() {
@@ -46,17 +46,17 @@ impl<T> Transfer<T> {
         self.job.progress()
     }
 
-    /// Whether it is over, with or without an error. Then waiting for it returns at once.
+    /// Whether the transfer is over, with or without an error. Then waiting for it returns at once.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.progress().over
     }
 
-    /// Waits until it is over, and gives back what the call was given: the source or sink, or the
-    /// buffers in the order of the call.
+    /// Waits until the transfer is over, and gives back what the call was given: the source or
+    /// sink, or the buffers in the order of the call.
     ///
     /// # Errors
-    /// Those of [every transfer](Error#transfers) that come after its start.
+    /// [As every transfer](Error#transfers), after its start.
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
         match self.finish() {
             Ok(()) => self.take(),
@@ -64,7 +64,8 @@ impl<T> Transfer<T> {
         }
     }
 
-    /// The same, for at most `timeout`. On a thread of the crate it only looks.
+    /// Waits like [`wait`](Self::wait), for at most `timeout`. On a thread of the crate it only
+    /// looks.
     ///
     /// # Errors
     /// [`Error::Timeout`] with the handle; else as for [`wait`](Self::wait), in the inner result.
@@ -78,7 +79,7 @@ impl<T> Transfer<T> {
         Err(SubmitError { error: Error::Timeout(Duration::ZERO.into()).waited(since), buffer: Some(self) })
     }
 
-    /// How it ended, for those that share the handle. `None`: it is not over.
+    /// How the transfer ended, for threads that share the handle. `None`: it is not over.
     ///
     /// # Errors
     /// As for [`wait`](Self::wait).
@@ -91,7 +92,7 @@ impl<T> Transfer<T> {
     }
 
     /// Waits until all bytes before this offset have arrived ([`Progress::landed_to`]), or the
-    /// transfer is over. Whether they have arrived. On a thread of the crate it only looks.
+    /// transfer is over. Returns whether they have arrived. On a thread of the crate it only looks.
     ///
     /// What has arrived can be used while the rest is under way, by all work and all transfers that
     /// are started from then on. Where a source blocks, a chunk's arrival is told when the thread

@@ -87,7 +87,7 @@ pub struct CopierStats {
     pub chunks: u64,
     /// Bytes that went through the device ring, spread or collected there by a kernel.
     pub ring_bytes: u64,
-    /// Bytes that went between a segment and their places by copies, and those of short slices.
+    /// Bytes that went between a segment and their places by copies, and bytes of short slices.
     pub batch_bytes: u64,
     /// Bytes of pinned blocks, readers and writers that were copied in place without the ring.
     pub in_place_bytes: u64,
@@ -99,11 +99,12 @@ pub struct CopierStats {
     pub buffered_bytes: u64,
     /// Kernels that were launched.
     pub launches: u64,
-    /// Chunks that they worked on.
+    /// Chunks that kernels worked on.
     pub launched_chunks: u64,
     /// Bytes of device memory that the ring has now.
     pub ring: usize,
-    /// Whether the device has the kernels. Without them all pieces are copied in batches.
+    /// Whether the device has the kernels that spread and collect bytes. Without them all pieces
+    /// are copied in batches.
     pub has_kernels: bool,
 }
 

@@ -42,7 +42,7 @@ const LONG_PAUSE: Duration = Duration::from_millis(1);
 pub(super) struct Worker {
     engine: Arc<Engine>,
     owned: Vec<Owned>,
-    /// It takes chunks of this kind, and of lesser ones.
+    /// The worker takes chunks of this kind, and of lesser ones.
     most: Kind,
     /// The direction that it turns to next.
     next: Direction,

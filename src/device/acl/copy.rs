@@ -19,7 +19,7 @@ use crate::device::vendor::wait_out;
 use crate::device::{DevicePtr, StreamHandle, Transfer};
 use crate::error::Result;
 
-/// Addresses of an asynchronous copy are multiples of so many bytes, on both sides.
+/// Addresses of an asynchronous copy are multiples of this, in bytes, on both sides.
 const COPY_ALIGN: usize = 64;
 /// The most bytes of borrowed memory that are copied at a time.
 const STAGED: usize = 4 << 20;

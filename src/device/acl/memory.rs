@@ -29,7 +29,7 @@ const MANAGED: c_int = 3;
 const HOST_NUMA: c_int = 4;
 
 /// All allocations of all devices, by device and first byte, with their lengths and the library's
-/// addresses. (The devices share one range of addresses, of which each has its own part.)
+/// addresses. (Each device has its own part of one range of addresses.)
 pub(super) static ALLOCATIONS: Mutex<BTreeMap<(i32, u64), (usize, u64)>> = Mutex::new(BTreeMap::new());
 
 impl Acl {

@@ -92,7 +92,7 @@ const NO_DEVICE: &str = "no Ascend device is visible to this process: see npu-sm
 pub(crate) struct Acl {
     api: &'static AclApi,
     name: Arc<str>,
-    /// The device's number, as the library counts those that the process may see.
+    /// The device's number, as the library counts the devices that the process may see.
     ordinal: i32,
     context: AclContext,
     /// Whether the program runs on the device itself ("RC mode").

@@ -94,8 +94,8 @@ impl Lists {
     }
 }
 
-/// Whether a call for so many copies is final: it was accepted, or the device is lost. After any
-/// other error each copy is submitted by itself.
+/// Whether the result of a call for `copies` copies is final: the call was accepted, or the device
+/// is lost. After any other error each copy is submitted by itself.
 pub(super) fn concluded(
     device: &str,
     said: Result<()>,

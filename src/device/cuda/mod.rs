@@ -116,7 +116,7 @@ unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
 
-/// Opens GPU `ordinal`, counted as the driver counts those that the process may see.
+/// Opens GPU `ordinal`, as the driver counts the GPUs that the process may see.
 ///
 /// # Errors
 /// As for [opening a device](Error#opening-a-device).
@@ -476,7 +476,7 @@ impl Driver for Cuda {
 
     fn create_stream(&self, urgent: bool) -> Result<StreamHandle> {
         let _current = self.relaxed()?;
-        // The greatest priority is the lowest number, and 0 is that of other streams.
+        // The greatest priority is the lowest number, and other streams have priority 0.
         let (mut least, mut priority): (c_int, c_int) = (0, 0);
         if urgent {
             // SAFETY: writes two numbers.

@@ -7,7 +7,7 @@
 //! kernel's `malloc`: the driver owns that heap as a whole and does not know its parts, and no copy
 //! call accepts them. These two look the same, so the error names both.
 //!
-//! The type of memory is that of cuda.h's `CUmemorytype`. Managed memory has the type
+//! The types of memory are cuda.h's `CUmemorytype`. Managed memory has the type
 //! `POINTER_DEVICE` and an attribute of its own. Memory of pools and of `cuMemMap` belongs to no
 //! context (null), and may be used in any context of its device. For `cuMemMap` the driver gives
 //! the whole reservation as the range, mapped or not: a copy to an unmapped part fails later.
@@ -75,7 +75,7 @@ impl Cuda {
                 _ => AddressFault::Unknown,
             });
         }
-        // Managed memory moves between the devices; its ordinal is that of its home.
+        // Managed memory moves between the devices; its ordinal names its home.
         if found.ordinal != self.ordinal && found.managed == 0 {
             return Some(AddressFault::OtherDevice { device: format!("cuda:{}", found.ordinal) });
         }

@@ -61,7 +61,7 @@
 //!
 //! - `entries` has what is in flight, in the order of sequence numbers. `submitting` has the entries
 //!   whose driver call is under way, without a number.
-//! - A segment in flight is that of one entry. While it is claimed, its claimer and the timeline
+//! - A segment in flight belongs to one entry. While it is claimed, its claimer and the timeline
 //!   change its word under the timeline's lock only.
 //! - `completed` only grows. The driver is asked only about marks whose event was recorded.
 //! - `marks` has the recorded events, in the order of sequence numbers. What is in flight under
@@ -74,13 +74,13 @@
 //!
 //! This file: sequence numbers and entries, what is submitted and claimed. [`events`]: closing,
 //! recording, asking, completing. [`waits`]: how threads and tasks wait. [`reaper`]: the thread
-//! that looks when nobody waits. [`look`]: what statistics and reports see.
+//! that looks when nobody waits. [`stats`]: what statistics and reports see.
 
 #![allow(unsafe_code)]
 
 mod events;
-mod look;
 pub(crate) mod reaper;
+mod stats;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod waits;
@@ -92,8 +92,8 @@ use std::time::Instant;
 use crossbeam::utils::CachePadded;
 
 use self::events::Closing;
-pub use self::look::{EventState, StreamStats};
 use self::reaper::Listing;
+pub use self::stats::{EventState, StreamStats};
 use super::hold::{Flown, Hold, Resource, Retain};
 use crate::central::{CentralPool, Segment, Wake};
 use crate::device::confined::Confined;
@@ -161,8 +161,7 @@ struct TimelineState {
     /// Counts changes of what is in flight, so that a reader that looks twice knows whether
     /// anything changed in between.
     moves: u64,
-    /// Number of entries so far, and of those that are complete. (The timeline's own `completed` is
-    /// a sequence number.)
+    /// Entries so far, and complete entries. (The timeline's own `completed` is a sequence number.)
     submitted: u64,
     completed: u64,
     /// Whether the timeline is on the reaper's list.
@@ -526,7 +525,7 @@ impl TimelineState {
 #[derive(Debug)]
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
-    /// Of its entry.
+    /// The number of the entry.
     number: Option<u64>,
     /// Whether the sequence number may stay open for a while on a shared stream, too.
     pub(crate) patient: bool,

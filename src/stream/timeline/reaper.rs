@@ -15,7 +15,7 @@
 //!
 //! The pause is 50 us at least. It is 1 ms at most where up to [`BATCH`] timelines are listed, and
 //! longer in proportion where more are: so a thousand streams that hang cost a hundredth of a core.
-//! For the same reason the list is searched only for timelines of which there is news.
+//! For the same reason the list is searched only for timelines with news.
 //!
 //! A pool that runs short looks, on the thread of the request, at timelines that the reaper would
 //! look at within the next millisecond, [`BATCH`] at most: at all where no more are listed, and
@@ -178,8 +178,8 @@ impl Listing {
         self.look_at(&timelines, true, idle_looks)
     }
 
-    /// Looks at timelines. With `now` it closes what is open. Takes those off the list that so many
-    /// looks found idle.
+    /// Looks at timelines. With `now` it closes what is open. Takes timelines off the list that
+    /// `idle_looks` looks in a row found idle.
     fn look_at(&self, timelines: &[Arc<Timeline>], now: bool, idle_looks: u32) -> bool {
         let look = |timeline: &Arc<Timeline>| {
             foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
@@ -248,7 +248,7 @@ impl Queue {
         self.listed.partition_point(|listed| listed.next_look <= by)
     }
 
-    /// The timelines whose looks come next, so many at most. Their looks after that are put off.
+    /// The timelines whose looks come next, at most `most`. Their looks after that are put off.
     fn take(&mut self, now: Instant, most: usize) -> Vec<Arc<Timeline>> {
         let longest = LONGEST_PAUSE * self.listed.len().div_ceil(BATCH).max(1) as u32;
         let taken: Vec<Listed> = self.listed.drain(..most.min(self.listed.len())).collect();
@@ -263,8 +263,8 @@ impl Queue {
     }
 
     /// Notes what a look has found, if it is news. Takes the timeline off the list if it was idle
-    /// for so many looks. (The caller has another reference to it, so it is not dropped under the
-    /// lock.)
+    /// for `idle_looks` looks. (The caller has another reference to it, so it is not dropped under
+    /// the lock.)
     fn note(&mut self, timeline: &Timeline, progress: bool, now: Instant, idle_looks: u32) {
         let idle = timeline.count_idle();
         if !progress && idle == 0 {
@@ -300,7 +300,7 @@ mod tests {
         (streams, queue)
     }
 
-    /// Looks at what is due each 50 us for so long, and returns the numbers of the timelines looked
+    /// Looks at what is due each 50 us for `long`, and returns the numbers of the timelines looked
     /// at, with the times.
     fn looks(queue: &mut Queue, from: Instant, long: Duration) -> Vec<(Instant, u64)> {
         let mut looks = Vec::new();

@@ -125,7 +125,10 @@ fn what_is_free_in_pieces_shorter_than_a_chunk_moves_every_transfer() {
         all_forms_end(&rig, &copier);
         // What the copier tries is no checkout of the program's that was refused.
         let now = rig.pool.stats();
-        assert_eq!((now.refused, now.errors), (stats.refused, stats.errors));
+        assert_eq!(
+            (now.exhausted, now.impossible, now.errors),
+            (stats.exhausted, stats.impossible, stats.errors)
+        );
         drop(all);
         rig.all_is_back();
     }

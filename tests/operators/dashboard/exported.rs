@@ -22,7 +22,7 @@ fn exported() -> BTreeSet<String> {
         let text = get(&server().url("/metrics")).unwrap();
         let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
         let names: BTreeSet<String> = types.map(str::to_owned).collect();
-        let all = METRICS.iter().map(|metric| metric.prometheus_name());
+        let all = METRICS.iter().map(|metric| metric.name.replace('.', "_"));
         let missing: Vec<String> = all.filter(|name| !names.contains(name)).collect();
         if missing.is_empty() {
             return names;

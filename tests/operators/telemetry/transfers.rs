@@ -64,9 +64,10 @@ fn what_came_through_failed_or_was_cancelled() {
     let torn = FileSource::new(file.try_clone().unwrap(), "a torn tape").unwrap();
     file.set_len(BYTES as u64 / 2).unwrap();
     let error = copier.upload(torn, &memory).unwrap().wait().unwrap_err();
-    let span = ended(&["copied_bytes", "error", "outcome", "seconds"]);
+    let span = ended(&["copied_bytes", "error", "error.type", "otel.status_code", "outcome", "seconds"]);
     assert_eq!((span.field("outcome"), span.field("what")), ("failed", "a torn tape"));
     assert_eq!(span.field("error"), error.to_string());
+    assert_eq!((span.field("error.type"), span.field("otel.status_code")), ("argument", "ERROR"));
     assert!(span.field("copied_bytes").parse::<usize>().unwrap() <= BYTES / 2, "{span:?}");
 
     clear();

@@ -6,9 +6,10 @@ use std::future::Future;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use pinpool::copier::CopierBuilder;
 use pinpool::copier::Sink;
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Copier, CopierBuilder, Device, PinnedBuf, Pool, Request, Unpinned};
+use pinpool::{Copier, Device, PinnedBuf, Pool, Request, Unpinned};
 
 use super::{Random, in_use, until};
 

@@ -48,8 +48,8 @@ fn failed(error: Error) -> Step {
 pub(super) struct Owned {
     pub(super) job: Arc<Job>,
     pub(super) chunk: Chunk,
-    /// It has a segment of the copier's share: this one, but while that is in flight. Else `buf` is
-    /// a small one of its own, for the table of a chunk in place.
+    /// `buf` is a segment of the copier's share, or `None` while that is in flight. If not staged,
+    /// `buf` is a small buffer for the table of a chunk in place.
     pub(super) staged: bool,
     pub(super) buf: Option<PinnedBuf>,
     pub(super) slot: Option<Slot>,
@@ -67,7 +67,7 @@ impl Owned {
     pub(super) fn prepare(&mut self, engine: &Engine) -> Result<()> {
         let (job, chunk, direction) = (&self.job, &self.chunk, self.job.of.direction);
         // A call of the program that writes bytes from the ring may wait for transfers that need
-        // the ring, of which this worker would have a part.
+        // the part of the ring that this worker has.
         let may_hold_up = direction == Direction::Down && job.kind == Kind::Blocking;
         let may_use_ring = !may_hold_up && !engine.is_slow(direction);
         let copies = if self.staged { 1 } else { chunk.parts.len() };

@@ -26,8 +26,7 @@ pub enum EventState {
 
 impl EventState {
     /// The state in one word, as log events have it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Submitting => "submitting",
             Self::Due => "due",
@@ -41,19 +40,18 @@ impl EventState {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StreamStats {
-    /// Its [number](crate::Stream::number).
+    /// The stream's [number](crate::Stream::number).
     pub stream: u64,
-    /// Copies and holds submitted to it.
+    /// Copies and holds submitted to the stream.
     pub submitted: u64,
-    /// Of the copies and holds submitted, those that are known to be complete. Those that were
-    /// quarantined with a lost stream never are.
+    /// Copies and holds known to be complete. What was quarantined with a lost stream never is.
     pub completed: u64,
     /// Copies and holds in flight.
     pub in_flight: usize,
-    /// Bytes of pools' segments in flight, without those that an `Arc` shares or that a copier
+    /// Bytes of pools' segments in flight, without segments that an `Arc` shares or that a copier
     /// copies in place.
     pub in_flight_bytes: usize,
-    /// Of the bytes in flight, those that a stream-ready buffer has claimed.
+    /// The part of the bytes in flight that stream-ready buffers have claimed.
     pub claimed_bytes: usize,
     /// The open sequence number, which the next submission gets.
     pub seq: u64,
