@@ -46,6 +46,8 @@
 //!   (documentation of `aclrtMemcpyAsync`, CANN 6.0 to 9.0) and the host's memory is page-locked.
 //!   Every other copy *waits* for the stream, in the call. Buffers start on multiples of 64 and
 //!   device memory on multiples of 256, so avoid parts of either that start elsewhere.
+//! - **Memory by its address** ([`Device::raw_memory`]) is compared with the crate's allocations and
+//!   with the host's memory. What is neither is taken for memory of the device.
 //! - **Borrowed memory** ([`Stream::upload_blocking`], [`Stream::download_blocking`]) goes by way
 //!   of the crate's own memory: the library does not say that a copy ends with its device.
 //! - **Contexts.** A call of this crate restores the thread's current context. A thread that had

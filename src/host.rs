@@ -29,19 +29,17 @@
 //!
 //! # Nodes
 //!
-//! A [`HostNode`] is a machine with one or more host devices. `Device::open("host")` uses
-//! [`HostNode::system`]. Tests make nodes of their own with [`HostNode::new`], which share nothing,
-//! and open their devices by [`Device::on`](crate::Device::on). Devices of a node are named
-//! `host:0`, `host:1` and so on. What is asked about a device that the node does not have is
+//! A [`HostNode`] is a machine with one or more host devices, `host:0`, `host:1` and so on.
+//! `Device::open("host")` uses [`HostNode::system`]. Tests make nodes of their own with
+//! [`HostNode::new`], which share nothing, and open their devices by
+//! [`Device::on`](crate::Device::on). What is asked about a device that the node does not have is
 //! answered with zero, and a command to it does nothing.
 //!
-//! # Streams
+//! # Streams and memory
 //!
 //! Each stream has a thread (`pinpool-host-N`) that runs the stream's operations in order and
 //! sleeps when there are none. [`HostConfig::late`] makes the threads wait for a random time before
 //! each copy, so that code that does not wait for an event reads bytes that are not written yet.
-//!
-//! # Host memory
 //!
 //! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and record the
 //! range: ranges that overlap are refused, those that share a page are not. Host memory of the
@@ -58,7 +56,7 @@
 //! any call has failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies
 //! touches host memory any more. Every later call fails with that class, but for those that give
 //! back what the device has, so that [`HostNode::live`] comes to zero where no buffer was
-//! quarantined. A device also dies when device memory is freed that a queued operation uses.
+//! quarantined.
 
 pub use crate::copy::launch::launch;
 pub use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};

@@ -4,35 +4,22 @@
 //! outcome: it counts errors, and after the first loss of the device every [`Context::alive`]
 //! fails. Timelines, allocations and registrations keep the context; [`Holds`] outlives it.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::locks::Mutex;
 use crossbeam::utils::CachePadded;
 
-use super::ending::Holds;
-use super::worker::Worker;
+use super::worker::{Holds, Worker};
 use super::{Driver, EventHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
 use crate::telemetry::counters::{ErrorTally, Histogram};
 
 /// What moves a device that does nothing by itself: a test's function, which makes one piece of the
 /// device's outstanding work happen on the calling thread. `false`: none can.
-pub(crate) struct Hand(Box<dyn Fn() -> bool + Send + Sync>);
+pub(crate) type Hand = Box<dyn Fn() -> bool + Send + Sync>;
 
-impl Hand {
-    pub(crate) fn new(advance: impl Fn() -> bool + Send + Sync + 'static) -> Self {
-        Self(Box::new(advance))
-    }
-}
-
-impl std::fmt::Debug for Hand {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Hand")
-    }
-}
-
-#[derive(Debug)]
 pub(crate) struct Context {
     id: u64,
     driver: Arc<dyn Driver>,
@@ -58,9 +45,8 @@ pub(crate) struct Context {
 impl Context {
     /// With a hand it is the context of a device that does nothing by itself: it has no threads,
     /// and whoever waits calls the hand.
-    pub(crate) fn by_hand(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Arc<Self>> {
+    pub(crate) fn new(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Arc<Self>> {
         let holds = Holds::new(hand.is_some());
-        driver.ending().tell(&holds);
         let worker = Arc::new(Worker::start(&driver, &holds)?);
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
@@ -96,7 +82,7 @@ impl Context {
     /// Makes one piece of the outstanding work of a device by hand happen. `false`: none can, or
     /// the device moves by itself.
     pub(crate) fn advance(&self) -> bool {
-        self.hand.as_ref().is_some_and(|hand| (hand.0)())
+        self.hand.as_ref().is_some_and(|hand| hand())
     }
 
     pub(crate) fn worker(&self) -> &Arc<Worker> {
@@ -204,18 +190,27 @@ impl Drop for Context {
         }
         let mut events = std::mem::take(self.events.get_mut());
         events.append(self.aside.get_mut());
-        // On a lost device the events are destroyed too, whatever it answers.
-        if events.is_empty() || self.is_shut_down() {
-            return;
+        if self.is_shut_down() {
+            events.clear();
         }
         let (driver, holds) = (self.driver.clone(), self.holds.clone());
         self.worker.send(move || {
+            // On a lost device the events are destroyed too, whatever it answers.
             for event in events {
                 if let Err(error) = driver.destroy_event(event) {
                     holds.leaked(1);
                     crate::foreign::warn!(target: "pinpool::device::leak", device = driver.name(), %error, "an event is leaked");
                 }
             }
+            if holds.by_hand {
+                holds.end(driver);
+            }
         });
+    }
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Context").field(&self.name()).finish()
     }
 }

@@ -18,9 +18,10 @@ use crate::device::Driver;
 use crate::device::context::{Context, Hand};
 use crate::device::host::HostNode;
 use crate::device::memory::DeviceSlice;
-use crate::device::{AdoptedContext, ending::KeepAlive, family};
+use crate::device::{AdoptedContext, family};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
+use crate::foreign::KeepAlive;
 use crate::locks::Mutex;
 use crate::stream::timeline::reaper::Listing;
 pub use closing::{CloseError, HeldBy};
@@ -91,7 +92,7 @@ impl Device {
     #[doc(hidden)]
     pub fn by_hand(name: &str, advance: impl Fn() -> bool + Send + Sync + 'static) -> Result<Self> {
         crate::os::watch_forks()?;
-        Self::known(family::driver(name)?, Some(Hand::new(advance)))
+        Self::known(family::driver(name)?, Some(Box::new(advance)))
     }
 
     /// Makes later opens of this device start it anew, though something that never ends keeps it
@@ -103,18 +104,18 @@ impl Device {
 
     /// The device that is open under the driver's name, or a new one.
     fn known(driver: Arc<dyn Driver>, hand: Option<Hand>) -> Result<Self> {
-        // Outlives the lock: a driver that is not started ends after it, by driver calls.
-        let kept = driver.clone();
+        let name = driver.name().to_owned();
         let mut open = OPENED.lock();
         let open = open.get_or_insert_with(HashMap::new);
-        if let Some(inner) = open.get(kept.name()).and_then(Weak::upgrade) {
-            // The new driver may have a context to let go of, too: the open device waits for that.
-            driver.ending().tell(inner.context.holds());
+        if let Some(inner) = open.get(&name).and_then(Weak::upgrade) {
+            // The new driver may have a context to let go of, too.
+            let holds = inner.context.holds().clone();
+            inner.context.worker().send(move || holds.let_go(&*driver));
             return Ok(Self(inner));
         }
-        let device = Self::start(Context::by_hand(driver, hand)?)?;
+        let device = Self::start(Context::new(driver, hand)?)?;
         open.retain(|_, inner| inner.strong_count() > 0);
-        open.insert(kept.name().to_owned(), Arc::downgrade(&device.0));
+        open.insert(name, Arc::downgrade(&device.0));
         Ok(device)
     }
 
@@ -124,7 +125,7 @@ impl Device {
             AdoptedContext::Default(name) => return Self::open(&name),
             AdoptedContext::Other(driver) => Self::known(driver, None)?,
         };
-        keep_alive.into_iter().for_each(|kept| device.context().driver().ending().keep(kept));
+        keep_alive.into_iter().for_each(|kept| device.context().holds().keep(kept));
         Ok(device)
     }
 
@@ -135,7 +136,7 @@ impl Device {
     /// [`Error::Unavailable`] for an ordinal that the node does not have.
     pub fn on(node: &HostNode, ordinal: u32) -> Result<Self> {
         crate::os::watch_forks()?;
-        Self::start(Context::by_hand(node.driver(ordinal)?, None)?)
+        Self::start(Context::new(node.driver(ordinal)?, None)?)
     }
 
     pub(crate) fn start(context: Arc<Context>) -> Result<Self> {
@@ -259,44 +260,5 @@ pub(crate) fn kept<K: Any + Send + Sync>(keep_alive: K) -> Option<KeepAlive> {
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Device").field(&self.name()).finish()
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use std::panic::{AssertUnwindSafe, catch_unwind};
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicBool, Ordering};
-
-    use super::Device;
-    use crate::device::host::{HostConfig, HostNode};
-    use crate::foreign;
-
-    /// Its drop notes whether code of the program could run then: under no lock of the crate.
-    struct Ends(Arc<AtomicBool>);
-
-    impl Drop for Ends {
-        fn drop(&mut self) {
-            let (now, free) = (Arc::new(AtomicBool::new(false)), self.0.clone());
-            let ran = now.clone();
-            foreign::when_allowed(move || ran.store(true, Ordering::SeqCst));
-            free.store(now.load(Ordering::SeqCst), Ordering::SeqCst);
-        }
-    }
-
-    /// A device that cannot be started lets go of its driver, which may make calls then, after the
-    /// table of open devices is unlocked.
-    #[test]
-    fn a_driver_that_is_not_started_ends_under_no_lock() {
-        let node = HostNode::new(HostConfig::new()).unwrap();
-        let ended_freely = Arc::new(AtomicBool::new(false));
-        let ends = Ends(ended_freely.clone());
-        node.hook(move |_| _ = &ends);
-        // No thread can have this name, so starting panics, and leaves the function as an error.
-        let driver = node.open(0, "no\0name");
-        drop(node);
-        let opened = catch_unwind(AssertUnwindSafe(|| Device::known(driver, None)));
-        assert!(!opened.is_ok_and(|device| device.is_ok()), "the device was opened");
-        assert!(ended_freely.load(Ordering::SeqCst), "the driver ended under a lock");
     }
 }

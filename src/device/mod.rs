@@ -5,7 +5,7 @@
 //! reports what happened. It has no policy: that is in the modules above.
 //!
 //! To be read in this order: `host` (the shortest driver), `worker` (a device's thread for calls
-//! that may block), `context` (an opened device), `memory`, `ending`, `handle` (the public
+//! that may block), `context` (an opened device), `memory`, `handle` (the public
 //! [`Device`](handle::Device)). `cuda` and `acl` are the only modules that call a vendor's library,
 //! through `gate`, which is shut when the process ends; `vendor` has what they share.
 //!
@@ -41,12 +41,9 @@
 
 #[cfg(feature = "acl")]
 pub(crate) mod acl;
-pub(crate) mod address;
-pub(crate) mod confined;
 pub(crate) mod context;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
-pub(crate) mod ending;
 mod family;
 #[cfg(any(feature = "acl", feature = "cuda"))]
 mod gate;
@@ -170,6 +167,29 @@ pub(crate) enum Whose {
     ProgramToRead,
 }
 
+/// The thread that a stream is confined to, which alone can submit to it: CUDA's per-thread default
+/// stream is one handle for another stream on every thread.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Confined {
+    /// No other thread has or had this number. (The system's numbers are given again.)
+    thread: std::thread::ThreadId,
+    /// A stream of which an event, recorded on any thread, covers all work of the confined one: the
+    /// reaper records there what could not be recorded on the confined thread.
+    pub(crate) covering: StreamHandle,
+}
+
+impl Confined {
+    /// Confined to the calling thread.
+    pub(crate) fn here(covering: StreamHandle) -> Self {
+        Self { thread: std::thread::current().id(), covering }
+    }
+
+    /// Whether the calling thread is the one.
+    pub(crate) fn is_here(&self) -> bool {
+        self.thread == std::thread::current().id()
+    }
+}
+
 /// A context that the program or another library made.
 pub(crate) enum AdoptedContext {
     /// The context that the crate works in when it opens the device with this name.
@@ -191,8 +211,11 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// This driver as its own type, for what only its vendor has.
     fn as_any(&self) -> &dyn Any;
 
-    /// What is dropped after the last call for the device, on any thread.
-    fn ending(&self) -> &ending::Ending;
+    /// The last call for this opening of the device, made once, on the device's worker: it lets go
+    /// of the device. Whether that has everything back.
+    fn let_go(&self) -> bool {
+        true
+    }
 
     /// Called first on each thread of the crate that makes calls: the driver may set the thread up.
     fn enter_thread(&self) {}

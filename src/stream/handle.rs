@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use super::hold::Resource;
 use super::timeline::Timeline;
-use crate::device::confined::Confined;
 use crate::device::handle::Device;
-use crate::device::{StreamHandle, ending::KeepAlive};
+use crate::device::{Confined, StreamHandle};
 use crate::error::{Error, Result};
+use crate::foreign::KeepAlive;
 
 /// An ordered queue of a device. Work on one stream happens in the order of its submission; streams
 /// are independent of each other. A clone is another handle to the same stream.

@@ -22,8 +22,7 @@ use super::timeline::{Ticket, Timeline};
 use crate::buffer::Lend;
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
 use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, end_leases};
-use crate::device::context::{Context, Hand};
-use crate::device::ending::Ending;
+use crate::device::context::Context;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer, Whose};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
@@ -50,7 +49,6 @@ struct Late {
     ran: [AtomicU32; ALL],
     /// The next recording fails, and loses the stream, though not the device.
     refuses: AtomicBool,
-    ending: Ending,
 }
 
 #[derive(Debug, Default)]
@@ -99,9 +97,6 @@ impl Driver for Late {
     }
     fn as_any(&self) -> &dyn std::any::Any {
         self
-    }
-    fn ending(&self) -> &Ending {
-        &self.ending
     }
     fn allocate_host(&self, _: usize, _: HostKind) -> Result<NonNull<u8>> {
         Err(Error::Unsupported("no host memory in a model".into()))
@@ -185,10 +180,9 @@ impl Setup {
             memory: std::array::from_fn(|_| UnsafeCell::new(0)),
             ran: std::array::from_fn(|_| AtomicU32::new(0)),
             refuses: AtomicBool::new(false),
-            ending: Ending::new(),
         });
         // A model has no threads of the crate, and queries move this driver.
-        let context = Context::by_hand(driver.clone(), Some(Hand::new(|| false))).unwrap();
+        let context = Context::new(driver.clone(), Some(Box::new(|| false))).unwrap();
         let listing = Arc::new(Listing::default());
         let timeline = Timeline::new(context, StreamHandle(0), true, true, None, listing.clone());
         let config = CentralConfig {

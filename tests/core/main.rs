@@ -6,6 +6,7 @@ mod buffers;
 mod closing;
 mod errors;
 mod fork;
+mod host;
 mod launch;
 mod limits;
 mod memlock;

@@ -29,25 +29,6 @@ pub(super) type AclContext = *mut c_void;
 pub(super) type AclStream = *mut c_void;
 pub(super) type AclEvent = *mut c_void;
 
-/// acl_rt.h: aclrtPtrAttributes.
-#[derive(Debug, Default)]
-#[repr(C)]
-pub(super) struct PointerAttributes {
-    pub(super) location_id: u32,
-    pub(super) location_type: c_int,
-    page_size: u32,
-    reserved: [u32; 4],
-}
-
-impl PointerAttributes {
-    /// Attributes of no kind that exists, for the library to overwrite.
-    pub(super) fn unknown() -> Self {
-        Self { location_type: -1, ..Self::default() }
-    }
-}
-
-const _: () = assert!(size_of::<PointerAttributes>() == 28);
-
 /// The environment variable that names the library to load.
 pub(super) const LIBRARY_VARIABLE: &str = "PINPOOL_LIBASCENDCL";
 const FILE: &str = "libascendcl.so";
@@ -95,8 +76,6 @@ entry_points! {
     /// CANN 8.2, with a driver of 24.1 or later, and the one below.
     host_register = "aclrtHostRegister": fn(*mut c_void, u64, c_int, *mut *mut c_void);
     host_unregister = "aclrtHostUnregister": fn(*mut c_void);
-    /// Late 2025.
-    pointer_attributes = "aclrtPointerGetAttributes": fn(*const c_void, *mut PointerAttributes);
     soc_name = "aclrtGetSocName": fn() -> *const c_char;
     recent_message = "aclGetRecentErrMsg": fn() -> *const c_char;
     }

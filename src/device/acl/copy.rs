@@ -13,7 +13,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::host::is_locked;
+use super::host::locked;
 use super::{Acl, stream};
 use crate::device::vendor::wait_out;
 use crate::device::{DevicePtr, StreamHandle, Transfer};
@@ -46,14 +46,14 @@ impl Acl {
     /// # Safety
     /// As for [`Driver::copy`](crate::device::Driver::copy).
     pub(super) unsafe fn submit_copy(&self, on: StreamHandle, transfer: Transfer) -> Result<()> {
-        let (call, locked) = match transfer {
+        let (call, is_locked) = match transfer {
             Transfer::Upload { src, dst, len } => {
                 let call = CopyCall { dst: device(dst), src: src.cast(), len, kind: HOST_TO_DEVICE };
-                (call, is_locked(src, len))
+                (call, locked(src.addr(), len).is_some())
             }
             Transfer::Download { src, dst, len } => {
                 let call = CopyCall { dst: dst.cast(), src: device(src), len, kind: DEVICE_TO_HOST };
-                (call, is_locked(dst, len))
+                (call, locked(dst.addr(), len).is_some())
             }
             Transfer::OnDevice { src, dst, len } => {
                 (CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }, true)
@@ -66,7 +66,7 @@ impl Acl {
                 return Ok(());
             }
         };
-        if !locked || call.dst.addr() % COPY_ALIGN != 0 || call.src.addr() % COPY_ALIGN != 0 {
+        if !is_locked || call.dst.addr() % COPY_ALIGN != 0 || call.src.addr() % COPY_ALIGN != 0 {
             // SAFETY: the caller's promise holds for longer than this call.
             return unsafe { self.copy_in_place(on, call) };
         }
@@ -118,7 +118,7 @@ impl Acl {
             if let Err(error) = copied {
                 // Where the device is lost or the process ends, the copy may still run.
                 if self.alive().is_err() {
-                    self.ending.leaked();
+                    self.leaked();
                     std::mem::forget(staging);
                 }
                 return Err(error);

@@ -77,17 +77,12 @@ pub(super) fn is_default(context: AclContext) -> bool {
     open_devices().iter().any(|driver| driver.default && driver.context == context)
 }
 
-/// The page-locked memory that a range lies in: its first byte, and what it is.
+/// The page-locked memory that all of a range lies in: its first byte, and what it is.
 pub(super) fn locked(at: usize, len: usize) -> Option<(usize, LockedMemory)> {
     let all = LOCKED.lock();
     let (&start, &found) = all.range(..=at).next_back()?;
     let left = found.len.checked_sub(at - start)?;
     (len <= left).then_some((start, found))
-}
-
-/// Whether a range is page-locked, all of it in one piece.
-pub(super) fn is_locked(at: *const u8, len: usize) -> bool {
-    locked(at.addr(), len).is_some()
 }
 
 impl Acl {

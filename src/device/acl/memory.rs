@@ -3,8 +3,8 @@
 //! `aclrtMalloc` promises multiples of 64 bytes, and the contract wants 256. So an allocation that
 //! starts elsewhere is made again with 256 bytes more, and freed by the library's own address.
 //!
-//! Newer libraries say what an address is (`aclrtPointerGetAttributes`), but not its allocation's
-//! length, and fail for memory that they do not know. So the crate lists its own allocations.
+//! No call that every version has tells what an address is. So the crate lists its own allocations,
+//! and takes an address that is in none of them, and is no host memory, for the device's.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -12,9 +12,8 @@ use std::ffi::c_int;
 use crate::locks::Mutex;
 
 use super::Acl;
-use super::api::PointerAttributes;
-use super::host::is_locked;
-use crate::device::address::AddressFault;
+use super::host::locked;
+use crate::device::memory::AddressFault;
 use crate::error::{Error, Result};
 use crate::os;
 
@@ -22,11 +21,6 @@ use crate::os;
 pub(super) const ALLOCATION_ALIGN: u64 = 256;
 /// acl_rt.h: aclrtMemMallocPolicy's ACL_MEM_MALLOC_HUGE_FIRST.
 const HUGE_FIRST: c_int = 0;
-/// acl_rt.h: aclrtMemLocationType.
-const LOCATION_HOST: c_int = 0;
-const LOCATION_DEVICE: c_int = 1;
-const MANAGED: c_int = 3;
-const HOST_NUMA: c_int = 4;
 
 /// All allocations of all devices, by device and first byte, with their lengths and the library's
 /// addresses. (Each device has its own part of one range of addresses.)
@@ -53,47 +47,22 @@ impl Acl {
     }
 
     /// What is wrong with a range, if anything is known to be.
-    pub(super) fn fault(&self, address: u64, len: usize) -> Result<Option<AddressFault>> {
+    pub(super) fn fault(&self, address: u64, len: usize) -> Option<AddressFault> {
         if let Some((ordinal, start, size)) = allocation(address) {
             if ordinal != self.ordinal {
-                return Ok(Some(AddressFault::OtherDevice { device: format!("acl:{ordinal}") }));
+                return Some(AddressFault::OtherDevice { device: format!("acl:{ordinal}") });
             }
             let over = len.saturating_sub(size - (address - start) as usize);
-            return Ok((over > 0).then_some(AddressFault::PastEnd { start, size, over }));
+            return (over > 0).then_some(AddressFault::PastEnd { start, size, over });
         }
-        if is_locked(std::ptr::without_provenance(address as usize), 1) {
-            return Ok(Some(AddressFault::Host { registered: true }));
+        if locked(address as usize, 1).is_some() {
+            return Some(AddressFault::Host { registered: true });
         }
-        let plain = || match os::is_host_memory(address) {
-            Some(true) => AddressFault::Host { registered: false },
-            _ => AddressFault::Unknown,
-        };
-        let Some(ask) = self.api.pointer_attributes else {
-            // No answer. Memory that is not the host's may be the device's; in RC mode any may be.
-            let is_host = os::is_host_memory(address) == Some(true) && !self.on_device;
-            return Ok((is_host || address < os::page_size() as u64).then(plain));
-        };
-        let mut found = PointerAttributes::unknown();
-        let _current = self.current()?;
-        // SAFETY: writes the attributes.
-        let code = unsafe { ask.call(std::ptr::without_provenance(address as usize), &raw mut found) };
-        match self.said("aclrtPointerGetAttributes", code) {
-            Err(error) if error.is_device_lost() => return Err(error),
-            // Some versions return an error for memory that they do not know.
-            Err(_) => return Ok(Some(plain())),
-            Ok(()) => {}
+        // In RC mode the program's memory is the device's.
+        match os::is_host_memory(address) {
+            Some(true) if !self.on_device => Some(AddressFault::Host { registered: false }),
+            _ => (address < os::page_size() as u64).then_some(AddressFault::Unknown),
         }
-        Ok(match found.location_type {
-            LOCATION_DEVICE if found.location_id == self.ordinal.unsigned_abs() => None,
-            LOCATION_DEVICE => {
-                Some(AddressFault::OtherDevice { device: format!("acl:{}", found.location_id) })
-            }
-            MANAGED => None,
-            // Where the program runs on the device, its memory is the device's.
-            LOCATION_HOST | HOST_NUMA if self.on_device => None,
-            LOCATION_HOST | HOST_NUMA => Some(AddressFault::Host { registered: true }),
-            _ => Some(plain()),
-        })
     }
 }
 

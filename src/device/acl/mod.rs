@@ -21,10 +21,10 @@
 //!
 //! The crate works in the device's *default* context, which `aclrtSetDevice` gives to every thread,
 //! and which the frameworks use. `aclrtSetDevice` counts it once when the device is opened, and
-//! `aclrtResetDevice` releases it after the driver's last reference. `aclrtSetDevice` also changes
-//! the current context, and no call can make a thread have none again: so a thread that ends at
-//! once makes that call. Every other call reads the current context, sets the driver's where it is
-//! another one, and restores the caller's. A thread that had none keeps the driver's.
+//! the region thread releases it by `aclrtResetDevice`. `aclrtSetDevice` also changes the current
+//! context, and no call can make a thread have none again: so a thread that ends at once makes that
+//! call. Every call but these two reads the current context, sets the driver's where it is another
+//! one, and restores the caller's. A thread that had none keeps the driver's.
 //!
 //! # Events
 //!
@@ -58,9 +58,8 @@ pub(crate) use self::adopt::adopt;
 pub use self::api::install;
 use self::api::{AclApi, AclContext, AclEvent, AclStream};
 use self::error::AclCode;
-use self::host::{LOCKED, LockedMemory, REGISTER_MAPPED, REGISTER_PAGE, is_locked, locked, refused};
+use self::host::{LOCKED, LockedMemory, REGISTER_MAPPED, REGISTER_PAGE, locked, refused};
 use self::memory::{ALLOCATION_ALIGN, ALLOCATIONS};
-use super::ending::Ending;
 use super::gate;
 use super::vendor::no_such;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer, Whose};
@@ -105,7 +104,8 @@ pub(crate) struct Acl {
     default: bool,
     /// The error that the device was lost with.
     lost: OnceLock<Error>,
-    ending: Ending,
+    /// Whether something of the device stays until the process ends.
+    leaks: AtomicBool,
 }
 
 // SAFETY: a context may be current on any thread, on several at once; the library takes its own
@@ -169,7 +169,7 @@ fn on_other_thread<R: Send + 'static>(
     thread.join().unwrap_or_else(|_| Err(unavailable("the thread that opens it panicked".into())))
 }
 
-/// Undoes one `aclrtSetDevice`, on one of the crate's threads. Whether it succeeded.
+/// Undoes one `aclrtSetDevice`, on a thread of the crate. Whether it succeeded.
 fn reset(api: &AclApi, name: &Arc<str>, ordinal: i32) -> bool {
     // SAFETY: the call takes a number, and there is one such call for each `aclrtSetDevice`.
     let reset = check(api, name, "aclrtResetDevice", unsafe { api.reset_device.call(ordinal) });
@@ -255,7 +255,7 @@ impl Acl {
             pads: on_device.into(),
             default,
             lost: OnceLock::new(),
-            ending: Ending::new(),
+            leaks: AtomicBool::new(false),
         });
         host::opened(&driver);
         driver
@@ -286,6 +286,11 @@ impl Acl {
     fn current(&self) -> Result<AclCurrent<'_>> {
         let pass = self.alive()?;
         self.noting(AclCurrent::enter(self.api, &self.name, self.context, Some(pass)))
+    }
+
+    /// Notes that something of the device stays until the process ends.
+    fn leaked(&self) {
+        self.leaks.store(true, Ordering::Relaxed);
     }
 
     /// Waits until the device has nothing to do.
@@ -319,8 +324,18 @@ impl Driver for Acl {
         self
     }
 
-    fn ending(&self) -> &Ending {
-        &self.ending
+    fn let_go(&self) -> bool {
+        // A lost device stays set, like everything else there.
+        if self.lost.get().is_some() {
+            return false;
+        }
+        // The program's earlier work may still run; destroying an event waits for nothing.
+        let probe = self.probe.lock().take();
+        if let Some(Err(error)) = probe.map(|event| self.destroy_event(event)) {
+            self.leaked();
+            crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
+        }
+        (!self.default || reset(self.api, &self.name, self.ordinal)) && !self.leaks.load(Ordering::Relaxed)
     }
 
     fn enter_thread(&self) {
@@ -414,7 +429,7 @@ impl Driver for Acl {
         if all == len && at.as_ptr().addr() % page != 0 {
             self.pads.store(true, Ordering::Relaxed);
             // SAFETY: allocated just now, and not in use.
-            unsafe { self.host_free_at(at) }.inspect_err(|_| self.ending.leaked())?;
+            unsafe { self.host_free_at(at) }.inspect_err(|_| self.leaked())?;
             all = len.saturating_add(page);
             at = self.host_malloc(all)?;
         }
@@ -442,7 +457,7 @@ impl Driver for Acl {
 
     unsafe fn zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
         // In RC mode page-locked memory is the device's, and the library writes it.
-        if !self.on_device || !is_locked(at.as_ptr(), len) {
+        if !self.on_device || locked(at.as_ptr().addr(), len).is_none() {
             // SAFETY: the caller promises that the range can be written and is not in use.
             unsafe { at.write_bytes(0, len) };
             return Ok(());
@@ -472,7 +487,7 @@ impl Driver for Acl {
     fn allocate(&self, len: usize) -> Result<DevicePtr> {
         let mut at = self.malloc(len)?;
         if at % ALLOCATION_ALIGN != 0 {
-            self.free_at(at).inspect_err(|_| self.ending.leaked())?;
+            self.free_at(at).inspect_err(|_| self.leaked())?;
             at = self.malloc(len.saturating_add(ALLOCATION_ALIGN as usize))?;
         }
         let start = at.next_multiple_of(ALLOCATION_ALIGN);
@@ -491,8 +506,7 @@ impl Driver for Acl {
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
         let _pass = self.alive()?;
-        let fault = self.fault(ptr.0, len)?;
-        fault.map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
+        self.fault(ptr.0, len).map_or(Ok(()), |fault| Err(fault.of(&self.name, ptr.0, len)))
     }
 
     fn create_stream(&self, _urgent: bool) -> Result<StreamHandle> {
@@ -557,24 +571,5 @@ impl Driver for Acl {
         // SAFETY: a stream and an event that are alive, and the stream's context is current.
         let code = unsafe { self.api.stream_wait_event.call(stream(on), event(handle)) };
         self.said("aclrtStreamWaitEvent", code)
-    }
-}
-
-impl Drop for Acl {
-    fn drop(&mut self) {
-        // A lost device stays set, like everything else there.
-        if self.lost.get().is_some() {
-            return self.ending.leaked();
-        }
-        // The program's earlier work may still run; destroying an event waits for nothing.
-        let destroyed = self.probe.get_mut().take().map_or(Ok(()), |event| self.destroy_event(event));
-        if let Err(error) = destroyed {
-            self.ending.leaked();
-            crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
-        }
-        if self.default {
-            let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);
-            self.ending.end(&self.name, move || reset(api, &name, ordinal));
-        }
     }
 }

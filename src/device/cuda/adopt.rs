@@ -22,9 +22,8 @@ use std::sync::Arc;
 
 use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
 use super::{Cuda, CudaCurrent, check, stream};
-use crate::device::confined::Confined;
 use crate::device::vendor::name_on;
-use crate::device::{AdoptedContext, StreamHandle};
+use crate::device::{AdoptedContext, Confined, StreamHandle};
 use crate::error::{Error, Result};
 use crate::exit;
 

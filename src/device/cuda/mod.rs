@@ -18,8 +18,8 @@
 //! # Contexts
 //!
 //! The crate works in the device's primary context, the one that the runtime API, cudarc and the
-//! frameworks use too. It is retained when the device is opened, and released after the driver's
-//! last reference. A context of the program's can be [adopted](adopt()) instead, and is never
+//! frameworks use too. It is retained when the device is opened, and released by the last call of
+//! the region thread. A context of the program's can be [adopted](adopt()) instead, and is never
 //! destroyed. The crate's context is always current on its own threads. Elsewhere each call pushes
 //! it, unless it is current, and pops it. The two most frequent calls do without, since sixteen
 //! threads that push and pop take 1.7 us each (H100, driver 580): `cuEventQuery` and
@@ -59,7 +59,6 @@ pub(crate) use self::adopt::{LEGACY, PER_THREAD};
 pub use self::api::install;
 use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
 use self::host::*;
-use super::ending::Ending;
 use super::vendor::{advise, no_such, wait_out};
 use super::{
     DevicePtr, Driver, EventHandle, GraphEnd, HostAllocFlags, HostKind, SpreadRun, SpreadWay, StreamHandle,
@@ -108,7 +107,6 @@ pub(crate) struct Cuda {
     allocates: AtomicBool,
     /// The kernels that spread and collect, or why there are none; empty until they were asked for.
     kernels: OnceLock<Result<spread::Kernels>>,
-    ending: Ending,
 }
 
 // SAFETY: a context may be used from any thread; the driver takes its own locks.
@@ -253,7 +251,6 @@ impl Cuda {
             batches: Mutex::default(),
             allocates: AtomicBool::new(false),
             kernels: OnceLock::new(),
-            ending: Ending::new(),
         }
     }
 
@@ -313,8 +310,14 @@ impl Driver for Cuda {
         self
     }
 
-    fn ending(&self) -> &Ending {
-        &self.ending
+    fn let_go(&self) -> bool {
+        if let Some(Ok(kernels)) = self.kernels.get() {
+            kernels.unload(self.api, self.context);
+        }
+        let _relaxed = CudaCurrent::relaxed(self.api, false);
+        // After an error the driver is shutting down, and nothing is left to do. SAFETY: retained
+        // once when this was made.
+        !self.primary || unsafe { self.api.primary_release.call(self.device) == CudaCode::SUCCESS }
     }
 
     fn enter_thread(&self) {
@@ -628,30 +631,6 @@ impl Driver for Cuda {
 
     fn keep_with_graph(&self, on: StreamHandle, ended: GraphEnd) -> Result<bool> {
         self.keep(on, ended)
-    }
-}
-
-impl Drop for Cuda {
-    fn drop(&mut self) {
-        let kernels = self.kernels.get().and_then(|loaded| loaded.as_ref().ok()).copied();
-        if !self.primary && kernels.is_none() {
-            return;
-        }
-        let (api, device, primary) = (self.api, self.device, self.primary);
-        // A number, so that the closure can go to another thread.
-        let (context, kernels) = (self.context as usize, kernels);
-        self.ending.end(&self.name, move || {
-            if let Some(kernels) = kernels {
-                kernels.unload(api, context as CUcontext);
-            }
-            if !primary {
-                return true;
-            }
-            let _relaxed = CudaCurrent::relaxed(api, false);
-            // After an error the driver is shutting down, and nothing is left to do. SAFETY:
-            // retained once when this was made.
-            unsafe { api.primary_release.call(device) == CudaCode::SUCCESS }
-        });
     }
 }
 

@@ -17,7 +17,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use super::Cuda;
 use super::api::CUcontext;
 use crate::device::DevicePtr;
-use crate::device::address::AddressFault;
+use crate::device::memory::AddressFault;
 use crate::error::Result;
 use crate::os;
 

@@ -1,7 +1,7 @@
 //! Closing a device: [`Device::close`].
 //!
 //! Each thing gives back its own when it is dropped, on the device's region thread. So `close`
-//! drops one handle and waits for the end of the driver itself ([`crate::device::ending`]). The
+//! drops one handle and waits for the end of the driver itself ([`crate::device::worker`]). The
 //! counts are looked at only for the report, and to find out whether waiting can help at all.
 
 use std::fmt;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::{Device, DeviceInner};
 use crate::amount::amount;
 use crate::central::CentralPool;
-use crate::device::ending::Holds;
+use crate::device::worker::Holds;
 use crate::error::Error;
 use crate::locks::Mutex;
 use crate::stream::timeline::reaper::Listing;
@@ -128,12 +128,9 @@ impl CloseError {
 
 impl fmt::Debug for CloseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (held_by, is_closed) = (self.held_by(), self.is_closed());
-        write!(
-            f,
-            "CloseError {{ device: {:?}, held_by: {held_by:?}, is_closed: {is_closed} }}",
-            self.device()
-        )
+        let mut shown = f.debug_struct("CloseError");
+        shown.field("device", &self.device()).field("held_by", self.held_by());
+        shown.field("is_closed", &self.is_closed()).finish()
     }
 }
 
@@ -202,8 +199,6 @@ impl Closing {
             self.ended = self.holds.wait(end.map_or(poll, |end| end.min(poll)));
             self.look();
             if self.ended {
-                // The job that let go of the device may not have ended, but has made its last call.
-                self.held.jobs = 0;
                 let is_clean = self.held.leaked == 0 && self.held.lost.is_none();
                 return if is_clean { Ok(()) } else { Err(CloseError(self)) };
             }

@@ -9,11 +9,10 @@ use std::sync::Arc;
 use crossbeam::channel::unbounded;
 
 use super::memory::{Block, Place};
-use super::node::{HostFunction, Node, Operation, State, Stream};
+use super::node::{HostFunction, Node, Operation, State, Unit};
 use super::{Call, Failure, HostNode};
 use crate::amount::amount;
-use crate::device::address::AddressFault;
-use crate::device::ending::Ending;
+use crate::device::memory::AddressFault;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer, Whose};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::foreign::Owned;
@@ -30,7 +29,6 @@ pub(crate) struct HostDriver {
     node: Arc<Node>,
     name: Arc<str>,
     device: usize,
-    ending: Ending,
 }
 
 impl HostNode {
@@ -41,13 +39,8 @@ impl HostNode {
             let why = format!("this node has host:0 to host:{}", devices - 1);
             return Err(Error::Unavailable { device: name, why });
         }
-        Ok(self.open(ordinal as usize, &name))
-    }
-
-    /// A driver of a device under a name.
-    pub(crate) fn open(&self, device: usize, name: &str) -> Arc<dyn Driver> {
         let node = Arc::clone(&self.0);
-        Arc::new(HostDriver { node, name: name.into(), device, ending: Ending::new() })
+        Ok(Arc::new(HostDriver { node, name: name.into(), device: ordinal as usize }))
     }
 
     /// Calls `hook` before each call of a device of the node.
@@ -119,6 +112,12 @@ impl HostDriver {
         found.map_or_else(unknown, Ok)
     }
 
+    /// A call that finds something of the device's.
+    fn find<R>(&self, call: Call, find: impl FnOnce(&mut Unit) -> Option<R>) -> Result<R> {
+        let (mut state, _) = self.enter(call)?;
+        self.known(call, find(&mut state.units[self.device]))
+    }
+
     /// A call that queues an operation, which `make` makes for a number.
     fn queue(
         &self,
@@ -127,13 +126,16 @@ impl HostDriver {
         make: impl FnOnce(&mut State, u64) -> Result<Operation>,
     ) -> Result<()> {
         let (mut state, failure) = self.enter(call)?;
-        self.known(call, state.streams.get(&stream.0))?;
+        let thread = self.known(call, state.units[self.device].streams.get(&stream.0))?.clone();
         let number = state.number();
-        let operation = make(&mut state, number)?;
-        state.submit(stream.0, number, operation, failure == Some(Failure::Stall));
+        let mut operation = make(&mut state, number)?;
+        operation.stalled = failure == Some(Failure::Stall);
+        state.units[self.device].queued.insert(number, operation);
+        // The stream's thread takes numbers for as long as the stream is there.
+        let _ = thread.send(number);
         if call == Call::CopyBlocking {
             // It ends, or the device dies.
-            while state.queued.contains_key(&number) {
+            while state.units[self.device].queued.contains_key(&number) {
                 self.node.ended.wait(&mut state);
             }
             if state.units[self.device].dead.is_some() {
@@ -149,19 +151,19 @@ impl HostDriver {
 
     /// Finds the bytes at a device address.
     fn place(&self, state: &State, at: DevicePtr, len: usize) -> Result<Place> {
-        let below = state.memory.range(..=at.0).next_back();
-        let here = below.map(|(start, block)| (block, (at.0 - start) as usize));
-        let fault = match here.filter(|(block, offset)| *offset <= block.len) {
-            Some((block, _)) if block.device != self.device => {
-                AddressFault::OtherDevice { device: format!("host:{}", block.device) }
+        let here = |(device, unit): (usize, &Unit)| {
+            let (start, block) = unit.memory.range(..=at.0).next_back()?;
+            let offset = (at.0 - start) as usize;
+            (offset <= block.len).then(|| (device, *start, block.clone(), offset))
+        };
+        let fault = match state.units.iter().enumerate().find_map(here) {
+            Some((other, ..)) if other != self.device => {
+                AddressFault::OtherDevice { device: format!("host:{other}") }
             }
-            Some((block, offset)) if len <= block.len - offset => {
-                return Ok(Place::Device(Arc::clone(block), offset));
-            }
-            Some((block, offset)) => {
-                let over = len - (block.len - offset);
-                AddressFault::PastEnd { start: block.address, size: block.len, over }
-            }
+            Some((_, start, block, offset)) => match len.checked_sub(block.len - offset) {
+                None | Some(0) => return Ok(Place::Device(block, offset)),
+                Some(over) => AddressFault::PastEnd { start, size: block.len, over },
+            },
             None if state.has_pinned(at.0 as usize) => AddressFault::Host { registered: true },
             None if os::is_host_memory(at.0) == Some(true) => AddressFault::Host { registered: false },
             None => AddressFault::Unknown,
@@ -199,36 +201,29 @@ impl HostDriver {
 
     /// Enters a range of host memory, and locks its pages unless it is managed memory.
     fn pin_range(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
-        let (start, owner) = (base.addr().get(), (self.device, kind));
+        let start = base.addr().get();
         let (end, mut state) = (start + len, self.enter(call)?.0);
-        if let Some((other, (past, (by, _)))) = state.ranges.range(..end).next_back() {
-            if *past > start {
-                let other = format!("{other:#x}..{past:#x}, which host:{by} has pinned");
-                return self.refuse(call, format!("{start:#x}..{end:#x} overlaps {other}"));
-            }
+        if let Some((other, from, to)) = state.pinned(start..end) {
+            let other = format!("{from:#x}..{to:#x}, which host:{other} has pinned");
+            return self.refuse(call, format!("{start:#x}..{end:#x} overlaps {other}"));
         }
-        state.ranges.insert(start, (end, owner));
+        state.units[self.device].ranges.insert(start, (end, kind));
         drop(state);
         if kind == Some(HostKind::Managed) {
             return Ok(());
         }
         os::lock(base, len).inspect_err(|_| {
-            // Also while a copy uses it: unpinned memory is pinned again while buffers are out.
-            self.node.state.lock().ranges.remove(&start);
+            self.node.state.lock().units[self.device].ranges.remove(&start);
         })
     }
 
     /// Takes a range of host memory out again.
     fn unpin_range(&self, call: Call, base: NonNull<u8>, len: usize, kind: Option<HostKind>) -> Result<()> {
-        let (start, owner) = (base.addr().get(), (self.device, kind));
-        let (end, mut state) = (start + len, self.enter(call)?.0);
-        if state.queued.values().flat_map(|it| &it.host).any(|used| used.start < end && start < used.end) {
-            let text = format!("{start:#x}..{end:#x} is used by a copy that is queued or running");
-            return self.refuse(call, text);
-        }
-        self.known(call, state.ranges.get(&start).filter(|range| **range == (end, owner)))?;
-        state.ranges.remove(&start);
-        Ok(())
+        let start = base.addr().get();
+        self.find(call, |unit| {
+            unit.ranges.get(&start).filter(|range| **range == (start + len, kind))?;
+            unit.ranges.remove(&start).map(drop)
+        })
     }
 }
 
@@ -239,10 +234,6 @@ impl Driver for HostDriver {
 
     fn as_any(&self) -> &dyn Any {
         self
-    }
-
-    fn ending(&self) -> &Ending {
-        &self.ending
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
@@ -283,35 +274,23 @@ impl Driver for HostDriver {
 
     fn allocate(&self, len: usize) -> Result<DevicePtr> {
         let (mut state, _) = self.enter(Call::Allocate)?;
-        if len == 0 {
-            return self.refuse(Call::Allocate, "0 bytes of device memory were asked for");
-        }
-        let (capacity, used) = (self.node.capacity, state.used(self.device));
-        let address = state.addresses.max(FIRST_ADDRESS) + GAP;
+        let (capacity, address) = (self.node.capacity, state.addresses.max(FIRST_ADDRESS) + GAP);
+        let left = capacity - state.units[self.device].used();
         // Pages are mapped here, and come when they are used.
-        let block = (len <= capacity - used).then(|| Block::new(self.device, address, len)).flatten();
+        let block = (len <= left).then(|| Block::new(len)).flatten();
         let block = block.ok_or_else(|| {
-            let [wanted, left, all] = [len, capacity - used, capacity].map(amount);
+            let [wanted, left, all] = [len, left, capacity].map(amount);
             let text = format!("no {wanted} of device memory: {left} of {all} are left");
             self.error(Call::Allocate, ErrorClass::Transient, text)
         })?;
         state.addresses = (address + len as u64).next_multiple_of(GAP);
-        state.memory.insert(address, block);
+        state.units[self.device].memory.insert(address, block);
         Ok(DevicePtr(address))
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
-        let (mut state, _) = self.enter(Call::Free)?;
-        let block = self.known(Call::Free, state.memory.remove(&ptr.0))?;
-        // Operations that have not ended keep it, and no call keeps it for longer than the lock.
-        if Arc::strong_count(&block) > 1 {
-            let cause = "device memory was freed that a queued operation uses";
-            self.node.kill(&mut state, block.device, cause);
-        }
-        // Unmapping takes time, so no lock is held.
-        drop(state);
-        drop(block);
-        Ok(())
+        // Unmapping takes time: the lock is free by then.
+        self.find(Call::Free, |unit| unit.memory.remove(&ptr.0)).map(drop)
     }
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
@@ -321,21 +300,20 @@ impl Driver for HostDriver {
 
     fn create_stream(&self, _urgent: bool) -> Result<StreamHandle> {
         let (mut state, _) = self.enter(Call::CreateStream)?;
-        state.created += 1;
-        let (id, node, (queue, numbers)) = (state.created, Arc::clone(&self.node), unbounded());
+        let (id, device, node) = (state.number(), self.device, Arc::clone(&self.node));
+        let (queue, numbers) = unbounded();
         // Detached: the thread ends by itself after its stream, and no thread waits for that.
-        let thread = os::thread::spawn(format!("pinpool-host-{id}"), move || node.serve(id, numbers));
+        let thread = os::thread::spawn(format!("pinpool-host-{id}"), move || node.serve(device, id, numbers));
         if let Err(error) = thread {
             let text = format!("no thread for the stream: {error}");
             return Err(self.error(Call::CreateStream, ErrorClass::Transient, text));
         }
-        state.streams.insert(id, Stream { device: self.device, queue });
+        state.units[device].streams.insert(id, queue);
         Ok(StreamHandle(id))
     }
 
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
-        let (mut state, _) = self.enter(Call::DestroyStream)?;
-        self.known(Call::DestroyStream, state.streams.remove(&stream.0)).map(drop)
+        self.find(Call::DestroyStream, |unit| unit.streams.remove(&stream.0)).map(drop)
     }
 
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()> {
@@ -349,31 +327,29 @@ impl Driver for HostDriver {
     fn create_event(&self) -> Result<EventHandle> {
         let (mut state, _) = self.enter(Call::CreateEvent)?;
         let event = state.number();
-        state.events.insert(event, (self.device, 0));
+        state.units[self.device].events.insert(event, 0);
         Ok(EventHandle(event))
     }
 
     fn destroy_event(&self, event: EventHandle) -> Result<()> {
-        let (mut state, _) = self.enter(Call::DestroyEvent)?;
-        self.known(Call::DestroyEvent, state.events.remove(&event.0)).map(drop)
+        self.find(Call::DestroyEvent, |unit| unit.events.remove(&event.0)).map(drop)
     }
 
     fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
         self.queue(Call::Record, stream, |state, number| {
-            self.known(Call::Record, state.events.get_mut(&event.0))?.1 = number;
+            *self.known(Call::Record, state.units[self.device].events.get_mut(&event.0))? = number;
             Ok(Operation::mark(0))
         })
     }
 
     fn query(&self, event: EventHandle) -> Result<bool> {
-        let (state, _) = self.enter(Call::Query)?;
-        let (_, recorded) = self.known(Call::Query, state.events.get(&event.0))?;
-        Ok(!state.queued.contains_key(recorded))
+        let is_over = |unit: &mut Unit| Some(!unit.queued.contains_key(unit.events.get(&event.0)?));
+        self.find(Call::Query, is_over)
     }
 
     fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
         self.queue(Call::WaitEvent, stream, |state, _| {
-            let (_, recorded) = self.known(Call::WaitEvent, state.events.get(&event.0))?;
+            let recorded = self.known(Call::WaitEvent, state.units[self.device].events.get(&event.0))?;
             Ok(Operation::mark(*recorded))
         })
     }

@@ -9,7 +9,6 @@
 //! it. So each MiB of an allocation has a lock, which a copy holds while it reads or writes there.
 //! A copy within the device holds two, in the order of their addresses.
 
-use std::ops::Range;
 use std::ptr::{NonNull, from_ref};
 use std::sync::Arc;
 
@@ -23,8 +22,6 @@ const HUGE: usize = 2 << 20;
 
 /// One allocation. Operations that use it keep it.
 pub(super) struct Block {
-    pub(super) device: usize,
-    pub(super) address: u64,
     pub(super) len: usize,
     data: NonNull<u8>,
     locks: Box<[Mutex<()>]>,
@@ -37,14 +34,14 @@ unsafe impl Sync for Block {}
 
 impl Block {
     /// `len` is not 0. `None`: the system has no such memory.
-    pub(super) fn new(device: usize, address: u64, len: usize) -> Option<Arc<Self>> {
+    pub(super) fn new(len: usize) -> Option<Arc<Self>> {
         let data = os::map(len, if len < HUGE { 1 } else { HUGE }).ok()?;
         if len >= HUGE {
             // Zeroing small pages would take most of the time of a first copy.
             os::advise_huge(data, len);
         }
         let locks = (0..len.div_ceil(PART)).map(|_| Mutex::new(())).collect();
-        Some(Arc::new(Self { device, address, len, data, locks }))
+        Some(Arc::new(Self { len, data, locks }))
     }
 }
 
@@ -67,14 +64,6 @@ pub(super) enum Place {
 unsafe impl Send for Place {}
 
 impl Place {
-    /// The addresses of `len` bytes of host memory.
-    pub(super) fn host(&self, len: usize) -> Option<Range<usize>> {
-        match self {
-            Self::Host(start) => Some(start.addr()..start.addr().saturating_add(len)),
-            Self::Device(..) => None,
-        }
-    }
-
     /// The byte at `at`, how many from there on lie under one lock, and that lock.
     fn part(&self, at: usize) -> (*mut u8, usize, Option<&Mutex<()>>) {
         match self {

@@ -1,15 +1,15 @@
 //! The machine: devices with streams and memory, the streams' threads, how a device dies.
 //!
-//! All that a node has is in its [`State`], under one lock. A stream is a channel to a thread,
-//! which runs operations in their order. Each has a number, under which [`State::queued`] has it
-//! until it has ended. An event is the number of its last recording, and complete when that is not
-//! queued any more. An operation that waits for an event waits for that number: an earlier one, so
-//! no circle can form.
+//! All that a node has is in its [`State`], under one lock; what a device has is in its [`Unit`]. A
+//! stream is a channel to a thread, which runs operations in their order. Each has a number, under
+//! which [`Unit::queued`] has it until it has ended. An event is the number of its last recording,
+//! and complete when that is not queued any more. An operation that waits for an event waits for
+//! that number: an earlier one, so no circle can form.
 //!
 //! Operations run without the lock. [`Node::kill`] notes the cause of death, takes what has not
-//! begun out of `queued`, and waits until no operation of the device that uses host memory is in
-//! it: from then on none touches that. Each call that answers that the device is dead waits for the
-//! same: its caller may free at once what copies used. A host function is not waited for.
+//! begun out of `queued`, and waits until no copy is in it: from then on the device touches no host
+//! memory. Each call that answers that the device is dead waits for the same: its caller may free
+//! at once what copies used. A host function is not waited for.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -30,12 +30,10 @@ pub(crate) type HostFunction = Box<dyn FnOnce(&[&[u8]], &mut [&mut [u8]]) + Send
 /// What a stream does. Without `work` it is a mark, for events.
 #[derive(Default)]
 pub(super) struct Operation {
-    pub(super) device: usize,
-    /// The host memory that a copy uses.
-    pub(super) host: Vec<Range<usize>>,
     /// It does not begin before the operation of this number has ended.
     after: u64,
     work: Option<Box<dyn FnOnce() + Send>>,
+    is_copy: bool,
     begun: bool,
     /// It does not begin until the device is resumed.
     pub(super) stalled: bool,
@@ -47,13 +45,12 @@ impl Operation {
     }
 
     pub(super) fn copy(from: Place, to: Place, len: usize) -> Self {
-        let host = [&from, &to].into_iter().filter_map(|side| side.host(len)).collect();
         // SAFETY: the places were checked at submission. The submitter promised (`Driver::copy`)
         // that host memory is valid and unused until an event after this operation is complete, and
         // no such event completes before the operation has ended. A dying device says so only when
         // it touches no memory.
         let work = move || unsafe { copy(&from, &to, len) };
-        Self { host, work: Some(Box::new(work)), ..Self::default() }
+        Self { work: Some(Box::new(work)), is_copy: true, ..Self::default() }
     }
 
     /// Calls a host function with copies of the bytes, and writes back those that it may write. So
@@ -89,47 +86,47 @@ impl Operation {
     }
 }
 
-pub(super) struct Stream {
-    pub(super) device: usize,
-    /// The numbers of operations, for its thread, which ends when the stream was destroyed.
-    pub(super) queue: Sender<u64>,
-}
-
 /// One device.
 #[derive(Default)]
 pub(super) struct Unit {
     /// Why the device died, if it did.
     pub(super) dead: Option<String>,
     pub(super) hung: bool,
+    /// The way of operations' numbers to each stream's thread, which ends when the stream was
+    /// destroyed.
+    pub(super) streams: BTreeMap<u64, Sender<u64>>,
+    /// Events, with the numbers of their last recordings.
+    pub(super) events: BTreeMap<u64, u64>,
+    /// What is queued or running.
+    pub(super) queued: BTreeMap<u64, Operation>,
+    /// Allocations, by their addresses.
+    pub(super) memory: BTreeMap<u64, Arc<Block>>,
+    /// Host memory that the device has pinned or allocated, by its start: the end, and the kind if
+    /// the device has allocated it.
+    pub(super) ranges: BTreeMap<usize, (usize, Option<HostKind>)>,
 }
 
-/// A device, and the kind of the memory if the device has allocated it.
-type Owner = (usize, Option<HostKind>);
+impl Unit {
+    /// Bytes of device memory that are allocated.
+    pub(super) fn used(&self) -> usize {
+        self.memory.values().map(|block| block.len).sum()
+    }
+}
 
 #[derive(Default)]
 pub(super) struct State {
     pub(super) units: Vec<Unit>,
-    /// Streams by their numbers, which count up from 1.
-    pub(super) streams: BTreeMap<u64, Stream>,
-    pub(super) created: u64,
-    /// Events: the device, and the number of the last recording.
-    pub(super) events: BTreeMap<u64, (usize, u64)>,
-    pub(super) memory: BTreeMap<u64, Arc<Block>>,
-    /// The end of the addresses given out so far.
-    pub(super) addresses: u64,
-    /// Host memory that devices have pinned or allocated, by its start: the end, and whose it is.
-    pub(super) ranges: BTreeMap<usize, (usize, Owner)>,
-    /// The last number given to an event or an operation.
+    /// The last number given to a stream, an event or an operation.
     last: u64,
-    /// What is queued or running.
-    pub(super) queued: BTreeMap<u64, Operation>,
+    /// The end of the device addresses given out so far.
+    pub(super) addresses: u64,
     /// Faults that have not struck.
     pub(super) armed: Vec<Fault>,
     pub(super) trace: Option<Vec<Call>>,
 }
 
 impl State {
-    /// A number that no event or operation has or had, and not 0.
+    /// A number that nothing has or had, and not 0.
     pub(super) fn number(&mut self) -> u64 {
         self.last += 1;
         self.last
@@ -146,27 +143,18 @@ impl State {
         failure
     }
 
+    /// A range of host memory that a device has pinned or allocated and that overlaps this one: the
+    /// device, and the range.
+    pub(super) fn pinned(&self, range: Range<usize>) -> Option<(usize, usize, usize)> {
+        self.units.iter().enumerate().find_map(|(device, unit)| {
+            let (from, (to, _)) = unit.ranges.range(..range.end).next_back()?;
+            (*to > range.start).then_some((device, *from, *to))
+        })
+    }
+
     /// Whether a device has pinned or allocated the host memory at this address.
     pub(super) fn has_pinned(&self, address: usize) -> bool {
-        self.ranges.range(..=address).next_back().is_some_and(|(_, (end, _))| address < *end)
-    }
-
-    /// Bytes of device memory that are allocated.
-    pub(super) fn used(&self, device: usize) -> usize {
-        self.memory.values().filter(|block| block.device == device).map(|block| block.len).sum()
-    }
-
-    /// Queues an operation under a number, on a stream that is there.
-    pub(super) fn submit(&mut self, id: u64, number: u64, operation: Operation, stalled: bool) {
-        let Some(stream) = self.streams.get(&id) else { return };
-        self.queued.insert(number, Operation { device: stream.device, stalled, ..operation });
-        // The stream's thread takes numbers for as long as the stream is there.
-        let _ = stream.queue.send(number);
-    }
-
-    /// The number of a device's operations that are queued or running.
-    pub(super) fn queued(&self, device: usize) -> usize {
-        self.queued.values().filter(|operation| operation.device == device).count()
+        self.pinned(address..address.saturating_add(1)).is_some()
     }
 }
 
@@ -200,40 +188,41 @@ impl Node {
         })
     }
 
-    /// Waits until no copy of a dead device touches host memory any more.
+    /// Waits until no copy of a dead device runs any more.
     pub(super) fn quiet(&self, state: &mut MutexGuard<'_, State>, device: usize) {
-        while state.queued.values().any(|running| running.device == device && !running.host.is_empty()) {
+        while state.units[device].queued.values().any(|running| running.is_copy) {
             self.ended.wait(state);
         }
     }
 
     /// Kills a device. When this returns, no copy of it touches host memory any more, and none will.
     pub(super) fn kill(&self, state: &mut MutexGuard<'_, State>, device: usize, cause: &str) {
-        if state.units[device].dead.is_none() {
-            state.units[device].dead = Some(cause.to_owned());
-            let dropped = state.queued(device);
-            state.queued.retain(|_, operation| operation.device != device || operation.begun);
+        let unit = &mut state.units[device];
+        if unit.dead.is_none() {
+            unit.dead = Some(cause.to_owned());
+            let queued = unit.queued.len();
+            unit.queued.retain(|_, operation| operation.begun);
             self.ended.notify_all();
             self.resumed.notify_all();
             let device = format!("host:{device}");
-            foreign::debug!(target: "pinpool::device", device, cause, dropped, "host device died");
+            foreign::debug!(target: "pinpool::device", device, cause, queued, "host device died");
         }
         self.quiet(state, device);
     }
 
     /// What a stream's thread does until the stream was destroyed.
-    pub(super) fn serve(&self, id: u64, numbers: Receiver<u64>) {
-        let mut late = self.late.map(|(max, seed)| (max, seed.wrapping_add(id)));
-        numbers.iter().for_each(|number| self.run(number, late.as_mut()));
+    pub(super) fn serve(&self, device: usize, stream: u64, numbers: Receiver<u64>) {
+        let mut late = self.late.map(|(max, seed)| (max, seed.wrapping_add(stream)));
+        numbers.iter().for_each(|number| self.run(device, number, late.as_mut()));
     }
 
     /// Runs an operation when its turn has come, unless it was dropped by then.
-    fn run(&self, number: u64, mut late: Option<&mut (Duration, u64)>) {
+    fn run(&self, device: usize, number: u64, mut late: Option<&mut (Duration, u64)>) {
         let mut state = self.state.lock();
         let work = loop {
-            let State { units, queued, .. } = &mut *state;
-            let Some(Operation { device, after, work, stalled, .. }) = queued.get(&number) else { return };
-            if units[*device].hung || *stalled {
+            let Unit { hung, queued, .. } = &mut state.units[device];
+            let Some(Operation { after, work, stalled, .. }) = queued.get(&number) else { return };
+            if *hung || *stalled {
                 self.resumed.wait(&mut state);
             } else if queued.contains_key(after) {
                 self.ended.wait(&mut state);
@@ -248,15 +237,13 @@ impl Node {
         };
         drop(state);
         work.into_iter().for_each(|work| work());
-        self.state.lock().queued.remove(&number);
+        self.state.lock().units[device].queued.remove(&number);
         self.ended.notify_all();
     }
 }
 
-/// A random time up to `max`, and the next seed (splitmix64).
+/// A random time up to `max`, and the next seed (of a linear congruential generator).
 fn random(seed: &mut u64, max: Duration) -> Duration {
-    *seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut mixed = (*seed ^ (*seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    max.mul_f64(((mixed ^ (mixed >> 31)) >> 11) as f64 / (1_u64 << 53) as f64)
+    *seed = seed.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+    max.mul_f64((*seed >> 11) as f64 / (1_u64 << 53) as f64)
 }

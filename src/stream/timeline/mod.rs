@@ -96,7 +96,7 @@ use self::reaper::Listing;
 pub use self::stats::{EventState, StreamStats};
 use super::hold::{Flown, Hold, Resource, Retain};
 use crate::central::{CentralPool, Segment, Wake};
-use crate::device::confined::Confined;
+use crate::device::Confined;
 use crate::device::context::Context;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, Result};

@@ -104,15 +104,16 @@ impl Listing {
     }
 
     /// Starts the reaper of a device. A device by hand has none.
-    pub(crate) fn start(context: &Context) -> Result<Arc<Self>> {
+    pub(crate) fn start(context: &Arc<Context>) -> Result<Arc<Self>> {
         let listing = Arc::new(Self::default());
         if !context.is_by_hand() {
             let own = listing.clone();
-            let (driver, device) = (context.driver().clone(), context.name());
+            // It keeps the device open until it has entered.
+            let (entering, device) = (context.clone(), context.name());
             crate::os::thread::spawn(format!("pinpool-reap-{device}"), move || {
                 crate::sync::enter(crate::sync::Own::Reaper);
-                driver.enter_thread();
-                drop(driver);
+                entering.driver().enter_thread();
+                drop(entering);
                 foreign::live("the reaper panicked: it goes on", || own.run());
             })
             .map_err(|e| Error::Unavailable {

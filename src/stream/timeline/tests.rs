@@ -9,7 +9,7 @@ use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use super::{EVENT_TRIES, SEQ_ENTRIES};
-use crate::device::confined::Confined;
+use crate::device::Confined;
 use crate::device::context::{self, Hand};
 use crate::device::handle::Device;
 use crate::device::host::{Call, Failure, Fault, HostConfig, HostNode};
@@ -27,7 +27,7 @@ pub(super) fn by_hand() -> (HostNode, Device) {
     let node = HostNode::new(HostConfig::new()).unwrap();
     node.hang(0);
     let own = node.clone();
-    let hand = Hand::new(move || {
+    let hand: Hand = Box::new(move || {
         let is_queued = || own.live(0).queued > 0;
         let any = is_queued();
         own.resume(0);
@@ -35,7 +35,7 @@ pub(super) fn by_hand() -> (HostNode, Device) {
         own.hang(0);
         any
     });
-    let context = context::Context::by_hand(node.driver(0).unwrap(), Some(hand)).unwrap();
+    let context = context::Context::new(node.driver(0).unwrap(), Some(hand)).unwrap();
     (node, Device::start(context).unwrap())
 }
 

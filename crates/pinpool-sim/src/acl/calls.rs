@@ -118,15 +118,6 @@ impl World {
     }
 }
 
-/// As the header has it; 28 bytes.
-#[repr(C)]
-pub struct PointerAttributes {
-    id: u32,
-    location: c_int,
-    page_size: u32,
-    reserved: [u32; 4],
-}
-
 entries! {
     Acl, files, also [
         aclrtGetSocName aclGetRecentErrMsg aclrtSynchronizeDevice aclrtSynchronizeStream
@@ -273,14 +264,6 @@ entries! {
     fn aclrtHostUnregister(start: usize) in Here, |w| {
         w.current()?;
         w.unregister(start, NOT_REGISTERED)
-    }
-
-    /// 0: page-locked host memory; 1: device memory; 2: known as neither.
-    fn aclrtPointerGetAttributes(start: usize, to: *mut PointerAttributes) in Here, |w| {
-        let device = w.block(start, 1).map(|(_, block, _)| block.device);
-        let location = if w.is_locked(start, 1) { 0 } else { 2 };
-        let (id, location) = device.map_or((0, location), |device| (device as u32, 1));
-        w.give(to, PointerAttributes { id, location, page_size: 4096, reserved: [0; 4] })
     }
 
     fn aclrtCreateStream(stream: *mut usize) in Here, |w| {

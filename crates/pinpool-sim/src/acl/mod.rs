@@ -68,7 +68,7 @@ pub(crate) const NOT_REGISTERED: u32 = 507_911;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
     Today,
-    /// As of the beginning of 2024 (CANN 8.0): no memory can be registered, or asked about.
+    /// As of the beginning of 2024 (CANN 8.0): no memory can be registered.
     Of2024,
 }
 
@@ -77,7 +77,7 @@ impl Library {
     pub(crate) fn lacks(self) -> &'static [&'static str] {
         match self {
             Self::Today => &[],
-            Self::Of2024 => &["aclrtHostRegister", "aclrtHostUnregister", "aclrtPointerGetAttributes"],
+            Self::Of2024 => &["aclrtHostRegister", "aclrtHostUnregister"],
         }
     }
 }
