@@ -280,8 +280,7 @@ impl Engine {
         let submission = timeline.begin(resource, Some(memories))?;
         let mut buf = buf.map(|buf| InFlight::new(ticket.clone(), buf, written));
         let (context, mut failed) = (self.device.context(), None);
-        // Copies of one call have no order, so copies that write the same bytes go in different
-        // calls.
+        // Copies of one call have no order: two that write the same bytes need two calls.
         transfers.sort_unstable_by_key(|transfer| target(transfer).start);
         for call in transfers.chunk_by(|one, next| target(one).end <= target(next).start) {
             let mut fails = |_, error| _ = failed.get_or_insert(error);

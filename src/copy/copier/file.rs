@@ -36,8 +36,7 @@ pub enum Reading {
     Auto,
     /// Bytes are read in the ordinary way, through the page cache, which has them afterwards.
     Buffered,
-    /// Bytes are read past the page cache (`O_DIRECT`), where the file system can; else in the
-    /// ordinary way.
+    /// Bytes are read past the page cache (`O_DIRECT`), or as `Buffered` where that is refused.
     Direct,
 }
 

@@ -163,16 +163,14 @@ impl Copier {
         &self.workers.engine
     }
 
-    /// A handle whose transfers have this priority. Transfers of the first handle have
-    /// [`Priority::Bulk`].
+    /// A handle whose transfers have this priority. Without it they are [`Priority::Bulk`].
     #[must_use]
     pub fn with_priority(&self, priority: Priority) -> Self {
         Self { priority, ..self.clone() }
     }
 
     /// A handle whose transfers end `timeout` after their call at the latest, whatever they wait
-    /// for: memory of the pool, the rate, a source. Transfers of the first handle have no deadline,
-    /// and slices of up to 256 KiB that go by a single driver call never have one.
+    /// for: memory of the pool, the rate, a source. Copies of short slices have no deadline.
     ///
     /// At the deadline no further chunk is begun. The transfer ends with
     /// [`Error::Timeout`](crate::Error::Timeout), whose text says how far it had come and what it
