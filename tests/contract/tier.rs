@@ -39,7 +39,7 @@ pub(super) fn storm(on: &Subject) {
                     while !request(tier, &stream, &hashes, &read).unwrap() {
                         // Relaxed: a count.
                         refused.fetch_add(1, Ordering::Relaxed);
-                        std::thread::yield_now();
+                        std::thread::sleep(std::time::Duration::from_micros(100));
                     }
                     compare(&stream, &hashes, &read);
                 }

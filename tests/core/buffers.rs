@@ -7,8 +7,6 @@ use pinpool::Error;
 
 use crate::{host, pool};
 
-const LEN: usize = 4096;
-
 #[test]
 fn what_is_written_is_what_there_is() {
     let pool = pool(&host().1, 1 << 16);
@@ -35,17 +33,4 @@ fn what_is_written_is_what_there_is() {
     assert_eq!(*buf, *b"\x07\x06ab");
     buf.clear();
     assert_eq!((buf.len(), buf.remaining()), (0, 10));
-}
-
-/// Segments of a thread that takes several lie one behind the other.
-#[test]
-fn a_buffer_that_is_filled_up_leaves_its_neighbours_alone() {
-    let pool = pool(&host().1, 1 << 20);
-    let mut bufs = [(); 3].map(|()| pool.checkout(LEN).unwrap());
-    for len in [4000, LEN, LEN] {
-        bufs.iter_mut().zip(1..).for_each(|(buf, value)| buf.try_resize(len, value).unwrap());
-    }
-    for (buf, value) in bufs.iter().zip(1..) {
-        assert_eq!(buf[..], [value; LEN]);
-    }
 }

@@ -7,6 +7,7 @@ use pinpool::host::{Call, Failure, Fault, HostNode};
 use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
 
 use crate::support::own_process;
+use crate::support::process::threads;
 use crate::{builder, filled, host, hosts, pool};
 
 /// Longer than anything takes: what is waited for so long hangs the test.
@@ -133,13 +134,6 @@ fn a_pool_of_two_devices() {
     error.wait(FOREVER).unwrap();
 }
 
-/// The names of the crate's threads in this process.
-fn threads() -> Vec<String> {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
-    names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with("pinpool-")).collect()
-}
-
 /// It gives back what still comes back. The device's other threads end.
 #[test]
 fn a_dead_device_with_quarantined_memory_keeps_its_region_thread_alone() {
@@ -161,7 +155,7 @@ fn a_dead_device_with_quarantined_memory_keeps_its_region_thread_alone() {
     let text = error.to_string();
     assert!(!text.contains("wait longer") && !text.contains("drop what"), "{text}");
     assert!(text.contains("waiting changes nothing") && text.contains("until the process ends"), "{text}");
-    while threads() != ["pinpool-host:0"] {
+    while threads("pinpool-") != ["pinpool-host:0"] {
         std::thread::sleep(Duration::from_millis(1));
     }
 }

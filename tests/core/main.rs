@@ -1,9 +1,10 @@
 //! The pool itself, on the host device and on simulated GPUs that a test moves by hand: checkout and return, threads,
-//! requests that wait, growth and its limits, closing, host functions, and a fork.
+//! requests that wait, growth and its limits, closing, host functions, and a fork. And copiers, on host devices.
 
 mod async_server;
 mod buffers;
 mod closing;
+mod copy;
 mod errors;
 mod fork;
 mod host;

@@ -123,7 +123,7 @@ fn every_byte_arrives(track: bool) {
             // What is out all the time is listed once. (Of a pool that does not track, a sample is.)
             let listed = pool.stuck(Duration::ZERO).iter().filter(|buffer| buffer.tag.is_some()).count();
             assert!(listed == kept.len() || !track && listed < kept.len(), "{listed} of {}", kept.len());
-            std::thread::sleep(Duration::from_micros(200));
+            std::thread::sleep(Duration::from_millis(1));
         }
     });
     drop(kept);

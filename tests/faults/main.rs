@@ -10,13 +10,15 @@
 //! and device are dropped the device has everything back (but for what the failing call itself was to give back).
 //!
 //! That is on a simulated GPU that is moved by hand, so the replay is exact: the same calls in the same order up to the
-//! one that fails. Beside threads, calls of the host device fail at random in `foreign::chaos`.
+//! one that fails. Beside threads, calls of the host device fail at random in `foreign::chaos`. On such GPUs, too, the
+//! pool runs against a plain model of it (`model`).
 
 #![allow(unsafe_code, reason = "memory by its address")]
 
 mod audit;
 mod foreign;
 mod memory;
+mod model;
 mod scenario;
 mod server;
 mod sharing;

@@ -28,7 +28,7 @@ mod waiting;
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Device, Error, Pool, Stream, Unpinned};
 use pinpool_sim::cuda::Driver;
-use support::doubles::gpu::{Gpu, calls, filled, on_driver, on_gpu, until};
+use support::doubles::gpu::{Gpu, calls, filled, on_driver, on_gpu, round_trip, until};
 use support::doubles::npu::{self, WAYS};
 use support::doubles::{self, HANG, StandIn, gpu_name, npu_name};
 use support::{own_process, skip};
@@ -204,12 +204,4 @@ fn flags(stand_in: &StandIn, name: &str) -> Vec<(String, u64)> {
     let mut flags = stand_in.report().flags;
     flags.retain(|(call, _)| call.split(' ').next() == Some(name));
     flags
-}
-
-/// Up and down again, and compared.
-fn round_trip(pool: &Pool, stream: &Stream, sent: &[u8]) {
-    let memory = stream.device().alloc(sent.len()).unwrap();
-    drop(stream.upload(filled(pool, sent), &memory).unwrap());
-    let landing = pool.checkout_timeout(sent.len(), HANG).unwrap();
-    assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
 }

@@ -81,7 +81,10 @@ fn waiting_ends_at_its_deadline_and_leaves_no_trace() {
         };
         assert!(since.elapsed() < HANG, "far too late");
         on.hang(false);
-        let buf = flight.wait_timeout(HANG).unwrap();
+        let buf = match flight.wait_timeout(Duration::ZERO) {
+            Ok(buf) => buf,
+            Err(early) => early.buffer.unwrap().wait_timeout(Duration::MAX).unwrap(),
+        };
         assert!(*buf == *bytes(1, LEN));
         // A deadline that is not reached changes nothing.
         drop(buf);

@@ -47,6 +47,8 @@ pub enum Way {
 
 use Way::*;
 pub const WAYS: [Way; 8] = [Return, ReturnBusy, Exit, ExitElsewhere, Panic, Signal, Unload, Fork];
+/// Without those that `kept` has on simulated devices.
+pub const REST: [Way; 5] = [Return, Exit, Panic, Signal, Unload];
 
 impl Way {
     /// The program's own exit status.

@@ -72,13 +72,10 @@ struct Guard(Gpus);
 impl Drop for Guard {
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            assert_eq!(violations(self.0), "", "rules of the driver's were broken");
+            let broken = lines(self.0, |line| line.starts_with("violation"));
+            assert_eq!(broken, "", "rules of the driver's were broken");
         }
     }
-}
-
-fn violations(gpus: Gpus) -> String {
-    lines(gpus, |line| line.starts_with("violation"))
 }
 
 /// These lines of the simulation's report.
@@ -175,16 +172,6 @@ impl Machine {
     /// Rules that were broken, and what was not given back, a line each.
     pub fn wrong(&self) -> String {
         lines(self.gpus, |line| line.starts_with("violation") || line.starts_with("leak"))
-    }
-
-    /// Rules that were broken, a line each.
-    pub fn violations(&self) -> String {
-        violations(self.gpus)
-    }
-
-    /// Whether everything was given back, the devices too, and no rule was broken.
-    pub fn is_clean(&self) -> bool {
-        self.report().lines().any(|line| line == "over") && self.wrong().is_empty()
     }
 
     /// The simulation's report: broken rules, what is left, counts of calls.

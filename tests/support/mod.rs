@@ -34,7 +34,7 @@ pub fn root() -> PathBuf {
 }
 
 /// Longer than anything takes here: what has not happened by then hangs.
-pub const HANG: Duration = Duration::from_secs(20);
+pub const HANG: Duration = Duration::from_secs(60);
 
 /// Waits until it is so; no test asserts how long that takes.
 #[track_caller]

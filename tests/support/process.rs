@@ -1,6 +1,6 @@
 //! Tests in processes of their own: a test starts itself again from this same executable.
 
-#![allow(unsafe_code, reason = "a fork")]
+#![allow(unsafe_code, reason = "a fork, and limits")]
 
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::mpsc;
@@ -46,6 +46,25 @@ pub fn command(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));
     command.args([test, "--nocapture", "--test-threads=1"]).env(TEST, test);
     command
+}
+
+/// The names of this process's threads that begin so.
+pub fn threads(begin: &str) -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("a list of threads").flatten();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with(begin)).collect()
+}
+
+/// Lets this process have so much of a resource. Returns how much it was.
+pub fn limit(resource: libc::__rlimit_resource_t, most: u64) -> u64 {
+    let mut old = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writes to the struct, and then reads one.
+    unsafe {
+        assert_eq!(libc::getrlimit(resource, &raw mut old), 0);
+        let new = libc::rlimit { rlim_cur: most, ..old };
+        assert_eq!(libc::setrlimit(resource, &raw const new), 0);
+    }
+    old.rlim_cur
 }
 
 /// How a child ended.

@@ -97,31 +97,6 @@ fn growing_that_fails_is_the_waiters_error() {
 }
 
 #[test]
-fn what_fits_no_region_makes_idle_ones_go() {
-    let rig = Rig::by_hand();
-    let pool = rig.builder(256 << 10).initial(128 << 10).region(128 << 10).build().unwrap();
-    // The request fits into the capacity, but not into what is left of it, nor into the existing region while that is
-    // in use.
-    let small = pool.checkout(1).unwrap();
-    assert!(matches!(pool.try_checkout(pages(33)), Err(Error::Exhausted(_))));
-    let mut waiting = Waiter::new(pool.checkout_async(pages(33)));
-    // The region is withheld, so that it gets idle, and with it what else is needed of the capacity. The rest is there for
-    // later requests.
-    let next = pool.try_checkout(pages(31)).unwrap();
-    let last = Waiter::new(pool.checkout_async(pages(1)));
-    waiting.still_waits();
-    // Idle by now, the region is unpinned to make room for one that is large enough.
-    drop(small);
-    let large = waiting.ready().unwrap();
-    assert_eq!(checked(&pool).pinned_bytes, 256 << 10);
-    drop((large, next));
-    drop(last.ready().unwrap());
-    // A request made while everything is idle does not wait for it.
-    drop(pool.try_checkout(pages(64)).unwrap());
-    assert_eq!(checked(&pool).waiting, 0);
-}
-
-#[test]
 fn buffers_that_do_not_fit_together_are_not_waited_for() {
     let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);

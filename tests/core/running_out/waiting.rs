@@ -114,34 +114,6 @@ fn a_sum_beyond_all_numbers_is_impossible() {
 }
 
 #[test]
-fn a_dropped_future_leaves_no_trace() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let all = pool.checkout(pages(16)).unwrap();
-    // Dropped while waiting, at the head: the next request is served.
-    let head = Waiter::new(pool.checkout_async(pages(16)));
-    let next = Waiter::new(pool.checkout_async(pages(1)));
-    let last = Waiter::new(pool.checkout_async(pages(16)));
-    assert_eq!(pool.stats().waiting, 3);
-    drop(head);
-    assert_eq!(pool.stats().waiting, 2);
-    drop(all);
-    let next = next.ready().unwrap();
-    // Granted, and dropped before it was polled.
-    let (mut last, granted) = (last, Waiter::new(pool.checkout_async(pages(2))));
-    last.still_waits();
-    drop(next);
-    assert_eq!((last.rung(), granted.rung()), (1, 0));
-    assert_eq!(checked(&pool).checked_out_bytes, 16 * PAGE);
-    drop(last);
-    assert_eq!(granted.rung(), 1, "what was not taken goes to the next");
-    drop(granted);
-    let stats = checked(&pool);
-    assert_eq!((stats.checked_out_bytes, stats.waiting, stats.requested_bytes), (0, 0, 0));
-    assert_eq!(stats.checkouts, stats.returns);
-}
-
-#[test]
 fn a_waker_is_replaced_by_the_last_one() {
     let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);

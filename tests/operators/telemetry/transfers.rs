@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use crate::support::downloaded;
+use crate::support::process::limit;
 use pinpool::copier::{FileSource, Priority, Reading};
 use pinpool::{Copier, DeviceSlice, Error};
 use tracing::Level;
@@ -116,7 +117,6 @@ fn only_a_large_transfer_is_told_at_info_and_none_that_was_refused() {
 /// A file that cannot be opened anew, to be read past the page cache, under a name that would steer a
 /// terminal.
 #[test]
-#[allow(unsafe_code, reason = "the limit on open files")]
 fn what_a_file_is_called_is_escaped() {
     recorded!();
     let (bench, memory, _) = rig(Priority::Bulk);
@@ -125,19 +125,9 @@ fn what_a_file_is_called_is_escaped() {
     file.set_len(BYTES as u64).unwrap();
     let source =
         FileSource::new(Arc::new(file), "a\u{1b}[2J\nERROR forged").unwrap().reading(Reading::Direct);
-    let set = |most| {
-        let mut old = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: writes to the struct, and then reads it.
-        unsafe {
-            assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut old), 0);
-            let new = libc::rlimit { rlim_cur: most, ..old };
-            assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const new), 0);
-        }
-        old.rlim_cur
-    };
-    let before = set(0);
+    let before = limit(libc::RLIMIT_NOFILE, 0);
     let sent = copier.upload(source, &memory).map(|transfer| transfer.wait().is_ok());
-    set(before);
+    limit(libc::RLIMIT_NOFILE, before);
     assert!(sent.unwrap(), "it is read in another way");
     let (found, spans) = (events("pinpool::copier"), spans("pinpool::copier", "transfer"));
     assert_eq!((found.len(), spans.len()), (1, 1), "{found:#?}");

@@ -5,7 +5,7 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-use pinpool::{Device, PinnedBuf, Pool, Unpinned};
+use pinpool::{Device, PinnedBuf, Pool, Stream, Unpinned};
 use pinpool_sim::cuda::Driver;
 
 use crate::support::in_use;
@@ -203,6 +203,14 @@ pub fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
     let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
     buf.extend_from_slice(bytes);
     buf
+}
+
+/// Up and down again, and compared.
+pub fn round_trip(pool: &Pool, stream: &Stream, sent: &[u8]) {
+    let memory = stream.device().alloc(sent.len()).unwrap();
+    drop(stream.upload(filled(pool, sent), &memory).unwrap());
+    let landing = pool.checkout_timeout(sent.len(), HANG).unwrap();
+    assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent, "{} bytes", sent.len());
 }
 
 /// How often a function of the driver was called.

@@ -62,6 +62,15 @@ pub fn library() -> Option<PathBuf> {
     path.filter(|path| path.exists())
 }
 
+/// The same. `None`, and said: it is not there.
+pub fn simulation() -> Option<PathBuf> {
+    let library = library();
+    if library.is_none() {
+        skip!("the simulation is not beside the executable");
+    }
+    library
+}
+
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
 pub fn again(test: &str, environment: &[(&str, &str)]) {
     let Some(library) = named_or_built() else {
@@ -173,15 +182,10 @@ impl Report {
     }
 }
 
-/// What threads that are in no machine have broken, whichever test they are of: the crate's own threads among them, where
-/// no context is current. A process that loads the simulation has no such threads.
-pub fn strays() -> Vec<String> {
-    Machine::strays()
-}
-
-/// Fails where there is any.
+/// Fails where threads that are in no machine have broken a rule, whichever test they are of: the crate's own threads among
+/// them, where no context is current. A process that loads the simulation has no such threads.
 pub fn no_strays() {
-    let strays = strays();
+    let strays = Machine::strays();
     assert!(strays.is_empty(), "broken in no machine, maybe by another test of this process: {strays:?}");
 }
 

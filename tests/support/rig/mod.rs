@@ -54,27 +54,17 @@ impl Rig {
 
     /// Everything is back, at once or a little later, and the sums are right.
     pub fn all_is_back(&self) {
-        self.all_is_back_to(&self.pool);
-    }
-
-    pub fn all_is_back_to(&self, pool: &Pool) {
         until("all is back", || {
             self.device.reap();
-            in_use(pool) + pool.stats().quarantined_bytes == 0
+            in_use(&self.pool) + self.pool.stats().quarantined_bytes == 0
         });
-        pool.check().unwrap();
+        self.pool.check().unwrap();
     }
 }
 
 /// A sink that keeps what it is given.
 #[derive(Debug, Default)]
 pub struct Whole(Mutex<Vec<u8>>);
-
-impl Whole {
-    pub fn into_vec(self) -> Vec<u8> {
-        self.0.into_inner().unwrap()
-    }
-}
 
 impl Sink for Whole {
     fn put(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {

@@ -1,6 +1,6 @@
 //! Files and names that mean harm.
 
-use super::{Files, fails, limit, load, pinpool, refuses, stderr, stdout};
+use super::{Files, fails, is_plain, limit, load, pinpool, refuses, stderr, stdout};
 
 /// A file of this header, and one byte.
 fn with_header(text: &str) -> Vec<u8> {
@@ -39,10 +39,6 @@ fn a_hundred_megabytes_of_small_things_are_refused_in_half_a_gigabyte() {
 #[test]
 fn names_cannot_steer_a_terminal_or_forge_a_line() {
     let files = Files::new();
-    let is_plain = |text: &str| {
-        let bad = |c: char| c != '\n' && (c.is_control() || "\u{200b}\u{202e}".contains(c));
-        assert!(!text.contains(bad), "{text:?}");
-    };
     let name = "a\u{1b}]0;x\u{7}\u{9b}31m\u{202e}\u{200b}\nINFO forged.bin";
     let path = files.make(name, 5000);
     let output = load([&path]).args(["-vv", "--verify", "--capacity", "8MiB"]).output().unwrap();

@@ -18,6 +18,7 @@ mod doctor;
 mod escape;
 mod files;
 mod hostile;
+mod kept;
 mod refusals;
 #[path = "../../../../tests/support/mod.rs"]
 mod support;
@@ -30,7 +31,7 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 #[cfg(any(feature = "acl", feature = "cuda"))]
-use support::doubles;
+use support::doubles::{self, simulation};
 use support::skip;
 
 fn pinpool() -> Command {
@@ -52,6 +53,13 @@ fn stderr(output: &Output) -> String {
 
 fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// No terminal obeys the text.
+#[track_caller]
+fn is_plain(text: &str) {
+    let bad = |c: char| c != '\n' && (c.is_control() || "\u{200b}\u{202e}".contains(c));
+    assert!(!text.contains(bad), "{text:?}");
 }
 
 /// An object's keys in order.
@@ -164,14 +172,4 @@ fn limit(command: &mut Command, resource: libc::__rlimit_resource_t, most: u64) 
             Ok(())
         })
     }
-}
-
-/// The simulated drivers as a library. `None`, and said: it is not beside this executable.
-#[cfg(any(feature = "acl", feature = "cuda"))]
-fn simulation() -> Option<PathBuf> {
-    let library = doubles::library();
-    if library.is_none() {
-        skip!("the simulation is not beside the executable");
-    }
-    library
 }

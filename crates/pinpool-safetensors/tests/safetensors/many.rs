@@ -1,21 +1,16 @@
 //! Checkpoints of nearly as many files as a process may have open, and of more.
-#![allow(unsafe_code)]
 
 use pinpool::ErrorClass;
 use pinpool::copier::FileSource;
 use pinpool_safetensors::Checkpoint;
 
 use super::support::own_process;
+use super::support::process::limit;
 use super::{Folder, Made, Rig, arrived, file, made};
 
 /// Lets this process have at most so many open files.
 fn limit_files(most: u64) {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: writes to the struct.
-    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) }, 0);
-    limit.rlim_cur = most;
-    // SAFETY: reads the struct.
-    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+    limit(libc::RLIMIT_NOFILE, most);
 }
 
 /// So many files, of one tensor each.

@@ -10,7 +10,7 @@
 //! the call returns, as the driver manual has it ("API synchronization behavior"). After a sticky error every call that touches the context gives its code, and what was queued never runs.
 //!
 //! The same sequences are made on a real driver, where there is one, and their codes and effects compared. What
-//! differs, or is not tried there, is marked in `tests/cuda/standin/rules.rs`.
+//! differs, or is not tried there, is marked in `tests/devices/cuda/standin/rules.rs`.
 //!
 //! The library that is loaded is one of CUDA 12.8. [`Driver`] names others, which lack some calls or have more. A
 //! machine has two devices with 256 MiB each and a driver of version 12080, unless commands (`control.rs`) say

@@ -12,8 +12,7 @@ use pinpool::{Device, Pool, Unpinned};
 
 use super::fake::{Fake, pool};
 use super::scrape::Server;
-use super::showing::is_plain;
-use crate::{fails, pinpool, stderr};
+use crate::{fails, is_plain, pinpool, stderr};
 
 fn once(url: &str) -> Command {
     let mut command = pinpool();

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use super::fake;
 use super::scrape::Scrape;
 use super::view::History;
+use crate::is_plain;
 
 #[test]
 fn samples_are_read() {
@@ -71,11 +72,6 @@ fn shown(answer: &str) -> String {
     let mut heard = Heard::new();
     (0..2).for_each(|second| heard.hear(second, answer));
     heard.page(1)
-}
-
-pub fn is_plain(text: &str) {
-    let bad = |c: char| c != '\n' && (c.is_control() || "\u{200b}\u{202e}".contains(c));
-    assert!(!text.contains(bad), "{text:?}");
 }
 
 #[test]

@@ -1,8 +1,0 @@
-//! Copies beyond a single upload: the copier with pieces, sources, files and sinks. All on host devices.
-
-mod bulk;
-mod pieces;
-mod setup;
-#[path = "../support/mod.rs"]
-mod support;
-mod threads;

@@ -1,0 +1,111 @@
+//! Ascend devices through the crate's public face, on simulated ones (`crates/pinpool-sim`): what the contract's
+//! suite, which runs there too, does not test.
+//!
+//! Each test has a machine of its own for each library that it is about (`tests/support/doubles/npu.rs`), and
+//! afterwards no rule may have been broken and nothing may be left there. Where `PINPOOL_REQUIRE` names an Ascend
+//! device, `what_the_device_says` runs on that.
+
+#![allow(unsafe_code, reason = "handles of a server's own")]
+
+mod contexts;
+mod ending;
+mod failing;
+mod memory;
+mod opening;
+mod sharing;
+mod standin;
+
+use crate::support::bytes;
+use crate::support::doubles::gpu::{Raw, calls, filled, pool, round_trip, until};
+use crate::support::doubles::npu::{self, OF_2024, ON_DEVICE, TODAY, on_each};
+use crate::support::doubles::npu::{PATH, REPORT, report_of};
+use crate::support::doubles::{self, HANG, SETUP, StandIn, npu_name};
+use pinpool::{Device, DeviceSlice, Error, ErrorClass, Pool, Stream, acl};
+
+/// The path of the simulation as a library. `None`, and said: it is not there.
+fn simulation() -> Option<String> {
+    doubles::simulation().map(|path| path.into_os_string().into_string().unwrap())
+}
+
+fn open(number: usize) -> Device {
+    Device::open(&npu_name(number)).unwrap()
+}
+
+/// The first device, with a pool, a stream and memory of that length.
+fn first(len: usize) -> (Device, Pool, Stream, DeviceSlice) {
+    let device = open(0);
+    let (pool, stream, memory) =
+        (pool(&device, 1 << 20), device.stream().unwrap(), device.alloc(len).unwrap());
+    (device, pool, stream, memory)
+}
+
+/// A server that calls the library directly.
+fn server(stand_in: &StandIn) -> Raw {
+    Raw(stand_in.clone())
+}
+
+/// The context that is current on this thread. 0: none.
+fn current(server: &Raw) -> usize {
+    let mut current = 0_usize;
+    let code = server.call("aclrtGetCurrentContext", &[(&raw mut current).expose_provenance()]);
+    assert!(code == if current == 0 { 107_002 } else { 0 }, "{code}");
+    current
+}
+
+#[test]
+fn what_the_device_says() {
+    let tell = || {
+        let device = open(0);
+        let about = acl::about(&device).unwrap();
+        println!("{about:#?}");
+        round_trip(&pool(&device, 1 << 20), &device.stream().unwrap(), &bytes(1, 100_000));
+        about
+    };
+    if npu::required() {
+        tell();
+        return;
+    }
+    on_each(&npu::WAYS, |stand_in| {
+        let about = tell();
+        assert_eq!(about.on_device, stand_in.is("rc true"));
+        for (name, has) in about.later {
+            assert_eq!(has, stand_in.has(name), "{name}");
+        }
+    });
+}
+
+/// In the middle of its work, in each way that `tests/support/exits.rs` has; on the simulated library in those that
+/// `kept` has not.
+#[test]
+fn a_process_may_end_in_any_way() {
+    use crate::support::exits::{REST, WAYS, all};
+    let test = "a_process_may_end_in_any_way";
+    if npu::is_set() {
+        return all(test, "acl:0", &WAYS, &[]);
+    }
+    let Some(library) = simulation() else { return };
+    all(test, "acl:0", &REST, &[(PATH, &library)]);
+}
+
+/// A thread of the crate frees much memory then, range by range.
+#[test]
+fn nothing_is_called_while_the_process_ends() {
+    if std::env::var_os(REPORT).is_none() {
+        let Some(library) = simulation() else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("report");
+        let environment = [(PATH, &*library), (REPORT, path.to_str().unwrap())];
+        let child = doubles::child("nothing_is_called_while_the_process_ends", &environment, HANG);
+        let ended = child.status.and_then(|status| status.code());
+        assert_eq!(ended, Some(0), "the child {}: {}", child.how(), child.last_words());
+        let report = report_of(&path).unwrap();
+        assert_eq!(report.violations, Vec::<String>::new());
+        let held = report.leaks.iter().any(|leak| leak.starts_with("hosts"));
+        return assert!(held, "it ended too late to show anything");
+    }
+    let device = open(0);
+    let pool = Pool::builder(&device).capacity(16 << 20).region(16 << 20).extent(4096).build().unwrap();
+    pool.wait_pinned(Some(HANG)).unwrap();
+    drop((pool, device));
+    std::process::exit(0);
+}

@@ -1,0 +1,138 @@
+//! A server's own contexts and streams, beside the crate's.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::*;
+
+fn handle(word: usize) -> *mut c_void {
+    std::ptr::without_provenance_mut(word)
+}
+
+#[test]
+fn the_default_context_is_recognised() {
+    on_each(&npu::WAYS, |stand_in| {
+        let server = server(stand_in);
+        let device = open(1);
+        let context = acl::raw_context(&device).unwrap();
+        // SAFETY: the library keeps it for as long as the device is set.
+        let adopted = unsafe { acl::adopt_context(context, ()) }.unwrap();
+        assert_eq!(adopted.name(), &*npu_name(1));
+        assert_eq!(current(&server), 0, "adopting changes nothing on this thread");
+        // The same device, not another one like it.
+        assert!(device.stream().unwrap().wait_for(&adopted.stream().unwrap()).is_ok());
+        // SAFETY: its default stream is the context's, and lives as long.
+        let default = unsafe { acl::adopt_stream(&device, std::ptr::null_mut(), ()) }.unwrap();
+        round_trip(&pool(&device, 1 << 20), &default, &bytes(1, 30_000));
+        // SAFETY: refused.
+        let null = unsafe { acl::adopt_context(std::ptr::null_mut(), ()) }.unwrap_err();
+        assert!(matches!(null, Error::Argument(_)), "{null}");
+        let host = Device::open("host:0").unwrap();
+        assert!(matches!(acl::raw_context(&host), Err(Error::Unsupported(_))));
+        assert!(matches!(acl::raw_stream(&host.stream().unwrap()), Err(Error::Unsupported(_))));
+        assert!(matches!(acl::about(&host), Err(Error::Unsupported(_))));
+    });
+}
+
+#[test]
+fn a_servers_own_context_is_worked_in() {
+    on_each(&npu::WAYS, |stand_in| {
+        let server = server(stand_in);
+        server.ok("aclInit", &[0]);
+        // Set, so that opening and closing it elsewhere does not destroy what is made there.
+        server.ok("aclrtSetDevice", &[1]);
+        let own = server.made("aclrtCreateContext", &[1]);
+        let stream = server.made("aclrtCreateStream", &[]);
+        let keeper = Arc::new(());
+        {
+            // SAFETY: destroyed after the keeper was dropped.
+            let device = unsafe { acl::adopt_context(handle(own), keeper.clone()) }.unwrap();
+            assert!(device.name().starts_with(&*npu_name(1)), "{}", device.name());
+            assert_eq!(acl::raw_context(&device).unwrap(), handle(own));
+            let pool = pool(&device, 1 << 20);
+            round_trip(&pool, &device.stream().unwrap(), &bytes(1, 77_777));
+            // SAFETY: destroyed below, when nothing is in flight any more.
+            let adopted = unsafe { acl::adopt_stream(&device, handle(stream), ()) }.unwrap();
+            round_trip(&pool, &adopted, &bytes(2, 50_000));
+            assert_eq!(Arc::strong_count(&keeper), 2);
+        }
+        until("the keeper is dropped", || Arc::strong_count(&keeper) == 1);
+        server.ok("aclrtSetCurrentContext", &[own]);
+        server.ok("aclrtDestroyStream", &[stream]);
+        server.ok("aclrtDestroyContext", &[own]);
+        server.ok("aclrtResetDevice", &[1]);
+    });
+}
+
+#[test]
+fn a_stream_of_another_context_is_refused() {
+    npu::WAYS.iter().for_each(|way| another_contexts_stream(&way.machine()));
+}
+
+fn another_contexts_stream(stand_in: &StandIn) {
+    let server = server(stand_in);
+    let device = open(1);
+    server.ok("aclrtSetDevice", &[1]);
+    let own = server.made("aclrtCreateContext", &[1]);
+    let stream = server.made("aclrtCreateStream", &[]);
+    // SAFETY: refused.
+    let refused = unsafe { acl::adopt_stream(&device, handle(stream), ()) }.unwrap_err();
+    let Error::Mismatch { what: "a stream", of, with, .. } = &refused else { panic!("{refused}") };
+    assert_eq!((&**of, &**with), ("another context", &*npu_name(1)));
+    // The crate finds out by trying one call, and tried nothing else.
+    let found = stand_in.report();
+    assert_eq!(found.violations.len(), 1, "{found:?}");
+    assert!(found.violations[0].starts_with("CTX-5"), "{found:?}");
+    assert_eq!(current(&server), own, "put back after an error, too");
+    // The event that it tried with is used again, and given back at the end.
+    // SAFETY: refused.
+    assert!(unsafe { acl::adopt_stream(&device, handle(stream), ()) }.is_err());
+    assert_eq!(calls(stand_in, "aclrtCreateEventExWithFlag"), 1);
+    device.close(HANG).unwrap();
+    let leaks = stand_in.report().leaks;
+    assert!(!leaks.iter().any(|leak| leak.starts_with("events")), "{leaks:?}");
+}
+
+#[test]
+fn a_hold_covers_what_the_server_queued() {
+    on_each(&npu::WAYS, |stand_in| {
+        let server = server(stand_in);
+        let device = open(0);
+        let pool = pool(&device, 1 << 20);
+        server.ok("aclrtSetDevice", &[0]);
+        let raw = server.made("aclrtCreateStream", &[]);
+        let memory = device.alloc(64 * 64).unwrap();
+        let keeper = Arc::new(());
+        {
+            // SAFETY: destroyed after the keeper was dropped.
+            let stream = unsafe { acl::adopt_stream(&device, handle(raw), keeper.clone()) }.unwrap();
+            for round in 0..20 {
+                let buf = filled(&pool, &bytes(round, 64 * 64));
+                // The server's own copy from the pool's buffer, which is late.
+                let (to, from) = (memory.address() as usize, buf.as_ptr().addr());
+                server.ok("aclrtMemcpyAsync", &[to, 64 * 64, from, 64 * 64, 1, raw]);
+                drop(stream.hold(buf).unwrap());
+                // Reused at once; handed out only when that copy is complete.
+                drop(filled(&pool, &vec![0xEE; 64 * 64]));
+                let landing = pool.checkout(64 * 64).unwrap();
+                assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == bytes(round, 64 * 64));
+            }
+            // A stream of the crate, on which the server queues work.
+            let own = device.stream().unwrap();
+            let raw = acl::raw_stream(&own).unwrap().addr();
+            let buf = filled(&pool, &bytes(2, 64 * 64));
+            let (to, from) = (memory.address() as usize, buf.as_ptr().addr());
+            server.ok("aclrtMemcpyAsync", &[to, 64 * 64, from, 64 * 64, 1, raw]);
+            let buf = own.hold(buf).unwrap().wait().unwrap();
+            assert!(*own.download(&memory, buf).unwrap().wait().unwrap() == bytes(2, 64 * 64));
+            // Between host buffers, in order.
+            let (from, to) = (filled(&pool, &bytes(5, 3000)), pool.checkout(3000).unwrap());
+            let (_, to) = stream.copy_host(from, to).unwrap();
+            assert!(*to.wait().unwrap() == bytes(5, 3000));
+        }
+        until("the keeper is dropped", || Arc::strong_count(&keeper) == 1);
+        server.ok("aclrtDestroyStream", &[raw]);
+        drop((pool, memory, device));
+        server.ok("aclrtResetDevice", &[0]);
+    });
+}

@@ -1,0 +1,19 @@
+//! GPUs: on the simulated driver, and on a real GPU where `PINPOOL_REQUIRE` names one.
+//!
+//! `standin` tests the simulated driver itself. `hardware` and `cudarc` use the machine's driver wherever it
+//! has a GPU.
+
+mod copier;
+mod cudarc;
+mod driver;
+mod graphs;
+mod hardware;
+mod memory;
+mod nodes;
+mod per_thread;
+mod pointers;
+mod rig;
+mod spread;
+mod standin;
+mod streams;
+mod systems;

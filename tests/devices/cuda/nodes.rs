@@ -1,0 +1,79 @@
+//! Pools for GPUs on several NUMA nodes, on the stand-in driver: the node that a pool lies on, and what it
+//! starts with. (`core/regressions.rs` has a pool that goes on with another device when its first one dies.)
+
+use pinpool::{Device, Error, Pool, PoolBuilder};
+
+use crate::cuda::rig::{self, both};
+use crate::support::doubles::{self, HANG, StandIn};
+
+const MIB: usize = 1 << 20;
+
+/// Runs the body on two simulated GPUs that are on these nodes.
+fn on_nodes(nodes: [i32; 2], body: impl FnOnce(&StandIn)) {
+    doubles::on_stand_in(|stand_in| {
+        for (device, node) in nodes.into_iter().enumerate() {
+            stand_in.command(&format!("setup node {device} {node}"));
+        }
+        body(stand_in);
+        stand_in.no_trace();
+    });
+}
+
+fn builder(first: &Device, second: &Device) -> PoolBuilder {
+    Pool::builder(first).device(second).capacity(8 * MIB).region(MIB).extent(MIB / 2).thread_cache(64 << 10)
+}
+
+/// The node of the region that an address lies in.
+fn node_of(pool: &Pool, address: *const u8) -> Option<u32> {
+    let address = address.addr();
+    let within = |base: usize, len: usize| (base..base + len).contains(&address);
+    let regions = pool.regions();
+    regions.iter().find(|r| within(r.base.as_ptr().addr(), r.len)).expect("in a region").node
+}
+
+#[test]
+fn a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device() {
+    for nodes in [[0, 1], [-1, -1], [0, -1], [1, 0], [-1, 1]] {
+        on_nodes(nodes, |_| {
+            let (first, second) = both();
+            let own = u32::try_from(nodes[0]).ok();
+            for (named, expected) in [(None, own), (Some(0), Some(0)), (Some(1), Some(1))] {
+                let builder = builder(&first, &second);
+                let pool = named.into_iter().fold(builder, PoolBuilder::numa_node).build().unwrap();
+                // Whichever device they are for, what the pool starts with, a hit, and what it grows by.
+                let mut held = Vec::new();
+                for device in [&first, &second] {
+                    rig::round_trip(&pool, &device.stream().unwrap(), &device.alloc(5000).unwrap(), 1);
+                    held.extend((0..6).map(|_| pool.checkout_timeout(400_000, HANG).unwrap()));
+                }
+                held.push(pool.checkout(100).unwrap());
+                for buf in &held {
+                    assert_eq!(node_of(&pool, buf.as_ptr()), expected, "{nodes:?} {named:?}");
+                }
+                // Where an adopted region lies is the program's choice.
+                assert_eq!(pool.adopt(vec![0; 64 << 10]).map_err(|e| e.error).unwrap().node, None);
+            }
+            // From a node that there is not pages come from elsewhere, and the pool works.
+            let pool = builder(&first, &second).numa_node(999).build().unwrap();
+            assert!(pool.checkout(300_000).unwrap().is_pinned());
+        });
+    }
+}
+
+#[test]
+fn what_a_pool_starts_with_is_not_rounded_away() {
+    on_nodes([0, 1], |_| {
+        let (first, second) = both();
+        let small = |capacity, initial| builder(&first, &second).capacity(capacity).initial(initial).build();
+        for (capacity, initial) in
+            [(8 * MIB, 0), (128 << 10, 64 << 10), (8 * MIB, 8 * MIB), (5 * 4096, 5 * 4096)]
+        {
+            let pool = small(capacity, initial).unwrap();
+            pool.wait_pinned(Some(HANG)).unwrap();
+            assert_eq!(pool.stats().pinned_bytes, initial, "of {capacity}");
+        }
+        let more = small(8 * MIB, 8 * MIB + 4096).unwrap_err();
+        let told = "are 4 KiB more than the capacity of 8 MiB";
+        assert!(matches!(&more, Error::Argument(text) if text.contains(told)), "{more}");
+    });
+}
