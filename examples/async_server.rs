@@ -81,10 +81,9 @@ pub(crate) async fn serve(pool: Pool, slot: Arc<Mutex<Slot>>, body: Vec<u8>) -> 
     buf.try_extend_from_slice(&body)?;
     let slot = slot.lock().await;
     let place = slot.memory.slice(..body.len())?;
-    let mut buf = slot.stream.upload(buf, &place)?.await?;
+    let buf = slot.stream.upload(buf, &place)?.await?;
     // In the stream's order: after the upload and before the download.
     kernel(&slot.stream, place.clone())?;
-    buf.clear();
     let buf = slot.stream.download(&place, buf)?.await?;
     // The answer's body is the pinned memory itself: no byte is copied, and the buffer returns to the pool when the
     // HTTP server has sent it and drops the `Bytes`. (A client that reads slowly keeps the buffer for as long.)

@@ -12,7 +12,7 @@ use crate::stream::Stream;
 use crate::stream::timeline::Ticket;
 
 /// A copy or a hold in flight, with the buffer that a device may still read or write. Wait for it,
-/// await it (under any async runtime), ask it, or drop it.
+/// await it (under any async runtime), ask it, or drop it. What was submitted cannot be called off.
 ///
 /// After a drop the buffer returns to its pool by itself once the device is done. If the stream is
 /// lost, that is never known: the buffer is quarantined, and a wait returns the error that says

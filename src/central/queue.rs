@@ -10,7 +10,8 @@
 //!
 //! A tree finds waiters by their tickets, another those of a size. So a join, a grant and a leave
 //! take logarithmic time, and a return that serves no waiter looks at the sizes that are waited
-//! for, not at the waiters. The queue only decides. The central pool's core has it, under its lock.
+//! for, not at the waiters. The queue only decides. The central pool's core has it, under its lock;
+//! [`super::waiting`] says how many may wait, and when a wait's time is over.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};

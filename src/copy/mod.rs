@@ -76,6 +76,10 @@ fn own(range: &impl DeviceRange, of: &Arc<Context>) -> Result<DeviceSlice> {
 /// copier.upload_pages(vec![(pool.checkout_zeroed(64 * 4096)?, even)])?.wait()?;
 /// # Ok::<(), pinpool::Error>(())
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` names no places on the device",
+    note = "a block belongs to a `DeviceSlice`, a `StridedSlice` or a `Vec` of either: put `?` behind `slice(..)` and `strided(..)`"
+)]
 pub trait Places: Send {
     /// Shows ranges of one length at even distances: from the first byte of the first to the last
     /// of the last, the length, and the distance.
@@ -260,8 +264,9 @@ impl Stream {
         }
     }
 
-    /// Copies `src` into `landing`, which must be at least as long. At the end the buffer's length
-    /// is the slice's. (A [`Registered`] value keeps its length, and the bytes behind the copy.)
+    /// Copies `src` into `landing`, which must be at least as long. A buffer need not be empty: what
+    /// it had is overwritten, and at the end its length is the slice's. (A [`Registered`] value
+    /// keeps its length, and the bytes behind the copy.)
     ///
     /// # Errors
     /// As for [`upload`](Self::upload); [`Error::Mismatch`] for a [`StreamBuf`] of another stream.

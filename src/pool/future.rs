@@ -29,7 +29,7 @@ pub struct Checkout<T = PinnedBuf> {
     site: &'static Location<'static>,
     /// When the future was made.
     since: Instant,
-    /// The most requests that may wait beside it.
+    /// The most requests that may wait, this one included.
     max_waiting: usize,
     stage: Stage,
     deadline: Option<Instant>,

@@ -340,7 +340,7 @@ impl Pool {
     }
 
     /// [`Pool::acquire`] without making buffers of the segments, and without counting errors. At
-    /// most `max_waiting` requests may wait beside these.
+    /// most `max_waiting` requests may wait, this one included.
     fn serve(&self, requests: &[Request], waiter: Waiter<'_>, max_waiting: usize) -> Result<Vec<Fresh>> {
         // The deadline counts from here, and so does the wait that a timeout tells, which is never
         // less than was asked for.

@@ -64,7 +64,7 @@
 //!
 //! A copier with segments goes on with those while the pool has no more of their length. One
 //! without takes the longest free range, down to 4 KiB for a chunk. Where there is none, it waits
-//! in the pool's queue like any other request, for 20 KiB in one piece, in whole pages of 4 KiB.
+//! in the pool's queue like any other request, for 16 KiB, which take 20 KiB in one piece.
 //! Beside a cache that never gives up any of the pool, a transfer waits for ever, unless it has a
 //! deadline ([`Copier::with_timeout`]): give such a cache and the loads a pool each.
 

@@ -38,7 +38,11 @@ struct SchedulerState {
 impl Scheduler {
     /// Queues a job and wakes up to `workers` workers for it.
     pub(super) fn add(&self, job: Arc<Job>, workers: usize) {
-        let (rank, kind) = (usize::from(job.of.priority == Priority::Bulk), job.kind);
+        let kind = job.kind;
+        let rank = match job.of.priority {
+            Priority::Foreground => 0,
+            Priority::Bulk => 1,
+        };
         let mut state = self.state.lock();
         let number = state.number();
         state.jobs[rank][job.of.direction as usize][kind as usize].push_back((number, job));

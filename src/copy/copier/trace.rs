@@ -35,9 +35,12 @@ macro_rules! transfer {
 pub(super) struct Trace(Span);
 
 impl Trace {
-    pub(super) fn begin(device: &str, way: Direction, rank: Priority, bytes: u64, what: &str) -> Self {
+    pub(super) fn begin(device: &str, way: Direction, priority: Priority, bytes: u64, what: &str) -> Self {
         let direction = if way == Direction::Up { "upload" } else { "download" };
-        let priority = if rank == Priority::Bulk { "bulk" } else { "foreground" };
+        let priority = match priority {
+            Priority::Foreground => "foreground",
+            Priority::Bulk => "bulk",
+        };
         let what = &*text(what);
         Self(match bytes {
             LARGE.. => transfer!(INFO, device, direction, priority, bytes, what),

@@ -104,7 +104,7 @@ impl AclApi {
     /// The initialised library of the device with this number, where that is known.
     ///
     /// # Errors
-    /// As for [opening a device](Error#opening-a-device).
+    /// As for [opening a device](crate::Error#opening-a-device).
     pub(super) fn get(device: &str, ordinal: Option<u32>) -> Result<&'static Self> {
         LIBRARIES.get(device, ordinal, Self::load, Self::start)
     }

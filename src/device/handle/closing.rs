@@ -26,7 +26,7 @@ pub struct HeldBy {
     /// The number of handles to the device: each [`Device`], and those in every
     /// [`Stream`](crate::Stream), [`Pool`](crate::Pool) and [`Copier`](crate::Copier).
     pub handles: usize,
-    /// The number of streams, adopted ones included.
+    /// The number of streams, adopted ones and a copier's own included.
     pub streams: usize,
     /// The number of streams on which something is in flight.
     pub busy_streams: usize,

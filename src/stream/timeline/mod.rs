@@ -51,7 +51,7 @@
 //! captured one. The driver says so when it is asked about the event, and a new event is recorded
 //! after the capture.) A stream that is not shared is never asked about.
 //!
-//! A shared stream may be confined to one thread ([`crate::device::confined`]). All driver calls
+//! A shared stream may be confined to one thread ([`crate::device::Confined`]). All driver calls
 //! that get its handle are made on that thread. Another thread leaves closing to it, unless that
 //! has failed there: then it records an event on the stream that covers the confined one. (That
 //! stream waits for those of other threads, too, and using it would spoil a capture of one: so it
