@@ -84,9 +84,8 @@ impl CentralPool {
         let mut held = self.gate.enter(self.cache()?)?;
         // Some callers have not tried for a hit: a thread that has completed copies since.
         let descriptor = held.take(class, len).or_else(|| {
-            // A class without a list has no room either.
-            if held.room(class) > 0 {
-                held.take_batch(class, &self.transfers[list_of(class)]);
+            if let Some(transfer) = self.transfers.get(list_of(class)) {
+                held.take_batch(class, transfer);
             }
             held.take(class, len)
         })?;

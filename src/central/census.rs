@@ -194,8 +194,7 @@ impl Core {
         let (takes, puts) = tally.of(None);
         let (out, out_bytes) = (takes.wrapping_sub(puts), tally.large_bytes());
         let large = ClassStats { out, out_bytes, checkouts: takes, returns: puts, ..ClassStats::default() };
-        let used = |class: &ClassStats| class.checkouts > 0 || class.free > 0;
-        Class::all().map(of_class).chain([large]).filter(used).collect()
+        Class::all().map(of_class).chain([large]).filter(|class| class.checkouts > 0).collect()
     }
 }
 

@@ -13,6 +13,8 @@ use crate::freelist::list_of;
 use crate::region::Owner;
 use crate::segment::{PAGE, RegionId};
 use crate::sync::thread;
+use crate::telemetry::counters::ClassStats;
+use crate::telemetry::ledger::{CheckoutSite, Tag};
 
 const MIB: usize = 1 << 20;
 const STRIDE: usize = 4096 + 64;
@@ -43,10 +45,15 @@ fn add(central: &CentralPool, region: usize, pages: usize) {
 
 /// A central pool with extents of these lengths in pages, each a region, and no room for more.
 fn pool(extents: &[usize]) -> Arc<CentralPool> {
+    caching(extents, CACHE, 0)
+}
+
+/// [`pool`], with this many bytes for a thread cache and for the transfer cache of a class.
+fn caching(extents: &[usize], thread_cache: usize, transfer_cache: usize) -> Arc<CentralPool> {
     let config = CentralConfig {
         capacity: extents.iter().sum::<usize>() * PAGE,
-        thread_cache: CACHE,
-        transfer_cache: 0,
+        thread_cache,
+        transfer_cache,
         largest: 4 * MIB - 32,
         step: 0,
         by_hand: true,
@@ -152,7 +159,6 @@ fn a_wait_is_hopeless_if_nothing_can_end_it() {
 #[test]
 fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
     let central = pool(&[256]);
-    let mut core = central.core.lock();
     // Before an aligned segment pages may be lost.
     let aligned = Want { len: PAGE, placement: Placement::Pages { span: 3 * PAGE, align: 8 } };
     // The pages of an extent, of the room and of a step; what is asked for; what is planned.
@@ -170,10 +176,13 @@ fn a_plan_is_as_long_as_a_step_or_as_what_is_asked_for() {
         ([100, 150, 0], &[pages(1)], None),
     ];
     for ([extent, room, step], wants, planned) in cases {
+        let mut core = central.core.lock();
         core.config.largest = extent * PAGE - 32;
         (core.config.capacity, core.config.step) = (MIB + room * PAGE + 1, step * PAGE);
         assert_eq!(plan(&mut core, wants, false).map(|bytes| bytes / PAGE), planned, "{wants:?}");
         core.growing = 0;
+        drop(core);
+        assert_eq!(central.may_grow(wants), planned.is_some(), "{wants:?}");
     }
 }
 
@@ -267,6 +276,19 @@ fn regions_to_replace_that_came_back_while_others_were_pinned_are_replaced() {
     }
 }
 
+/// Between a region's last extent and the end of the growth nothing is withheld in vain.
+#[test]
+fn no_region_is_to_be_replaced_in_a_pool_that_does_not_grow() {
+    let central = pool(&[256]);
+    let _held = out(&central, pages(1));
+    (central.core.lock().config.capacity, central.core.lock().growing) = (300 * PAGE, 16 * PAGE);
+    let key = join(&central, &[pages(300)]);
+    add(&central, 9, 16);
+    assert!(waits(&central, key) && windows(&central).is_empty());
+    central.grown(0, None);
+    assert!(matches!(central.look(key, None), Some(Err(Error::Impossible { .. }))));
+}
+
 /// A request that no region holds has whole regions for a window. Others that get idle before these
 /// make way for it all the same, and so do more than a window can have.
 #[test]
@@ -308,6 +330,33 @@ fn regions_to_replace_that_do_not_empty_are_exchanged() {
         (0..8).for_each(|_| look());
         assert_eq!(central.core.lock().growing, 128 * PAGE, "{before:?}");
     }
+}
+
+/// Regions that are withheld to be replaced stay so while other memory is being pinned, and when
+/// they are free.
+#[test]
+fn regions_to_replace_are_not_given_up_when_they_are_free() {
+    let central = pool(&[256; 5]);
+    let held = [(); 5].map(|()| out(&central, pages(256)));
+    central.core.lock().config.step = PAGE;
+    let [_head, key] = [256, 300].map(|n| join(&central, &[pages(n)]));
+    let lies_in_its_window = |taken: &Taken| {
+        let core = central.core.lock();
+        // SAFETY: out, so alive.
+        let id = unsafe { core.arena.window_of(*taken) };
+        id.is_some_and(|id| core.arena.windows[id].owner == key)
+    };
+    let its = || held.iter().copied().filter(lies_in_its_window).collect::<Vec<_>>();
+    let look = || (0..64).for_each(|_| central.tick(&mut central.lock()));
+    let before = its();
+    central.core.lock().growing = PAGE;
+    (0..4).for_each(|_| look());
+    assert_eq!((its(), before.len()), (before.clone(), 2), "others are being pinned");
+    before.iter().for_each(|taken| back(&central, *taken));
+    (0..4).for_each(|_| look());
+    central.core.lock().growing = 0;
+    look();
+    assert_eq!(central.core.lock().growing, 300 * PAGE);
 }
 
 // --- windows -------------------------------------------------------------------------------------
@@ -394,6 +443,23 @@ fn several_buffers_are_served_from_all_windows_and_all_runs() {
     assert!(waits(&central, key));
     back(&central, inside[1]);
     assert_eq!(granted(&central, key).len(), 2);
+    // A part of the window, and what is free beside it.
+    let central = pool(&[6, 3]);
+    let held = [(); 9].map(|()| out(&central, pages(1)));
+    let key = join(&central, &[pages(3), pages(3)]);
+    let is_inside = |taken: &Taken| windows(&central)[0].0 >> 22 == base(*taken).addr().get() >> 22;
+    let (mut inside, beside): (Vec<_>, Vec<_>) = held.into_iter().partition(is_inside);
+    inside.sort_by_key(|taken| base(*taken));
+    assert_eq!(inside.len(), 6);
+    beside.into_iter().chain(inside.into_iter().take(3)).for_each(|taken| back(&central, taken));
+    assert_eq!(granted(&central, key).len(), 2);
+    // A window has no more ranges than returns look at.
+    for (n, ranges) in [(32, 32), (33, 0)] {
+        let central = pool(&[4; 33]);
+        let _held = [(); 33].map(|()| out(&central, pages(4)));
+        join(&central, &vec![pages(3); n]);
+        assert_eq!(windows(&central).len(), ranges);
+    }
     // Segments of runs, without a free page, and outside of the window.
     let central = pool(&[2, 2]);
     let held = [(); 6].map(|()| out(&central, small(1000)));
@@ -425,7 +491,71 @@ fn what_a_leaving_waiter_was_granted_may_be_the_last_segment_of_a_closed_pool() 
     assert_eq!(weak.strong_count(), 0);
 }
 
+// --- caches --------------------------------------------------------------------------------------
+
+#[test]
+fn several_classes_have_a_part_of_a_thread_cache_and_one_alone_has_all() {
+    let central = caching(&[1024], 128 * MIB, 0);
+    let room = |len| {
+        release(got(&central, len));
+        CacheTable::mine(central.cache().unwrap()).room(Class::of(len).unwrap())
+    };
+    // Half of the bytes, and half of an eighth of them.
+    assert_eq!([MIB, MIB / 2].map(room), [63, 15]);
+}
+
+#[test]
+fn what_is_cached_is_reclaimed_where_that_may_serve_the_request() {
+    let central = pool(&[256]);
+    let other = central.begin_lease().unwrap();
+    let cached = central.core.lock().arena.take(small(4096).placement).unwrap();
+    put(&mut CacheTable::mine(&other), class(), cached);
+    let _held: Vec<_> = (0..254).map(|_| out(&central, pages(1))).collect();
+    let state = || (other.cached(class()), central.snapshot().stats.reclaims);
+    let take = |want, level| central.try_take(&[want], level).unwrap().map(|mut all| all.remove(0));
+    // It is too little, and nothing is cached of that class.
+    assert!(take(small(8192), ReclaimLevel::All).is_none() && state() == (1, 0));
+    let fresh = take(small(4096), ReclaimLevel::Idle).unwrap();
+    assert_eq!(state(), (0, 1));
+    central.transfers[list_of(class())].exceed(fresh.into_segment().into_descriptor());
+    assert!(take(pages(1), ReclaimLevel::Idle).is_some());
+}
+
+#[test]
+fn a_thread_that_ends_leaves_nothing_cached() {
+    let central = pool(&[256]);
+    let other = central.clone();
+    std::thread::spawn(move || release(got(&other, 4096))).join().unwrap();
+    assert_eq!((central.snapshot().takes, central.snapshot().cached), (1, 0));
+}
+
 // --- counts --------------------------------------------------------------------------------------
+
+#[test]
+fn the_census_counts_each_class_that_was_used() {
+    let central = cached();
+    let (_small, _large) = (out(&central, small(1000)), out(&central, pages(200)));
+    let (_, classes) = central.snapshot_by_class();
+    let counts = |c: &ClassStats| [c.cached, c.out, c.checkouts, c.returns];
+    let counts: Vec<_> = classes.iter().map(counts).collect();
+    assert_eq!(counts, [[0, 1, 1, 0], [1, 1, 2, 1], [0, 1, 1, 0]]);
+    assert_ne!(central.number(), pool(&[]).number());
+}
+
+#[test]
+fn an_entry_of_the_ledger_can_begin_anew() {
+    let central = pool(&[256]);
+    let site = |name| CheckoutSite { tag: Tag { name: Some(name), long_lived: false }, site: None };
+    let (mut fresh, other) = (got(&central, 4096), got(&central, 4096));
+    CentralPool::enter(&mut fresh, site("first"));
+    for fresh in [&fresh, &other] {
+        central.enter_again(fresh.segment(), site("second"));
+    }
+    let names = central.out_for(Duration::ZERO).into_iter().map(|out| out.entry?.origin.tag.name);
+    assert_eq!(names.collect::<Vec<_>>(), [Some("second")]);
+    release(fresh);
+    release(other);
+}
 
 #[test]
 fn what_is_given_back_at_once_was_never_in_use() {
@@ -491,15 +621,20 @@ fn a_check_sees_what_is_cached_in_the_wrong_place_or_beyond_its_bound() {
     central.check(|_, _| ()).unwrap();
     put(&mut held, class(), take(&central));
     assert!(violation(&central).ends_with(&format!(" bytes of at most {CACHE}")));
-    let central = cached();
-    let transfer = &central.transfers[list_of(class())];
-    transfer.exceed(take(&central));
+    // A transfer cache has its quota to the nearest segment.
+    let central = caching(&[256], CACHE, STRIDE);
+    let exceed = || central.transfers[list_of(class())].exceed(take(&central));
+    exceed();
+    central.check(|_, _| ()).unwrap();
+    exceed();
     assert!(violation(&central).starts_with("the transfer cache of "));
 }
 
 #[test]
 fn a_check_sees_wrong_counts() {
     let central = cached();
+    assert_eq!(central.unlisted_bytes(), (0, true));
+    central.in_one(|central| assert!(!central.unlisted_bytes().1, "a change is under way"));
     let miscount = |takes: u64| central.core.lock().classes.count_on(class(), takes, 0);
     miscount(1);
     assert_eq!(violation(&central), "3 takes less 1 returns are not the 1 segments that are out");
