@@ -86,6 +86,7 @@ impl Arena {
         self.unheld += pages as usize * PAGE;
     }
 
+    /// Removes a free run outside of windows. Nothing, if it has no pages.
     pub(super) fn remove_free(&mut self, extent: u32, first: u32, pages: u32) {
         self.free.remove(&(pages, extent, first));
         self.unheld -= pages as usize * PAGE;
@@ -117,12 +118,8 @@ impl Arena {
         };
         let left = free(first.checked_sub(1).and_then(|page| e.map.get(page as usize)));
         let right = free(e.map.get((first + pages) as usize));
-        if left > 0 {
-            self.remove_free(extent, first - left, left);
-        }
-        if right > 0 {
-            self.remove_free(extent, first + pages, right);
-        }
+        self.remove_free(extent, first - left, left);
+        self.remove_free(extent, first + pages, right);
         first -= left;
         pages += left + right;
         self.insert_free(extent, first, pages);

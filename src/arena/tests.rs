@@ -142,8 +142,11 @@ fn listed(arena: &Arena, at: usize) -> &Descriptor {
 fn check_sees_what_is_wrong() {
     let no_end = "extent 0: the free run at page 1 has no valid last page";
     let sums = "the sums are ";
-    let cases: [(&str, Spoil); 18] = [
+    let cases: [(&str, Spoil); 20] = [
         (no_end, |arena, _| arena.extents[0].map[61] = FREE | 1),
+        ("extent 0: the free run at page 0 has no valid last page", |arena, _| {
+            arena.extents[0].map[0] = FREE
+        }),
         ("extent 0: two free runs meet at page 6", |arena, _| {
             arena.remove_free(0, 1, 61);
             arena.insert_free(0, 1, 5);
@@ -188,6 +191,12 @@ fn check_sees_what_is_wrong() {
             let stray = arena.descriptor(&arena.runs[SINGLE], 0);
             // SAFETY: it is alive. That it is in the list of another run is what is to be noticed.
             unsafe { arena.runs[OF_CLASS].list.push(stray) };
+        }),
+        ("run 0 is not in use", |arena, _| {
+            for out in (0..4).map(|n| arena.descriptor(&arena.runs[OF_CLASS], n)).collect::<Vec<_>>() {
+                // SAFETY: it is alive, and in no list.
+                unsafe { arena.runs[OF_CLASS].list.push(out) };
+            }
         }),
         (sums, |arena, _| arena.total += PAGE),
         (sums, |arena, _| arena.cut += 32),
@@ -296,6 +305,7 @@ fn regions_with_the_fewest_bytes_out_are_replaced_first() {
         Some(ranges.iter().map(|range| range.extent).collect::<Vec<_>>())
     };
     assert_eq!(replaced([14, 20], 10, 1), Some(vec![0]));
+    assert_eq!(replaced([14, 10], 10, 1), Some(vec![1]));
     assert_eq!(replaced([14, 20], 65, 2), Some(vec![0, 1]));
     assert_eq!(replaced([14, 20], 17, 1), None, "two would be needed");
     assert_eq!(replaced([14, 20], 81, 3), None, "the quarantined segment's region stays");

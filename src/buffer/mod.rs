@@ -96,11 +96,6 @@ impl From<Fresh> for PinnedBuf {
 }
 
 impl PinnedBuf {
-    #[cfg(all(test, loom))]
-    pub(crate) fn segment(&self) -> &Segment {
-        &self.segment
-    }
-
     /// # Safety
     /// The segment is checked out, host-ready, the caller's, and `len` bytes are initialised.
     #[inline(always)]

@@ -330,6 +330,9 @@ mod tests {
         assert_eq!(descriptor.set(state::HOST), flight.with(state::HOST));
         let large = self::descriptor(None, 0);
         assert_eq!((large.class(), large.list(), large.word().class()), (None, LISTS, None));
+        assert_eq!(descriptor.list(), 3);
+        descriptor.track();
+        assert_eq!(descriptor.list(), LISTS);
     }
 
     #[test]

@@ -87,3 +87,30 @@ impl CacheTable {
         idle
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::ptr::NonNull;
+
+    use super::super::{Descriptor, list_of};
+    use super::*;
+
+    #[test]
+    fn an_owner_that_has_done_nothing_for_a_while_is_idle() {
+        let (gate, mut table, class) = (Gate::new(true), CacheTable::default(), Class::of(100).unwrap());
+        let (cache, start) = (table.lease(&gate), Instant::now());
+        let segment = Descriptor::new(NonNull::dangling(), Some(class), 0, 0);
+        let mut idle = |looks| table.idle(Some(start + IDLE * looks)).len();
+        let mut held = CacheTable::mine(&cache);
+        held.grant(class, 1);
+        assert_eq!((idle(0), idle(1)), (0, 0), "nothing is cached");
+        segment.taken();
+        // SAFETY: it is alive, out, and in no list.
+        assert!(unsafe { held.put(NonNull::from(&segment), 100, list_of(class)) });
+        assert_eq!((idle(2), idle(3)), (0, 1), "a return is work");
+        held.take(class, 100).unwrap();
+        // SAFETY: as above.
+        assert!(unsafe { held.put(NonNull::from(&segment), 100, list_of(class)) });
+        assert_eq!((idle(4), idle(5)), (0, 1), "so is a checkout");
+    }
+}

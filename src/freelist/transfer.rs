@@ -168,6 +168,9 @@ mod tests {
             let put =
                 std::iter::from_fn(|| Some(transfer.put(0, batch())).filter(|put| *put > 0)).sum::<usize>();
             assert_eq!(transfer.count(), put);
+            let mut taken = 0;
+            transfer.take(0, put, |_| taken += 1);
+            assert_eq!((taken, transfer.count()), (put, 0));
             put
         };
         // Nothing, where fewer than four segments fit. What is missing may be half a segment.

@@ -236,11 +236,13 @@ impl Regions {
             // Drivers promise no alignment, and hand out small allocations from shared pages. One
             // that does not start on a page is made again with one page more, for its whole pages.
             free(context, base, len, kind);
-            ask(len + page()).map(|base| (base, len + page()))
+            let whole = len + page();
+            ask(whole).map(|base| (base, whole))
         });
         let (base, source, pinned) = match asked {
             Ok((allocated, whole)) => {
                 let front = allocated.as_ptr().addr().next_multiple_of(page()) - allocated.as_ptr().addr();
+                debug_assert!(front + len <= whole, "the extent lies in what was allocated");
                 // SAFETY: less than a page; unless it is 0, there is a page more than the extent.
                 let base = unsafe { allocated.add(front) };
                 let pinned = if locked { Pinned::Yes } else { Pinned::Never };

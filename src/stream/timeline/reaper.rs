@@ -296,6 +296,7 @@ mod tests {
         streams.iter().for_each(|stream| drop(stream.hold(()).unwrap()));
         let mut queue = std::mem::take(&mut *device.listing().queue.lock());
         for listed in &mut queue.listed {
+            assert_eq!(listed.next_look, listed.since + SHORTEST_PAUSE);
             (listed.since, listed.next_look) = (then, then + SHORTEST_PAUSE);
         }
         (streams, queue)
@@ -331,7 +332,7 @@ mod tests {
         assert!(early.all(|w| w[1].0 - w[0].0 <= (w[0].0 - then) / 8 + 2 * SHORTEST_PAUSE));
         let (timeline, now) = (streams[0].timeline(), then + 30 * MS);
         queue.note(timeline, true, now, IDLE_LOOKS);
-        assert_eq!(queue.listed[0].next_look, now + SHORTEST_PAUSE);
+        assert_eq!((queue.listed[0].since, queue.listed[0].next_look), (now, now + SHORTEST_PAUSE));
         // An empty timeline is news, too. It stays listed for some looks.
         timeline.lose(&Error::Internal("on purpose"));
         for _ in 1..IDLE_LOOKS {

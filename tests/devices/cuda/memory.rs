@@ -131,6 +131,7 @@ fn what_cannot_be_unpinned_is_leaked_and_not_dropped() {
         // And the driver's own memory likewise.
         let allocated = small(&device).backing(ALLOCATED).build().unwrap();
         allocated.wait_pinned(Some(HANG)).unwrap();
+        assert_eq!(calls(d, "cuMemHostAlloc"), 3, "the second does not start on a page");
         refuse("cuMemFreeHost");
         allocated.trim(0);
         struck(4);
