@@ -38,8 +38,8 @@
 //!   guard's deferral ([`crate::foreign`]). The guard itself has planned regions pinned after the
 //!   unlock: foreign code further out on this thread may wait for that memory.
 //!
-//! Read on in `lease` (which cache this thread has), `caches`, `queue` and `waiting`, `growth`,
-//! `raw` (the segment as a value), `census`, `check`. The pool calls all of it.
+//! Read on in `lease` (which cache this thread has), `caches`, `queue`, `waiting` and `windows`,
+//! `growth`, `raw` (the segment as a value), `census`, `check`. The pool calls all of it.
 
 #![allow(unsafe_code)]
 
@@ -55,6 +55,7 @@ mod raw;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod waiting;
+mod windows;
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -81,7 +82,7 @@ use queue::WaitQueue;
 pub(crate) use queue::{Wake, Want};
 pub(crate) use raw::{Fresh, Segment, tag};
 pub(crate) use waiting::LongWait;
-use waiting::{Closed, Windows};
+use windows::{Closed, Windows};
 
 /// How a central pool is set up.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::waiting::MOST_WINDOWS;
+use super::windows::MOST_WINDOWS;
 use super::*;
 use crate::arena::set_of;
 use crate::freelist::cache::HeldCache;

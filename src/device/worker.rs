@@ -151,9 +151,11 @@ impl Worker {
             }
             count.end(own);
         });
-        let spawned = spawned.map_err(|e| Error::Unavailable {
-            device: driver.name().into(),
-            why: format!("no thread could be started: {e}"),
+        let spawned = spawned.map_err(|error| {
+            let device = driver.name();
+            crate::foreign::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
+            let why = format!("no thread could be started: {error}");
+            Error::Unavailable { device: device.into(), why }
         })?;
         Ok(Self { thread: Some((spawned.thread().id(), jobs)), holds: holds.clone() })
     }

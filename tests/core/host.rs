@@ -5,7 +5,8 @@ use std::time::Duration;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
 use pinpool::{Device, ErrorClass};
 
-use crate::{filled, on, pool, until};
+use crate::support::own_process;
+use crate::{filled, host, on, pool, until};
 
 #[test]
 fn what_is_not_there_is_refused_and_addresses_are_never_used_again() {
@@ -38,6 +39,24 @@ fn faults_due_together_strike_one_after_the_other_and_traces_have_all_calls() {
     until(|| node.trace().len() == 4, || format!("{:?}", node.trace()));
     assert_eq!(node.trace(), [Call::Allocate, Call::Allocate, Call::Allocate, Call::Free]);
     assert_eq!(node.clear_faults(), 1);
+}
+
+/// A stream's delays follow from the seed and its number, which no work of other streams changes.
+#[test]
+fn streams_are_counted_whatever_the_device_did_before() {
+    own_process!();
+    let (_node, device) = host();
+    let first = device.stream().unwrap();
+    first.synchronize().unwrap();
+    let _second = device.stream().unwrap();
+    let names = || {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+        let mut names: Vec<_> = names.filter(|name| name.starts_with("pinpool-host-")).collect();
+        names.sort();
+        names
+    };
+    until(|| names() == ["pinpool-host-1\n", "pinpool-host-2\n"], || format!("{:?}", names()));
 }
 
 #[test]

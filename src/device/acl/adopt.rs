@@ -31,7 +31,7 @@ use crate::exit;
 /// A driver for a context that the program made.
 ///
 /// # Safety
-/// `context` is a context of AscendCL, and is not destroyed before the driver is dropped.
+/// `context` is a context of AscendCL, and is not destroyed before the driver is let go of.
 pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     crate::os::watch_forks()?;
     let name: Arc<str> = "acl".into();

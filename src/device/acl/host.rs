@@ -68,6 +68,13 @@ pub(super) fn opened(driver: &Arc<Acl>) {
     open.push(Arc::downgrade(driver));
 }
 
+/// From here on no other device's thread drains it. Waits for one that does so now: the lock is held
+/// for those calls alone, which need the context.
+pub(super) fn closed(driver: &Acl) {
+    OPEN_DEVICES.lock().retain(|other| !std::ptr::eq(other.as_ptr(), driver));
+    *driver.is_over.lock() = true;
+}
+
 fn open_devices() -> Vec<Arc<Acl>> {
     OPEN_DEVICES.lock().iter().filter_map(Weak::upgrade).collect()
 }
@@ -120,6 +127,10 @@ impl Acl {
         let is_other =
             |other: &&Arc<Self>| std::ptr::eq(other.api, self.api) && other.context != self.context;
         for other in open_devices().iter().filter(is_other).filter(|other| other.lost.get().is_none()) {
+            let is_over = other.is_over.lock();
+            if *is_over {
+                continue;
+            }
             // A device that was lost during the wait is no obstacle.
             other
                 .drained_in_the_end()

@@ -106,6 +106,8 @@ pub(crate) struct Acl {
     lost: OnceLock<Error>,
     /// Whether something of the device stays until the process ends.
     leaks: AtomicBool,
+    /// Whether this opening was let go of, or is about to be: see [`host::closed`].
+    is_over: Mutex<bool>,
 }
 
 // SAFETY: a context may be current on any thread, on several at once; the library takes its own
@@ -218,7 +220,7 @@ impl<'a> AclCurrent<'a> {
             }
             code => return Err(failed(api, name, "aclrtGetCurrentContext", code)),
         };
-        // SAFETY: a context that exists for as long as the driver does.
+        // SAFETY: a context that exists until the driver is let go of.
         check(api, name, "aclrtSetCurrentContext", unsafe { api.context_set.call(context) })?;
         Ok(Self { api, theirs, _pass: pass })
     }
@@ -256,6 +258,7 @@ impl Acl {
             default,
             lost: OnceLock::new(),
             leaks: AtomicBool::new(false),
+            is_over: Mutex::default(),
         });
         host::opened(&driver);
         driver
@@ -325,6 +328,7 @@ impl Driver for Acl {
     }
 
     fn let_go(&self) -> bool {
+        host::closed(self);
         // A lost device stays set, like everything else there.
         if self.lost.get().is_some() {
             return false;
@@ -340,7 +344,7 @@ impl Driver for Acl {
 
     fn enter_thread(&self) {
         // Where it fails the thread is like any other, and each call sets the context itself.
-        // SAFETY: the driver's context, which exists for as long as the driver does.
+        // SAFETY: the driver's context, which exists until it is let go of.
         if unsafe { self.api.context_set.call(self.context) } != AclCode::SUCCESS {
             self.api.expected();
         }

@@ -37,7 +37,7 @@ const NOT_SUPPORTED: CudaCode = CudaCode(801);
 /// A driver for a context that the program made.
 ///
 /// # Safety
-/// `context` is a CUDA context, and is not destroyed before the driver is dropped.
+/// `context` is a CUDA context, and is not destroyed before the driver is let go of.
 pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     crate::os::watch_forks()?;
     let name: Arc<str> = "cuda".into();

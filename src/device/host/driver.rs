@@ -300,7 +300,7 @@ impl Driver for HostDriver {
 
     fn create_stream(&self, _urgent: bool) -> Result<StreamHandle> {
         let (mut state, _) = self.enter(Call::CreateStream)?;
-        let (id, device, node) = (state.number(), self.device, Arc::clone(&self.node));
+        let (id, device, node) = (state.created + 1, self.device, Arc::clone(&self.node));
         let (queue, numbers) = unbounded();
         // Detached: the thread ends by itself after its stream, and no thread waits for that.
         let thread = os::thread::spawn(format!("pinpool-host-{id}"), move || node.serve(device, id, numbers));
@@ -308,6 +308,7 @@ impl Driver for HostDriver {
             let text = format!("no thread for the stream: {error}");
             return Err(self.error(Call::CreateStream, ErrorClass::Transient, text));
         }
+        state.created = id;
         state.units[device].streams.insert(id, queue);
         Ok(StreamHandle(id))
     }

@@ -116,8 +116,10 @@ impl Unit {
 #[derive(Default)]
 pub(super) struct State {
     pub(super) units: Vec<Unit>,
-    /// The last number given to a stream, an event or an operation.
+    /// The last number given to an event or an operation.
     last: u64,
+    /// The last number given to a stream: a count, since its delays follow from it.
+    pub(super) created: u64,
     /// The end of the device addresses given out so far.
     pub(super) addresses: u64,
     /// Faults that have not struck.
@@ -126,7 +128,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// A number that nothing has or had, and not 0.
+    /// A number that no event or operation has or had, and not 0.
     pub(super) fn number(&mut self) -> u64 {
         self.last += 1;
         self.last

@@ -1,12 +1,13 @@
 //! Events: closing sequence numbers, recording and asking, and what follows when an event was seen
-//! complete or never will be.
+//! complete.
 //!
 //! [`Timeline::close`] closes and records; [`Timeline::ask`] asks about the oldest events;
-//! `complete` and [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a
-//! waiting task `glance`.
+//! `complete` is the one end, [`Timeline::lose`] the other. The reaper calls
+//! [`Timeline::advance`], a waiting task `glance`.
 
-use super::super::hold::{After, give_up};
-use super::{EVENT_TRIES, Mark, TIMED, Timeline, TimelineState};
+use super::super::hold::After;
+use super::loss::gives_up;
+use super::{Mark, TIMED, Timeline, TimelineState};
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign;
@@ -148,33 +149,6 @@ impl Timeline {
         self.context.recycle(mark.event);
         free.into_iter().for_each(|(_, event)| self.context.recycle(event));
         crate::sync::landing(|| after.run());
-    }
-
-    /// Gives the stream up: quarantines what is in flight, and wakes all waiters.
-    pub(crate) fn lose(&self, error: &Error) {
-        // Quarantine wakes waiters when the lock is released, and these must not wait for a copy.
-        crate::sync::landing(|| {
-            let mut after = After::default();
-            let mut state = self.state.lock();
-            if self.lost.set(error.clone()).is_ok() {
-                foreign::error!(
-                    target: "pinpool::stream::lost",
-                    device = self.context.name(),
-                    stream = self.number,
-                    %error,
-                    entries = state.entries.len(),
-                    "a stream is lost; what is in flight on it is quarantined"
-                );
-            }
-            std::mem::take(&mut state.marks).into_iter().for_each(|mark| state.fail(mark.event));
-            if state.quarantine(self.context.poisoned().is_some(), &mut after) {
-                // They keep the device open. (Quarantined segments do that by way of their pool.)
-                self.context.holds().note_quarantined();
-            }
-            after.wakes = std::mem::take(&mut state.waiting);
-            drop(state);
-            after.run();
-        });
     }
 
     /// The reaper's look: closes the open sequence number if it was open at the last look already
@@ -348,7 +322,7 @@ impl TimelineState {
     }
 
     /// Keeps an event that may be recorded and does not count.
-    fn fail(&mut self, event: EventHandle) {
+    pub(super) fn fail(&mut self, event: EventHandle) {
         self.failed.push((self.open - 1, event));
     }
 
@@ -391,37 +365,4 @@ impl TimelineState {
             after.released.extend(entry.host.into_iter().chain(entry.memory));
         }
     }
-
-    /// Quarantines all that is in flight. What is being submitted follows when it joins.
-    ///
-    /// With `dead`, the whole device is lost and uses nothing any more, so device memory is let go
-    /// of. Otherwise the copies may still be queued, and their device memory is leaked, since a
-    /// device may die of a copy to freed memory. Returns whether a hold was lost on anything but
-    /// segments.
-    fn quarantine(&mut self, dead: bool, after: &mut After) -> bool {
-        let mut keeps = false;
-        for entry in self.entries.drain(..) {
-            if let Some(flown) = entry.flown {
-                flown.count(-1, -isize::from(flown.is_claimed()));
-                give_up(&flown.segment, &mut after.quarantined);
-            }
-            let (free, kept) = if dead { (entry.memory, None) } else { (None, entry.memory) };
-            for hold in entry.host.into_iter().chain(kept) {
-                keeps |= hold.quarantine(&mut after.quarantined);
-            }
-            after.released.extend(free);
-        }
-        self.moves += 1;
-        keeps
-    }
-}
-
-/// Counts a failed attempt. Returns whether there is to be no other attempt.
-fn gives_up(failures: &mut u32, error: &Error) -> bool {
-    // A capture's error says nothing about the stream's work, and the capture will end.
-    if error.class() == ErrorClass::Capture {
-        return false;
-    }
-    *failures += 1;
-    error.is_device_lost() || *failures >= EVENT_TRIES
 }

@@ -73,12 +73,14 @@
 //! # Files, in the order to read them
 //!
 //! This file: sequence numbers and entries, what is submitted and claimed. [`events`]: closing,
-//! recording, asking, completing. [`waits`]: how threads and tasks wait. [`reaper`]: the thread
-//! that looks when nobody waits. [`stats`]: what statistics and reports see.
+//! recording, asking, completing. [`loss`]: giving a stream up. [`waits`]: how threads and tasks
+//! wait. [`reaper`]: the thread that looks when nobody waits. [`stats`]: what statistics and
+//! reports see.
 
 #![allow(unsafe_code)]
 
 mod events;
+mod loss;
 pub(crate) mod reaper;
 mod stats;
 #[cfg(all(test, not(loom)))]
@@ -463,15 +465,15 @@ impl Drop for Timeline {
         if keep_alive.is_none() && !self.destroy {
             return;
         }
-        let (driver, holds) = (self.context.driver().clone(), self.context.holds().clone());
+        let context = self.context.clone();
         let destroyed = self.destroy.then_some(self.stream);
         self.context.worker().send(move || {
             // Its drop may destroy the stream, or do anything else. The adopted context, which the
             // stream is in, is kept until then.
             drop(keep_alive);
-            if let Some(Err(error)) = destroyed.map(|stream| driver.destroy_stream(stream)) {
-                holds.leaked(1);
-                crate::foreign::warn!(target: "pinpool::stream::leak", device = driver.name(), %error, "a stream is leaked");
+            if let Some(Err(error)) = destroyed.map(|stream| context.driver().destroy_stream(stream)) {
+                context.holds().leaked(1);
+                crate::foreign::warn!(target: "pinpool::stream::leak", device = context.name(), %error, "a stream is leaked");
             }
         });
     }

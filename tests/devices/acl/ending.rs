@@ -132,3 +132,19 @@ fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
         assert_eq!(stand_in.struck(), 2);
     });
 }
+
+/// The wait for another device, before host memory is freed, needs that device's context.
+#[test]
+fn a_device_is_not_let_go_of_while_another_one_waits_for_it() {
+    on_each(&[TODAY], |stand_in| {
+        let [device, other] = [open(0), open(1)];
+        let pool = pool(&device, 1 << 20);
+        round_trip(&pool, &device.stream().unwrap(), &bytes(1, 10_000));
+        // The other one is waited for again and again, for a quarter of a second.
+        (2..=9).for_each(|nth| stand_in.fail("aclrtSynchronizeDevice", nth, 107_020, false));
+        drop(pool);
+        until("the other one is waited for", || stand_in.struck() > 0);
+        other.close(HANG).unwrap();
+        device.close(HANG).unwrap();
+    });
+}
