@@ -2,7 +2,6 @@
 
 use std::future::Future;
 use std::pin::pin;
-use std::process::Command;
 use std::sync::Arc;
 use std::task::{Context, Waker};
 use std::time::Duration;
@@ -59,22 +58,4 @@ fn a_slot_is_not_written_by_a_request_that_went_away() {
         assert!(pool.stats().checked_out_bytes > 0, "the answer's body is the buffer");
     }
     assert!(pool.shutdown(Duration::from_secs(20)).drained);
-}
-
-/// The list for clippy in the manual; a name in it that does not exist would guard nothing.
-#[test]
-fn the_calls_that_the_manual_lists_as_blocking_exist() {
-    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-    let manual = std::fs::read_to_string(root.join("docs/operations.md")).unwrap();
-    let paths = manual.lines().filter_map(|line| line.trim().strip_prefix("{ path = \"")?.split('"').next());
-    let mut count = 0;
-    for (kind, name) in paths.filter_map(|path| path.strip_prefix("pinpool::")?.rsplit_once("::")) {
-        let kind = kind.rsplit("::").next().unwrap();
-        for wanted in [format!("pub struct {kind}"), format!("pub fn {name}")] {
-            let found = Command::new("grep").args(["-rqF", &wanted]).arg(root.join("src")).status().unwrap();
-            assert!(found.success(), "{wanted}");
-        }
-        count += 1;
-    }
-    assert!(count >= 25, "{count}");
 }

@@ -11,8 +11,6 @@ mod host;
 mod launch;
 mod limits;
 mod memlock;
-#[path = "../support/record.rs"]
-mod record;
 #[cfg(feature = "cuda")]
 mod regressions;
 #[cfg(feature = "cuda")]

@@ -7,9 +7,8 @@
 #![allow(unsafe_code)]
 
 use pinpool::host::HostUsage;
-use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Request, Unpinned};
+use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Request};
 
-use crate::record::{Record, all, record};
 use crate::support::{own_process, skip};
 use crate::{HANG, checked, host, until};
 
@@ -159,39 +158,5 @@ fn a_pool_grows_by_what_the_limit_allows() {
         // Less than the limit is what it takes to be told the limit: nothing shorter serves this one.
         let error = pool.checkout(pages(LIMIT) - 32).unwrap_err();
         assert!(matches!(error, Error::MemLock { .. }), "{error}");
-    });
-}
-
-#[test]
-fn a_pool_may_begin_and_grow_with_memory_that_says_that_it_is_not_pinned() {
-    own_process!();
-    limited(|device| {
-        record();
-        let told = |warning: &Record| {
-            let text = warning.field("message").contains("memory is not pinned");
-            text && warning.fields.values().any(|value| value.contains("memlock limit"))
-        };
-        let warnings = || all(|record| record.level == tracing::Level::WARN);
-        // Not even the first extent can be pinned.
-        let begins = Pool::builder(device).capacity(1 << 20).extent(1 << 20).unpinned(Unpinned::Allow);
-        let begins = begins.build().unwrap();
-        let stats = checked(&begins);
-        assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (0, 1 << 20));
-        assert!(warnings().iter().any(told), "{:?}", warnings());
-        assert!(!begins.checkout(100_000).unwrap().is_pinned());
-        let before = warnings().len();
-        let pool = growing(device).unpinned(Unpinned::Allow).build().unwrap();
-        let bufs: Vec<_> = (0..7).map(|_| pool.checkout(pages(8) - 32).unwrap()).collect();
-        assert_eq!(pool.wait_pinned(Some(HANG)).unwrap().error, None);
-        let stats = checked(&pool);
-        // 4 pages and one extent of 8 fit; and the last extent is one of 4, which fits again.
-        assert_eq!(stats.pinned_bytes + stats.unpinned_bytes, pages(64));
-        assert_eq!(stats.pinned_bytes, pages(16), "{stats:?}");
-        assert_eq!(bufs.iter().filter(|buf| buf.is_pinned()).count(), 1);
-        assert!(warnings().len() > before);
-        bufs.into_iter().for_each(|buf| round_trip(device, buf));
-        assert!(pool.trim(0) > 0);
-        checked(&pool);
-        assert!(pool.shutdown(HANG).drained && begins.shutdown(HANG).drained);
     });
 }

@@ -176,29 +176,6 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
     }
 }
 
-/// A device by hand is moved by the threads that wait. Where nothing is left that can move, their waits end.
-#[test]
-fn a_transfer_that_nothing_can_move_is_waited_for_no_longer() {
-    let (machine, device) = by_hand();
-    let (pool, memory) = (pool(&device, 1 << 20), device.alloc(64 << 10).unwrap());
-    let copier = Copier::builder(&pool, &device).depth(1).build().unwrap();
-    let start = || copier.upload(vec![7; 1000], memory.slice(..1000)).unwrap();
-    machine.hang(true);
-    // The first is on the wire, and of the others no chunk is taken.
-    for sent in [(); 3].map(|()| start()) {
-        let error = sent.wait().unwrap_err().error;
-        let Error::Transfer { cause, .. } = &error else { panic!("{error}") };
-        assert!(matches!(**cause, Error::Timeout(_)), "{error}");
-    }
-    machine.hang(false);
-    start().wait().unwrap();
-    let is_back = || {
-        device.reap();
-        checked(&pool).in_flight_bytes + checked(&pool).checked_out_bytes == 0
-    };
-    until(is_back, || format!("{pool:?}"));
-}
-
 /// From here on this thread is refused `membarrier`.
 fn refuse_membarrier() {
     let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };

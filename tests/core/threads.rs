@@ -5,11 +5,8 @@
 //! are what runs the asymmetric fence for real (a compiler fence against the membarrier system call): loom models the
 //! protocol with two full fences instead.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, mpsc};
-use std::task::{Context, Poll, Waker};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use pinpool::copier::{FileSink, FileSource, Transfer};
@@ -363,34 +360,6 @@ fn taking_back_while_the_owners_are_busy() {
         stop.store(true, Ordering::Relaxed);
     });
     all_idle(&pool, &[]);
-}
-
-#[test]
-fn a_shutdown_ends_all_waits() {
-    let device = late();
-    for _ in 0..rounds(30) {
-        let pool = builder(&device, 64 << 10).build().unwrap();
-        let all = pool.checkout(60 << 10).unwrap();
-        let mut task = pool.checkout_many_async([Request::new(1), Request::new(60 << 10)]);
-        let mut poll = || Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop()));
-        assert!(poll().is_pending());
-        let waiting = Barrier::new(THREADS + 1);
-        std::thread::scope(|scope| {
-            for _ in 0..THREADS {
-                scope.spawn(|| {
-                    waiting.wait();
-                    assert_eq!(pool.checkout(60 << 10).err(), Some(Error::Closed));
-                });
-            }
-            waiting.wait();
-            let down = pool.shutdown(Duration::from_millis(1));
-            assert!(!down.drained && down.outstanding == 1, "{down:?}");
-        });
-        assert!(matches!(poll(), Poll::Ready(Err(Error::Closed))));
-        drop(all);
-        let down = pool.shutdown(HANG);
-        assert!(down.drained && down.outstanding == 0, "{down:?}");
-    }
 }
 
 /// What is pinned never exceeds the capacity while threads trim and others make the pool grow. And a region goes once: two

@@ -226,11 +226,6 @@ impl Machine {
         }
     }
 
-    /// How many bytes of host memory are registered.
-    pub fn registered(self) -> usize {
-        self.world().registered.values().map(|of| of.len).sum()
-    }
-
     /// Makes a call fail.
     pub fn fail(self, fault: Fault) {
         self.world().faults.push(fault);

@@ -363,20 +363,3 @@ fn a_call_gets_its_turn_beside_others_that_keep_the_copier_busy() {
     assert!(places.iter().enumerate().all(|(i, place)| *s.read(place) == *bytes(i, LEN)));
     s.all_is_back();
 }
-
-/// Blocks of one call that overlap on the device: either wins, byte by byte, and nothing hangs.
-#[test]
-fn blocks_of_a_call_may_overlap() {
-    let s = setup(late(100), 24 << 20);
-    let pieces = pinned(&s, (0..300).map(|i| (i % 7) * (LEN + 1)));
-    assert_eq!(s.copier.upload_pages(pieces).unwrap().wait().unwrap().len(), 300);
-    for place in 0..7 {
-        let at = place * (LEN + 1);
-        let back = s.read(&s.memory.slice(at..at + LEN).unwrap());
-        let sources: Vec<Vec<u8>> = (place..300).step_by(7).map(|i| bytes(i, LEN)).collect();
-        for (n, byte) in back.iter().enumerate() {
-            assert!(sources.iter().any(|source| source[n] == *byte), "place {place}, byte {n}");
-        }
-    }
-    s.all_is_back();
-}

@@ -168,17 +168,3 @@ fn no_child_hangs_whatever_the_threads_are_doing() {
     own_process!();
     beside_threads(&host().1, 102);
 }
-
-/// The same beside threads that are inside of a GPU's driver, whose locks are as good as any.
-#[cfg(feature = "cuda")]
-#[test]
-fn no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing() {
-    use crate::support::doubles;
-    const TEST: &str = "no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing";
-    if !doubles::is_set() {
-        return doubles::again(TEST, &[]);
-    }
-    doubles::gpu::on_stand_in(|_, _| {
-        beside_threads(&Device::open("cuda:0").unwrap(), 66);
-    });
-}

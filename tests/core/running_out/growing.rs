@@ -31,33 +31,6 @@ fn one_region_is_pinned_for_all_that_it_serves() {
 }
 
 #[test]
-fn trimming_leaves_a_region_alone_that_is_being_pinned() {
-    for _ in 0..4 {
-        let rig = Rig::threads();
-        let pool = rig.builder(32 << 20).initial(32 << 20).extent(512 << 10).pin_threads(1).build().unwrap();
-        while pool.pinning().error.is_none() && pool.pinning().ready < 32 << 20 {
-            pool.trim(0);
-            if pool.pinning().wanted == 0 {
-                break;
-            }
-        }
-        pool.wait_pinned(Some(HANG)).unwrap();
-        checked(&pool);
-        // All that the pool counts is there.
-        let mut bufs = Vec::new();
-        while let Ok(mut buf) = pool.try_checkout(pages(128)) {
-            let full = buf.capacity();
-            buf.try_resize(full, 1).unwrap();
-            bufs.push(buf);
-            pool.wait_pinned(Some(HANG)).unwrap();
-        }
-        drop(bufs);
-        drop(pool);
-        rig.all_is_given_back();
-    }
-}
-
-#[test]
 fn growing_that_fails_is_the_waiters_error() {
     let rig = Rig::by_hand();
     let pool = rig.builder(256 << 10).initial(32 << 10).region(64 << 10).build().unwrap();
@@ -84,16 +57,6 @@ fn growing_that_fails_is_the_waiters_error() {
     drop(pool.checkout(pages(12)).unwrap());
     assert_eq!(pool.pinning().error, None);
     assert_eq!(checked(&pool).waiting, 0);
-    // With threads, when nothing that is out could help: no thread would ever wake the waiter.
-    let rig = Rig::threads();
-    for _ in 0..30 {
-        rig.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Argument });
-        let pool = rig.builder(256 << 10).initial(0).build().unwrap();
-        let error = pool.checkout_timeout(4096, HANG).unwrap_err();
-        assert!(matches!(&error, Error::Device(e) if e.call == "pin"), "{error}");
-        // Only that call failed.
-        pool.checkout(4096).unwrap();
-    }
 }
 
 #[test]

@@ -39,27 +39,6 @@ fn a_refusal_that_passes_strands_nobody() {
     }
 }
 
-#[test]
-fn all_who_wait_are_served_after_a_refusal_that_passes() {
-    const THREADS: usize = 8;
-    let rig = Rig::threads();
-    let (pool, tier) = held(&rig);
-    let capacity = pool.stats().capacity_bytes;
-    rig.refuse_pins(6);
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..THREADS)
-            .map(|_| scope.spawn(|| pool.checkout_timeout(pages(5), HANG).map(|buf| buf.capacity())))
-            .collect();
-        for thread in threads {
-            assert_eq!(thread.join().unwrap().unwrap(), 5 * PAGE - 32);
-        }
-    });
-    let stats = checked(&pool);
-    assert!(stats.pinned_bytes <= capacity && stats.timeouts == 0 && stats.waiting == 0, "{stats:?}");
-    drop((tier, pool));
-    rig.all_is_given_back();
-}
-
 /// There is no room to grow for who came first, so what was refused is tried again for who can be served.
 #[test]
 fn a_refusal_strands_nobody_behind_one_that_growing_cannot_serve() {

@@ -113,25 +113,6 @@ fn a_sum_beyond_all_numbers_is_impossible() {
     assert!(matches!(error, Error::Impossible { .. }), "{error}");
 }
 
-#[test]
-fn a_waker_is_replaced_by_the_last_one() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let all = pool.checkout(pages(16)).unwrap();
-    let mut future: Pin<Box<Checkout>> = Box::pin(pool.checkout_async(9));
-    let bells: Vec<Arc<Bell>> = (0..3).map(|_| Arc::default()).collect();
-    for bell in &bells {
-        let waker = Waker::from(bell.clone());
-        assert!(future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
-    }
-    drop(all);
-    let rung: Vec<usize> = bells.iter().map(|b| b.0.load(Ordering::Relaxed)).collect();
-    assert_eq!(rung, [0, 0, 1]);
-    assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready());
-    let again = future.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-    assert!(matches!(again, Poll::Ready(Err(_))), "polled after it was ready");
-}
-
 /// The last deadline that a future was given counts, and the task that polled last is woken at it.
 #[test]
 fn a_deadline_that_is_changed_wakes_the_task() {
@@ -313,34 +294,6 @@ fn a_waker_may_own_buffers_of_the_pool() {
         assert_eq!(pool.stats().waiting, usize::from(way == 1));
     }
     assert_eq!(checked(&pool).checked_out_bytes, 0);
-}
-
-/// A segment that is in flight on a stream and about to return is for a waiter, not for the next request on the same
-/// stream.
-#[test]
-fn a_claim_does_not_pass_a_waiter() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let (stream, memory) = (rig.device.stream().unwrap(), rig.device.alloc(50_000).unwrap());
-    let landing = pool.checkout_on(&stream, 50_000).unwrap();
-    drop(stream.download(&memory, landing).unwrap());
-    // Without a waiter it is claimed where it is, again and again.
-    for _ in 0..3 {
-        let landing = pool.try_checkout_on(&stream, 50_000).unwrap();
-        assert_eq!(checked(&pool).claimed_bytes, checked(&pool).in_flight_bytes);
-        drop(stream.download(&memory, landing).unwrap());
-    }
-    let mut waiter = Waiter::new(pool.checkout_async(50_000));
-    let refused = pool.try_checkout_on(&stream, 50_000);
-    assert!(matches!(refused, Err(Error::Exhausted(_))), "{refused:?}");
-    waiter.still_waits();
-    rig.drain();
-    drop(waiter.ready().unwrap());
-    // Without a waiter claims go on.
-    drop(stream.download(&memory, pool.checkout_on(&stream, 50_000).unwrap()).unwrap());
-    drop(pool.try_checkout_on(&stream, 50_000).unwrap());
-    rig.drain();
-    assert_eq!(checked(&pool).waits, 1);
 }
 
 /// The upload of a segment that is claimed may end before the claim is used, waited for or given up.

@@ -57,27 +57,6 @@ fn a_request_that_gives_up_counts_its_own_window_as_free() {
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
-#[test]
-fn what_comes_back_in_a_window_is_for_its_owner() {
-    let rig = Rig::by_hand();
-    // The window has all pages but one at most, so the first or the last segment lies in it.
-    let at_once = [false, true].map(|is_reversed| {
-        let pool = rig.pool(16 * PAGE);
-        let mut held: Vec<_> = std::iter::from_fn(|| pool.try_checkout(4096).ok()).collect();
-        held.sort_by_key(|buf| buf.as_ptr());
-        let large = Waiter::new(pool.checkout_async(pages(15)));
-        let small = Waiter::new(pool.checkout_async(4096));
-        drop(held.remove(if is_reversed { held.len() - 1 } else { 0 }));
-        let at_once = small.rung() > 0;
-        drop(held);
-        drop(large.ready().unwrap());
-        drop(small.ready().unwrap());
-        assert_eq!(checked(&pool).checked_out_bytes, 0);
-        at_once
-    });
-    assert!(at_once.contains(&false), "a later request was given what came back in the window");
-}
-
 /// These requests are served beside a thread for each of the other sizes, which holds so many bytes of it at most.
 fn served_under_load(pool: &Pool, sizes: &[usize], most: usize, requests: impl Iterator<Item = usize>) {
     let stop = std::sync::atomic::AtomicBool::new(false);

@@ -17,8 +17,8 @@ mod standin;
 
 use crate::support::bytes;
 use crate::support::doubles::gpu::{Raw, calls, filled, pool, round_trip, until};
+use crate::support::doubles::npu::PATH;
 use crate::support::doubles::npu::{self, OF_2024, ON_DEVICE, TODAY, on_each};
-use crate::support::doubles::npu::{PATH, REPORT, report_of};
 use crate::support::doubles::{self, HANG, SETUP, StandIn, npu_name};
 use pinpool::{Device, DeviceSlice, Error, ErrorClass, Pool, Stream, acl};
 
@@ -85,27 +85,4 @@ fn a_process_may_end_in_any_way() {
     }
     let Some(library) = simulation() else { return };
     all(test, "acl:0", &REST, &[(PATH, &library)]);
-}
-
-/// A thread of the crate frees much memory then, range by range.
-#[test]
-fn nothing_is_called_while_the_process_ends() {
-    if std::env::var_os(REPORT).is_none() {
-        let Some(library) = simulation() else { return };
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("report");
-        let environment = [(PATH, &*library), (REPORT, path.to_str().unwrap())];
-        let child = doubles::child("nothing_is_called_while_the_process_ends", &environment, HANG);
-        let ended = child.status.and_then(|status| status.code());
-        assert_eq!(ended, Some(0), "the child {}: {}", child.how(), child.last_words());
-        let report = report_of(&path).unwrap();
-        assert_eq!(report.violations, Vec::<String>::new());
-        let held = report.leaks.iter().any(|leak| leak.starts_with("hosts"));
-        return assert!(held, "it ended too late to show anything");
-    }
-    let device = open(0);
-    let pool = Pool::builder(&device).capacity(16 << 20).region(16 << 20).extent(4096).build().unwrap();
-    pool.wait_pinned(Some(HANG)).unwrap();
-    drop((pool, device));
-    std::process::exit(0);
 }

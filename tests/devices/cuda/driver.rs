@@ -114,7 +114,7 @@ fn a_blocking_copy_returns_only_when_the_driver_has_let_go() {
         let (pool, stream, memory) =
             (pool(&device, 2 << 20), device.stream().unwrap(), device.alloc(10_000).unwrap());
         for (round, code) in [1, 2, 900, 999].into_iter().enumerate() {
-            (1..4).for_each(|_| d.fail("cuStreamSynchronize", 1, code, false));
+            (1..4).for_each(|nth| d.fail("cuStreamSynchronize", nth, code, false));
             let before = d.struck();
             let sent = bytes(round, 10_000);
             let mut borrowed = sent.clone();
@@ -123,7 +123,7 @@ fn a_blocking_copy_returns_only_when_the_driver_has_let_go() {
             borrowed.fill(0xEE);
             let landing = pool.checkout(10_000).unwrap();
             assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
-            assert!(d.struck() > before, "nothing was made to fail");
+            assert_eq!(d.struck(), before + 3, "it is waited for until that succeeds");
         }
         assert_eq!(device.lost(), None);
         assert_eq!(d.report().violations, Vec::<String>::new());

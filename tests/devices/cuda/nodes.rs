@@ -1,7 +1,7 @@
-//! Pools for GPUs on several NUMA nodes, on the stand-in driver: the node that a pool lies on, and what it
-//! starts with. (`core/regressions.rs` has a pool that goes on with another device when its first one dies.)
+//! Pools for GPUs on several NUMA nodes, on the stand-in driver: the node that a pool lies on.
+//! (`core/regressions.rs` has a pool that goes on with another device when its first one dies.)
 
-use pinpool::{Device, Error, Pool, PoolBuilder};
+use pinpool::{Device, Pool, PoolBuilder};
 
 use crate::cuda::rig::{self, both};
 use crate::support::doubles::{self, HANG, StandIn};
@@ -58,22 +58,4 @@ fn a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device() {
             assert!(pool.checkout(300_000).unwrap().is_pinned());
         });
     }
-}
-
-#[test]
-fn what_a_pool_starts_with_is_not_rounded_away() {
-    on_nodes([0, 1], |_| {
-        let (first, second) = both();
-        let small = |capacity, initial| builder(&first, &second).capacity(capacity).initial(initial).build();
-        for (capacity, initial) in
-            [(8 * MIB, 0), (128 << 10, 64 << 10), (8 * MIB, 8 * MIB), (5 * 4096, 5 * 4096)]
-        {
-            let pool = small(capacity, initial).unwrap();
-            pool.wait_pinned(Some(HANG)).unwrap();
-            assert_eq!(pool.stats().pinned_bytes, initial, "of {capacity}");
-        }
-        let more = small(8 * MIB, 8 * MIB + 4096).unwrap_err();
-        let told = "are 4 KiB more than the capacity of 8 MiB";
-        assert!(matches!(&more, Error::Argument(text) if text.contains(told)), "{more}");
-    });
 }

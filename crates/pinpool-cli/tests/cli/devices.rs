@@ -8,26 +8,6 @@ use super::{Files, doubles, pinpool, report, simulation, stderr, stdout};
 /// Tensors that start and end anywhere.
 const LENS: [usize; 8] = [700_000, 0, 3, 16_384, 16_384, 3_000_000, 1, 77_777];
 
-#[test]
-#[cfg(feature = "cuda")]
-fn files_go_to_a_gpu_and_back() {
-    let files = Files::new();
-    let file = files.make("model", (9 << 20) + 77);
-    let tensors = files.put("model.safetensors", checkpoint(&LENS));
-    let mut command = pinpool();
-    command.args(["load", "--device", "cuda:0", "--json", "--verify"]);
-    command.args(["--capacity", "4MiB", "--chunk", "100KiB"]);
-    if !doubles::required() && !doubles::is_set() {
-        let Some(library) = simulation() else { return };
-        command.env(doubles::PATH, &library);
-    }
-    let output = command.args([&file, &tensors]).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let (report, bytes) = (report(&output), (9 << 20) + 77 + LENS.iter().sum::<usize>());
-    let found = (&report["device"], &report["verified"], &report["bytes"]);
-    assert_eq!(found, (&"cuda:0".into(), &true.into(), &bytes.into()), "{report}");
-}
-
 /// `--backing` says where pinned memory comes from; without it the driver allocates where memory cannot be registered
 /// (attribute 99 is 0: as on a machine in confidential-computing mode).
 #[test]
@@ -36,7 +16,7 @@ fn the_backing_is_chosen_or_what_the_device_can_do() {
     let Some(library) = simulation() else { return };
     let files = Files::new();
     let file = files.make("model", (1 << 20) + 77);
-    let load = ["load", "--unpinned", "refuse", "--capacity", "8MiB", file.to_str().unwrap()];
+    let load = ["load", "--verify", "--unpinned", "refuse", "--capacity", "8MiB", file.to_str().unwrap()];
     let bench = ["bench", "--size", "1MiB", "--threads", "2"];
     let doctor = ["doctor", "--capacity", "8MiB"];
     for (command, setup, backing, registers, allocates) in [

@@ -464,20 +464,6 @@ entries! {
         w.unsafe_call()?;
         if w.query(event)? { Ok(()) } else { Err(NOT_READY) }
     }
-
-    /// An event that was never recorded counts as complete, as for `cuEventQuery`.
-    fn cuEventSynchronize(event: usize) in Of(event), |w| {
-        w.unsafe_call()?;
-        let Event { captured, recorded, .. } = *w.event(event)?;
-        if captured {
-            return w.broken("CAP-3", CAPTURED_EVENT);
-        }
-        if let Some((stream, upto)) = recorded {
-            w.event(event)?.seen = true;
-            w.run(stream, upto);
-        }
-        Ok(())
-    }
 }
 
 #[unsafe(no_mangle)]

@@ -60,7 +60,7 @@ STR-3
     beside 0 up m page 64 2; 0 EventRecord e 2; 0 StreamGetId 2 & => theirs; 0 StreamGetId 2 & -> theirs
     mine differs theirs
     0 StreamGetId 2 & -> mine
-    0 EventSynchronize e
+    e completes
     0 StreamBeginCapture 2 2
     beside 0 StreamIsCapturing 2 & -> 0
     0 StreamIsCapturing 2 & -> 1
@@ -142,7 +142,6 @@ CAP-3
     0 StreamBeginCapture s 2
     0 EventRecord e s
     907 EventQuery e ! CAP-3
-    here 907 EventSynchronize e ! CAP-3
     other = stream
     here 907 StreamWaitEvent other e 0 ! CAP-3
 CAP-4
@@ -425,15 +424,6 @@ unregistering comes back after the copies of the memory
 
 /// How the simulation behaves where no rule is broken and no driver is compared.
 pub const BEHAVIOUR: &str = "
-what is left is reported
-    0 register page 4096
-    locked = MemHostAlloc 4096 0
-    left contexts 1, streams 1, events 1, allocations 1, hosts 1, registrations 1
-    0 MemFreeHost locked
-    0 StreamDestroy s
-    0 MemFree m
-    0 MemHostUnregister page
-    left contexts 1, events 1
 the copies of a batch run backwards and what comes before a refused one is queued
     m = memory 8192
     0 register page 16384

@@ -138,7 +138,6 @@ fn a_server_that_goes_on_and_on_is_not_waited_for() {
     let since = Instant::now();
     let asked = [
         (on_and_on(HEAD, b"p".to_vec(), 300), "no whole answer within 3 s"),
-        (on_and_on(HEAD, line.repeat(1000), 0), "more than 10485760 bytes"),
         (on_and_on(b"HTTP/1.1 200 OK\r\n", header, 0), "no answer"),
         (on_and_on(b"", Vec::new(), 60_000), "no whole answer within 3 s"),
     ]
@@ -148,6 +147,10 @@ fn a_server_that_goes_on_and_on_is_not_waited_for() {
         assert!(said.contains(word), "{word}: {said}");
     }
     assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
+    // On a busy machine so much may not come within three seconds: then it is asked for again.
+    let large = on_and_on(HEAD, line.repeat(1000), 0);
+    let told = (0..20).map(|_| why(&large)).find(|said| !said.contains("within 3 s"));
+    assert!(told.as_ref().is_some_and(|said| said.contains("more than 10485760 bytes")), "{told:?}");
 }
 
 /// The place that it redirects to, the status that it gives, and bytes that are no text.
