@@ -360,7 +360,7 @@ fn wait_for(
 }
 
 /// A stream of the program's, by its handle.
-fn adopt(device: &Device, handle: usize) -> Result<Stream, Error> {
+pub(crate) fn adopt(device: &Device, handle: usize) -> Result<Stream, Error> {
     let stream = std::ptr::with_exposed_provenance_mut::<c_void>(handle);
     match device.name().split(':').next() {
         // SAFETY: the page of `hold` asks for a stream of the device that exists until its work is

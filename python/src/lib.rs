@@ -13,6 +13,7 @@
 mod buffer;
 mod dlpack;
 mod fault;
+mod load;
 mod pool;
 mod wait;
 
@@ -24,5 +25,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<pool::Device>()?;
     module.add_class::<pool::Pool>()?;
     module.add_class::<pool::Region>()?;
+    module.add_class::<load::Checkpoint>()?;
+    module.add_class::<load::Load>()?;
+    module.add_class::<load::Landed>()?;
     module.add_class::<buffer::Buffer>()
 }

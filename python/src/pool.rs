@@ -51,7 +51,7 @@ pub(crate) struct Region {
 
 /// A pool of pinned memory.
 #[pyclass(frozen, weakref, module = "pinpool")]
-pub(crate) struct Pool(pinpool::Pool);
+pub(crate) struct Pool(pub(crate) pinpool::Pool);
 
 #[pymethods]
 impl Pool {

@@ -255,7 +255,7 @@ def test_the_stubs_are_current():
         n for n in dir(pinpool._native) if not n.startswith("_")
     }
     for node in classes:
-        native = getattr(pinpool, node.name)
+        native = getattr(pinpool._native, node.name)
         named = {part.name for part in node.body if isinstance(part, ast.FunctionDef)} - {
             "__new__",
             "__buffer__",
@@ -265,5 +265,5 @@ def test_the_stubs_are_current():
             for name in vars(native)
             if not name.startswith("__") or name.startswith("__dlpack")
         }
-        assert named - own <= {"__len__", "__enter__", "__exit__"} and own <= named, node.name
+        assert named - own <= {"__len__", "__enter__", "__exit__", "__iter__", "__next__"} and own <= named, node.name
     assert (pathlib.Path(pinpool.__file__).parent / "py.typed").exists()

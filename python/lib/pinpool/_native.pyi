@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from os import PathLike
 from types import TracebackType
 from typing import Any, final
 
@@ -145,3 +147,37 @@ class Buffer:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any: ...
+
+@final
+class Checkpoint:
+    """Used by `pinpool.safetensors`."""
+
+    def __new__(cls, path: str | PathLike[str]) -> Checkpoint: ...
+    def names(self) -> list[str]: ...
+    def metadata(self) -> list[str]: ...
+    def describe(self, name: str) -> tuple[str, list[int], int] | None: ...
+    def load(
+        self,
+        pool: Pool,
+        names: set[str] | None = None,
+        memory: Callable[[int], tuple[int, object]] | None = None,
+        behind: int | None = None,
+    ) -> Load: ...
+
+@final
+class Load:
+    """Used by `pinpool.safetensors`."""
+
+    def __iter__(self) -> Load: ...
+    def __next__(self) -> Landed: ...
+    def close(self) -> None: ...
+
+@final
+class Landed:
+    """Used by `pinpool.safetensors`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> int: ...
+    def read(self) -> bytearray: ...
