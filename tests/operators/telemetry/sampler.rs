@@ -94,6 +94,8 @@ fn values_are_those_of_the_snapshot_and_counters_what_came_since() {
     let kept = bench.pool.checkout(1000).unwrap();
     bench.node.fail(Fault { device: 0, call: Call::Allocate, nth: 0, failure: Failure::Transient });
     assert!(bench.device.alloc(64).is_err());
+    // The reaper may look at the stream a last time.
+    until("its stream has ended", || bench.device.stats().streams.is_empty());
     let mut sampler = Sampler::new(&bench.pool).pool(&other);
     let sent = poll(&mut sampler);
     let (stats, snapshot) = (bench.pool.stats(), bench.pool.snapshot());
