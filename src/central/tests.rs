@@ -479,6 +479,21 @@ fn several_buffers_are_served_from_all_windows_and_all_runs() {
 }
 
 #[test]
+fn equal_requests_are_served_in_their_order_whichever_window_empties_first() {
+    for wants in [vec![pages(3); 2], vec![pages(6)]] {
+        let central = pool(&[6, 6]);
+        let held = [(); 12].map(|()| out(&central, pages(1)));
+        let keys = [(); 2].map(|()| join(&central, &wants));
+        let (first, end) = windows(&central)[1];
+        let inside = held.into_iter().filter(|taken| (first..end).contains(&base(*taken).addr().get()));
+        inside.for_each(|taken| back(&central, taken));
+        assert_eq!(granted(&central, keys[0]).len(), wants.len());
+        assert!(waits(&central, keys[1]));
+        central.check(|_, _| ()).unwrap();
+    }
+}
+
+#[test]
 fn what_a_leaving_waiter_was_granted_may_be_the_last_segment_of_a_closed_pool() {
     let central = pool(&[16]);
     let held = out(&central, pages(16));

@@ -192,11 +192,13 @@ impl Core {
         }
     }
 
-    /// Serves the owner of a window from the window and from what is free outside of windows,
-    /// together. `false`: that is not enough.
+    /// Serves the first waiter of the size of a window's owner, which is the owner unless an equal
+    /// one came before it, from the window and from what is free outside of windows, together.
+    /// `false`: that is not enough.
     fn grant_withheld(&mut self, id: WindowId) -> bool {
         let window = self.arena.release_window(id);
-        let granted = self.grant(window.owner);
+        let size = self.queue.waiting[&window.owner].size;
+        let granted = self.grant(self.queue.first(size).unwrap_or(window.owner));
         if granted {
             self.seek_windows();
         } else {
