@@ -4,8 +4,9 @@
 //!
 //! # The rule
 //!
-//! A waiter has a right to what is free in its window, and to what comes back there. A waiter for
-//! one segment of a class has a right to each segment of the class that comes back outside of other
+//! A waiter has a right to what is free in its window, and to what comes back there; if a request
+//! of the same size waits for longer, that one is served from the window first. A waiter for one
+//! segment of a class has a right to each segment of the class that comes back outside of other
 //! windows, too. Everything else serves everybody. What is free outside of windows when the lock is
 //! let go serves no waiter: the guard of the lock sees to that.
 //!
