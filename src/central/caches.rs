@@ -33,7 +33,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Arena, CentralPool, Core, Fresh, Want, lease, queue, tag};
+use super::{Arena, CentralPool, Core, Fresh, Want, lease, pack, queue};
 use crate::arena::set_of;
 use crate::freelist::cache::HeldCache;
 use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed};
@@ -90,7 +90,7 @@ impl CentralPool {
             held.take(class, len)
         })?;
         // SAFETY: taken just now, of this class.
-        Some(unsafe { Fresh::of_tag(self, descriptor, tag(len, list_of(class))) })
+        Some(unsafe { Fresh::of_packed(self, descriptor, pack(len, list_of(class))) })
     }
 
     /// Takes a batch from a run. Returns one segment and moves the others into this thread's cache.
@@ -143,7 +143,7 @@ impl CentralPool {
             let Some(most) = most.filter(|class| held.room(*class) > 0) else { break };
             // SAFETY: cached segments are free and alive; this takes them off their list.
             unsafe { core.arena.give_chain(held.revoke(most)) };
-            core.serve();
+            core.grant_waiters();
         }
         let half = (share - held.rooms()) / 2;
         held.grant(class, (half / stride).clamp(LEAST_CACHED, MOST_CACHED) as u32);
@@ -229,7 +229,7 @@ impl CentralPool {
             };
             if any {
                 // Waiting requests have the first right to what comes back.
-                core.serve();
+                core.grant_waiters();
                 let taken = core.take(wants);
                 if taken.is_some() {
                     return taken;

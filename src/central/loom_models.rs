@@ -58,7 +58,7 @@ impl Store {
             largest: PAGE,
             step: 0,
             by_hand,
-            serves: Vec::new(),
+            devices: Vec::new(),
             track: false,
         };
         let central = CentralPool::new(config, None);
@@ -94,7 +94,7 @@ impl Store {
         let class = self.class();
         if let Some(descriptor) = self.central.hit(class, LEN) {
             // SAFETY: taken just now, of this class.
-            let fresh = unsafe { Fresh::of_tag(&self.central, descriptor, tag(LEN, list_of(class))) };
+            let fresh = unsafe { Fresh::of_packed(&self.central, descriptor, pack(LEN, list_of(class))) };
             return Some(self.out(fresh));
         }
         match self.central.try_take(&[self.want()], ReclaimLevel::All) {

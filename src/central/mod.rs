@@ -80,7 +80,7 @@ use growth::Refusal;
 pub(crate) use lease::end as end_leases;
 use queue::WaitQueue;
 pub(crate) use queue::{Wake, Want};
-pub(crate) use raw::{Fresh, Segment, tag};
+pub(crate) use raw::{Fresh, Segment, pack};
 pub(crate) use waiting::LongWait;
 use windows::{Closed, Windows};
 
@@ -100,7 +100,7 @@ pub(crate) struct CentralConfig {
     /// The devices are moved by hand: without timers or clocks, so that a seed reproduces a run.
     pub(crate) by_hand: bool,
     /// The devices served, by [`crate::device::context::Context::id`], with their names.
-    pub(crate) serves: Vec<(u64, Arc<str>)>,
+    pub(crate) devices: Vec<(u64, Arc<str>)>,
     /// Every checkout is entered in the ledger. Then `thread_cache` is 0: nothing is cached.
     pub(crate) track: bool,
 }
@@ -108,10 +108,10 @@ pub(crate) struct CentralConfig {
 impl CentralConfig {
     /// [`Error::Mismatch`] about `what`, a pool or its buffer, unless the pool serves the device.
     pub(crate) fn check_serves(&self, what: &'static str, device: &Context) -> Result<()> {
-        if self.serves.iter().any(|(id, _)| *id == device.id()) {
+        if self.devices.iter().any(|(id, _)| *id == device.id()) {
             return Ok(());
         }
-        let names: Vec<&str> = self.serves.iter().map(|(_, name)| &**name).collect();
+        let names: Vec<&str> = self.devices.iter().map(|(_, name)| &**name).collect();
         let remedy = "name that device to the pool too (PoolBuilder::device), or use a pool that serves it";
         Err(Error::Mismatch { what, of: names.join(", "), with: device.name().to_owned(), remedy })
     }
@@ -505,7 +505,7 @@ impl Core {
         self.arena.note_peak();
         self.requested = self.requested.wrapping_add(len as u64);
         // SAFETY: as above. This core's central pool is alive while it is locked.
-        unsafe { Fresh::of_tag(&*self.me.as_ptr(), descriptor, tag(len, segment.list())) }
+        unsafe { Fresh::of_packed(&*self.me.as_ptr(), descriptor, pack(len, segment.list())) }
     }
 
     /// Puts a segment back that was out, and serves the waiter that has a right to it. Returns the

@@ -19,17 +19,17 @@ pub(crate) struct Segment {
     /// The requested bytes, and in the lowest bits the index of the segment's list in a thread
     /// cache ([`LISTS`] for a segment without a class, and for one whose return the ledger is to
     /// see). So a return need not load the index from the descriptor before it touches the list.
-    tag: u64,
+    len_and_list: u64,
 }
 
-/// Bits of a tag that hold the list: a byte, which processors can extract by itself. The length of
+/// Bits of that word that hold the list: a byte, which processors can extract by itself. The length of
 /// the longest extent has 43 bits, so a length has room above.
 const LIST: u32 = 8;
 const _: () = assert!(LISTS < 1 << LIST);
 
 /// A segment's requested bytes and the index of its list, in one word.
 #[inline(always)]
-pub(crate) fn tag(len: usize, list: usize) -> u64 {
+pub(crate) fn pack(len: usize, list: usize) -> u64 {
     (len as u64) << LIST | list as u64
 }
 
@@ -49,10 +49,15 @@ impl Fresh {
     ///
     /// # Safety
     /// The descriptor is of a segment of this central pool, and is used once. No byte counts as
-    /// written. The [tag] is made of the requested length and the descriptor's list.
+    /// written. `len_and_list` is [packed](pack) of the requested length
+    /// and the descriptor's list.
     #[inline(always)]
-    pub(crate) unsafe fn of_tag(central: &CentralPool, descriptor: NonNull<Descriptor>, tag: u64) -> Self {
-        Self(Segment { central: NonNull::from(central), descriptor, tag })
+    pub(crate) unsafe fn of_packed(
+        central: &CentralPool,
+        descriptor: NonNull<Descriptor>,
+        len_and_list: u64,
+    ) -> Self {
+        Self(Segment { central: NonNull::from(central), descriptor, len_and_list })
     }
 
     #[inline(always)]
@@ -67,7 +72,7 @@ impl Fresh {
     /// Hands the segment out without a list: its return takes the slow path, to the ledger.
     pub(super) fn track(&mut self) {
         self.0.descriptor().track();
-        self.0.tag = tag(self.0.len(), LISTS);
+        self.0.len_and_list = pack(self.0.len(), LISTS);
     }
 }
 
@@ -75,12 +80,12 @@ impl Segment {
     /// The requested bytes.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
-        (self.tag >> LIST) as usize
+        (self.len_and_list >> LIST) as usize
     }
 
     #[inline(always)]
     fn list(&self) -> usize {
-        (self.tag & ((1 << LIST) - 1)) as usize
+        (self.len_and_list & ((1 << LIST) - 1)) as usize
     }
 
     /// The segment's descriptor alone, which a function can return in a register.
@@ -141,7 +146,7 @@ impl Segment {
         let requested = &mut core.as_is().requested;
         *requested = requested.wrapping_add(len as u64).wrapping_sub(self.len() as u64);
         drop(core);
-        self.tag = tag(len, self.list());
+        self.len_and_list = pack(len, self.list());
     }
 
     /// Returns the segment to the pool.

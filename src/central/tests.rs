@@ -57,7 +57,7 @@ fn caching(extents: &[usize], thread_cache: usize, transfer_cache: usize) -> Arc
         largest: 4 * MIB - 32,
         step: 0,
         by_hand: true,
-        serves: Vec::new(),
+        devices: Vec::new(),
         track: false,
     };
     let central = CentralPool::new(config, None);

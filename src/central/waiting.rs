@@ -89,11 +89,11 @@ impl CentralPool {
 
     /// Serves the queue, and chooses windows, after a change.
     pub(super) fn turn(&self, core: &mut Core) {
-        core.serve();
+        core.grant_waiters();
         // What windows that ended meanwhile had may serve others.
         while core.windows.wanted && core.has_rights() {
             self.arrange(core, false);
-            core.serve();
+            core.grant_waiters();
         }
         // Opens the classes that need not be closed any more.
         let (closed, needed) = (core.windows.closed, core.classes_to_close());
@@ -122,7 +122,7 @@ impl CentralPool {
         if core.windows.ticks >= TICKS {
             core.windows.ticks = 0;
             self.look_now(core);
-            core.serve();
+            core.grant_waiters();
         }
     }
 
@@ -323,9 +323,9 @@ impl Core {
     }
 
     /// Grants waiters what can be granted, and ends waits at the head that can never be served.
-    pub(super) fn serve(&mut self) {
+    pub(super) fn grant_waiters(&mut self) {
         loop {
-            self.serve_from_free();
+            self.grant_from_free();
             let Some(head) = self.queue.head() else { return };
             // With nothing out and nothing being pinned, a wait that cannot be served now never can
             // be. (`outgrow` does not see whether several placements fit together.)
@@ -345,7 +345,7 @@ impl Core {
     }
 
     /// Grants waiters what is free outside of windows.
-    fn serve_from_free(&mut self) {
+    fn grant_from_free(&mut self) {
         let mut from = 0;
         while let Some(key) = self.queue.next(&self.arena, from) {
             let had_window = self.window(key).is_some();

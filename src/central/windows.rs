@@ -127,7 +127,7 @@ impl CentralPool {
     pub(super) fn arrange(&self, core: &mut Core, look: bool) {
         self.gate.quiesce(&core.table);
         self.reclaim_quiet(core);
-        core.serve();
+        core.grant_waiters();
         if look {
             core.look();
         }
@@ -211,7 +211,7 @@ impl Core {
     fn look(&mut self) {
         // Returns do not look for what got free beside a window and makes a longer range of it.
         while self.windows().into_iter().any(|id| self.grant_withheld(id)) {
-            self.serve();
+            self.grant_waiters();
         }
         for id in self.windows() {
             let window = &mut self.arena.windows[id];

@@ -122,7 +122,7 @@ impl PoolBuilder {
             largest: extent.min(capacity) - 32,
             step: region,
             by_hand,
-            serves: self.devices.iter().map(|d| (d.context().id(), d.name().into())).collect(),
+            devices: self.devices.iter().map(|d| (d.context().id(), d.name().into())).collect(),
             track: self.track,
         };
         let options = RegionOptions {

@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
-use super::{Begun, Pool, Request, Waiter};
+use super::{Begun, Pool, Request, Wait};
 use crate::buffer::PinnedBuf;
 use crate::central::{self, Fresh};
 use crate::error::{Error, Result};
@@ -96,12 +96,10 @@ impl<T> Checkout<T> {
     /// What the request was granted, by the first poll or by the queue since.
     fn poll_granted(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<Fresh>>> {
         let key = match std::mem::replace(&mut self.stage, Stage::Over) {
-            Stage::New => {
-                match self.pool.begin(&self.requests, Waiter::Task(cx.waker()), self.max_waiting)? {
-                    Begun::Granted(granted) => return Poll::Ready(Ok(granted)),
-                    Begun::Waits(key) => key,
-                }
-            }
+            Stage::New => match self.pool.begin(&self.requests, Wait::Task(cx.waker()), self.max_waiting)? {
+                Begun::Granted(granted) => return Poll::Ready(Ok(granted)),
+                Begun::Waits(key) => key,
+            },
             Stage::Waits(key) => key,
             Stage::Over => {
                 return Poll::Ready(Err(Error::Argument("a checkout was polled after it was ready".into())));

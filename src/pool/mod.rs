@@ -129,15 +129,15 @@ impl Pool {
         self.checkout_with(request.into(), false, None)
     }
 
-    /// A checkout for a copier, which waits or tries again later ([`Waiter::Retry`]). A refusal is
+    /// A checkout for a copier, which waits or tries again later ([`Wait::Retry`]). A refusal is
     /// not counted, and [`PoolBuilder::max_waiting`] is for the program's requests alone.
     #[track_caller]
-    pub(crate) fn for_copier(&self, request: Request, waiter: Waiter<'_>) -> Result<PinnedBuf> {
+    pub(crate) fn for_copier(&self, request: Request, wait: Wait<'_>) -> Result<PinnedBuf> {
         let site = Location::caller();
         if let Some(buf) = self.hit(request) {
             return Ok(buf);
         }
-        match self.serve(&[request], waiter, usize::MAX) {
+        match self.take_or_wait(&[request], wait, usize::MAX) {
             Ok(granted) => self.entered(granted, &[request], site).pop().ok_or(Error::Closed),
             Err(error @ Error::Exhausted(_)) => Err(error.of_pool(self.name())),
             Err(error) => Err(self.failed(error)),
@@ -156,39 +156,39 @@ impl Pool {
 
     /// The hit and the slow path both end with a pointer in a register, and the result is made of
     /// it once: else the slow path's result would pass through memory. For the same reason the slow
-    /// path gets its wait in registers, not as a [`Waiter`] that each hit would write.
+    /// path gets its wait in registers, not as a [`Wait`] that each hit would write.
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
     fn checkout_with(&self, request: Request, waits: bool, timeout: Option<Duration>) -> Result<PinnedBuf> {
         // Loaded once: a hit's acquire would have it loaded again for the return.
         let central = &*self.0.central;
-        let (descriptor, tag) = match Self::hit_descriptor(central, request) {
+        let (descriptor, len_and_list) = match Self::hit_descriptor(central, request) {
             Some(hit) => hit,
             None => {
                 let origin = CheckoutSite { tag: request.tag, site: Some(Location::caller()) };
                 let descriptor = self.checkout_slow(request.len, request.align, origin, waits, timeout)?;
                 // SAFETY: `checkout_slow` has taken it just now, so it is alive.
-                (descriptor, central::tag(request.len, unsafe { descriptor.as_ref() }.list()))
+                (descriptor, central::pack(request.len, unsafe { descriptor.as_ref() }.list()))
             }
         };
-        // SAFETY: taken from this central pool just now, for this request; its list is in the tag.
-        Ok(unsafe { Fresh::of_tag(central, descriptor, tag) }.into())
+        // SAFETY: taken from this central pool just now, for this request; it was packed with its own list.
+        Ok(unsafe { Fresh::of_packed(central, descriptor, len_and_list) }.into())
     }
 
-    /// Step 1 of the module's page: a segment of this thread's cache, and its tag.
+    /// Step 1 of the module's page: a segment of this thread's cache, and its length and list.
     #[inline(always)]
     fn hit_descriptor(central: &CentralPool, request: Request) -> Option<(NonNull<Descriptor>, u64)> {
         let class = request.cached_class()?;
-        Some((central.hit(class, request.len)?, central::tag(request.len, list_of(class))))
+        Some((central.hit(class, request.len)?, central::pack(request.len, list_of(class))))
     }
 
     /// Step 1 as a buffer.
     #[allow(unsafe_code)]
     fn hit(&self, request: Request) -> Option<PinnedBuf> {
-        let (descriptor, tag) = Self::hit_descriptor(&self.0.central, request)?;
-        // SAFETY: it was taken from this central pool just now, and the tag is its own.
-        Some(unsafe { Fresh::of_tag(&self.0.central, descriptor, tag) }.into())
+        let (descriptor, len_and_list) = Self::hit_descriptor(&self.0.central, request)?;
+        // SAFETY: it was taken from this central pool just now, and it was packed with its own list.
+        Some(unsafe { Fresh::of_packed(&self.0.central, descriptor, len_and_list) }.into())
     }
 
     /// A checkout that the thread cache did not serve. It gets the request in parts: whole, it
@@ -210,8 +210,8 @@ impl Pool {
             self.missed();
             return Ok(fresh.into_segment().into_descriptor());
         }
-        let waiter = if waits { Waiter::Thread(timeout) } else { Waiter::None };
-        let mut bufs = self.acquire(&[request], waiter, site.unwrap_or(Location::caller()))?;
+        let wait = if waits { Wait::Thread(timeout) } else { Wait::None };
+        let mut bufs = self.acquire(&[request], wait, site.unwrap_or(Location::caller()))?;
         bufs.pop().map(|buf| buf.into_segment().into_descriptor()).ok_or(Error::ZeroLength)
     }
 
@@ -233,7 +233,7 @@ impl Pool {
     /// [As every checkout](Error#checkouts).
     #[track_caller]
     pub fn checkout_many(&self, requests: &[Request], timeout: Option<Duration>) -> Result<Vec<PinnedBuf>> {
-        self.acquire(requests, Waiter::Thread(timeout), Location::caller())
+        self.acquire(requests, Wait::Thread(timeout), Location::caller())
     }
 
     /// [`checkout_many`](Self::checkout_many) for a task. [`Checkout::timeout`] gives it a
@@ -280,7 +280,7 @@ impl Pool {
     /// the pool does not serve.
     #[track_caller]
     pub fn checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
-        self.checkout_on_with(stream, request.into(), Waiter::Thread(None), Location::caller())
+        self.checkout_on_with(stream, request.into(), Wait::Thread(None), Location::caller())
     }
 
     /// [`checkout_on`](Self::checkout_on) without waiting.
@@ -290,14 +290,14 @@ impl Pool {
     /// in flight on the stream but another request waits for memory.
     #[track_caller]
     pub fn try_checkout_on(&self, stream: &Stream, request: impl Into<Request>) -> Result<StreamBuf> {
-        self.checkout_on_with(stream, request.into(), Waiter::None, Location::caller())
+        self.checkout_on_with(stream, request.into(), Wait::None, Location::caller())
     }
 
     fn checkout_on_with(
         &self,
         stream: &Stream,
         request: Request,
-        waiter: Waiter<'_>,
+        wait: Wait<'_>,
         site: &'static Location<'static>,
     ) -> Result<StreamBuf> {
         let timeline = stream.timeline();
@@ -322,7 +322,7 @@ impl Pool {
                 return Ok(StreamBuf::claimed(timeline.clone(), segment));
             }
         }
-        let bufs = self.acquire(&[request], waiter, site)?;
+        let bufs = self.acquire(&[request], wait, site)?;
         bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
@@ -330,10 +330,10 @@ impl Pool {
     fn acquire(
         &self,
         requests: &[Request],
-        waiter: Waiter<'_>,
+        wait: Wait<'_>,
         site: &'static Location<'static>,
     ) -> Result<Vec<PinnedBuf>> {
-        match self.serve(requests, waiter, self.0.max_waiting) {
+        match self.take_or_wait(requests, wait, self.0.max_waiting) {
             Ok(granted) => Ok(self.entered(granted, requests, site)),
             Err(error) => Err(self.failed(error)),
         }
@@ -341,18 +341,18 @@ impl Pool {
 
     /// [`Pool::acquire`] without making buffers of the segments, and without counting errors. At
     /// most `max_waiting` requests may wait, this one included.
-    fn serve(&self, requests: &[Request], waiter: Waiter<'_>, max_waiting: usize) -> Result<Vec<Fresh>> {
+    fn take_or_wait(&self, requests: &[Request], wait: Wait<'_>, max_waiting: usize) -> Result<Vec<Fresh>> {
         // The deadline counts from here, and so does the wait that a timeout tells, which is never
         // less than was asked for.
         let since = Instant::now();
         let len = central::sum(requests.iter().map(|request| request.len));
-        let (waiter, deadline) = match waiter {
+        let (wait, deadline) = match wait {
             // A thread of this crate would wait for itself: it pins memory, or completes entries.
-            Waiter::Thread(_) if crate::sync::own().is_some() => (Waiter::None, None),
-            Waiter::Thread(timeout) => (waiter, timeout.and_then(|timeout| since.checked_add(timeout))),
-            _ => (waiter, None),
+            Wait::Thread(_) if crate::sync::own().is_some() => (Wait::None, None),
+            Wait::Thread(timeout) => (wait, timeout.and_then(|timeout| since.checked_add(timeout))),
+            _ => (wait, None),
         };
-        let key = match self.begin(requests, waiter, max_waiting)? {
+        let key = match self.begin(requests, wait, max_waiting)? {
             Begun::Granted(granted) => return Ok(granted),
             Begun::Waits(key) => key,
         };
@@ -367,7 +367,7 @@ impl Pool {
     }
 
     /// Steps 2 and 4 to 6 of the module's page, for threads and tasks, and the way into the queue.
-    fn begin(&self, requests: &[Request], waiter: Waiter<'_>, max_waiting: usize) -> Result<Begun> {
+    fn begin(&self, requests: &[Request], wait: Wait<'_>, max_waiting: usize) -> Result<Begun> {
         let wants = self.wants(requests)?;
         if wants.is_empty() {
             return Ok(Begun::Granted(Vec::new()));
@@ -388,12 +388,12 @@ impl Pool {
             return Ok(Begun::Granted(got));
         }
         let growing = central.grow(&wants);
-        let wake = match waiter {
-            Waiter::Thread(_) => Wake::Thread(crate::sync::thread::current()),
-            Waiter::Task(waker) => Wake::Task(Task::of(waker)),
+        let wake = match wait {
+            Wait::Thread(_) => Wake::Thread(crate::sync::thread::current()),
+            Wait::Task(waker) => Wake::Task(Task::of(waker)),
             // The growth is for later requests. This one may not wait for it.
-            Waiter::None | Waiter::Retry => {
-                let later = growing && matches!(waiter, Waiter::Retry);
+            Wait::None | Wait::Retry => {
+                let later = growing && matches!(wait, Wait::Retry);
                 let got = take(if later { ReclaimLevel::Idle } else { ReclaimLevel::All })?;
                 let short = || central.exhausted(central::sum(wants.iter().map(|want| want.len)));
                 return got.map(Begun::Granted).ok_or_else(short);
@@ -562,16 +562,17 @@ impl Pool {
     }
 }
 
-/// Who waits for a request, if it has to wait.
+/// How a request waits that cannot be granted at once.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Waiter<'a> {
-    /// Nobody: it is served now or refused.
+pub(crate) enum Wait<'a> {
+    /// Not at all: it is granted now or refused.
     None,
     /// As `None`, for a caller that tries again later: while memory is being pinned, it leaves busy
     /// threads their caches.
     Retry,
-    /// The calling thread, for at most this time.
+    /// On the calling thread, for at most this time.
     Thread(Option<Duration>),
+    /// In the queue, for the task that this wakes.
     Task(&'a Waker),
 }
 

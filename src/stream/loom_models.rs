@@ -192,7 +192,7 @@ impl Setup {
             largest: PAGE,
             step: 0,
             by_hand: true,
-            serves: Vec::new(),
+            devices: Vec::new(),
             track: false,
         };
         let central = CentralPool::new(config, None);

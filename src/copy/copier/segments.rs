@@ -19,7 +19,7 @@ use super::types::{BESIDE, Kind, Priority, Settings};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::locks::Mutex;
-use crate::pool::{Checkout, Pool, Request, Waiter};
+use crate::pool::{Checkout, Pool, Request, Wait};
 use crate::segment::PAGE;
 
 /// After the pool had none, it is asked again after this time.
@@ -126,7 +126,7 @@ impl Segments {
 
     /// A segment of full length; if the pool has none, its longest one of `least` bytes or more.
     fn longest(&self, least: usize) -> Result<Option<PinnedBuf>> {
-        let ask = |len| self.pool.for_copier(Self::request(len), Waiter::Retry);
+        let ask = |len| self.pool.for_copier(Self::request(len), Wait::Retry);
         let got = match ask(self.len) {
             // A segment of whole pages, with its header.
             Err(Error::Exhausted(short)) => match short.largest.min(self.len).saturating_sub(32) {
@@ -162,7 +162,7 @@ impl Segments {
         if let Some(buf) = self.longest(LEAST)? {
             return Ok(buf);
         }
-        self.or_longer(self.pool.for_copier(Self::request(LEAST), Waiter::Thread(most))?)
+        self.or_longer(self.pool.for_copier(Self::request(LEAST), Wait::Thread(most))?)
     }
 
     /// What the pool lacks for a segment, as the error of a request.

@@ -11,7 +11,7 @@ use crate::copy::copier::spreader::Entry;
 use crate::copy::copier::types::{Direction, Kind};
 use crate::device::{SpreadRun, Transfer};
 use crate::error::{Error, Result};
-use crate::pool::Waiter;
+use crate::pool::Wait;
 use crate::stream::hold::Retain;
 use crate::stream::timeline::Ticket;
 
@@ -133,7 +133,7 @@ impl Owned {
     fn table(&mut self, engine: &Engine, slot: &Slot) -> Option<Transfer> {
         let (at, len) = (self.chunk.table_at(), self.chunk.table_len());
         if !self.staged {
-            let mut table = engine.segments.pool.for_copier(len.into(), Waiter::Retry).ok()?;
+            let mut table = engine.segments.pool.for_copier(len.into(), Wait::Retry).ok()?;
             // SAFETY: checked out with room for the rows; segments start on a multiple of 64.
             unsafe { self.chunk.write_table(table.as_mut_ptr()) };
             self.buf = Some(table);
