@@ -22,8 +22,8 @@ pub(crate) struct Segment {
     len_and_list: u64,
 }
 
-/// Bits of that word that hold the list: a byte, which processors can extract by itself. The length of
-/// the longest extent has 43 bits, so a length has room above.
+/// Bits of `len_and_list` that hold the list: a byte, which processors can extract by itself. The
+/// length of the longest extent has 43 bits, so a length has room above.
 const LIST: u32 = 8;
 const _: () = assert!(LISTS < 1 << LIST);
 
@@ -49,8 +49,8 @@ impl Fresh {
     ///
     /// # Safety
     /// The descriptor is of a segment of this central pool, and is used once. No byte counts as
-    /// written. `len_and_list` is [packed](pack) of the requested length
-    /// and the descriptor's list.
+    /// written. `len_and_list` is [packed](pack) of the requested length and the
+    /// descriptor's list.
     #[inline(always)]
     pub(crate) unsafe fn of_packed(
         central: &CentralPool,

@@ -1,5 +1,5 @@
-//! Step 7 of a checkout for a task: a future that waits in the queue, and leaves it when dropped.
-//! The first poll tries like a thread, and joins the queue; later polls look at the entry.
+//! A checkout for a task: a future that waits in the queue, and leaves it when dropped. The first
+//! poll takes all steps like a thread, and joins the queue; later polls look at the entry.
 
 use std::fmt;
 use std::future::Future;
@@ -132,6 +132,13 @@ impl Future for Checkout {
     type Output = Result<PinnedBuf>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let (Stage::New, [request]) = (self.stage, &self.requests[..]) {
+            let cached = self.pool.hit(*request);
+            if let Some(buf) = cached.or_else(|| self.pool.refill(*request).map(PinnedBuf::from)) {
+                self.stage = Stage::Over;
+                return Poll::Ready(Ok(buf));
+            }
+        }
         let bufs = ready!(self.poll_bufs(cx));
         Poll::Ready(bufs.and_then(|mut bufs| bufs.pop().ok_or(Error::ZeroLength)))
     }

@@ -22,7 +22,7 @@
 //!   Buffers keep the central pool alive.
 //!
 //! To be read in this order: `request`; this file, with step 1 in `checkout_with`, step 3 in
-//! `checkout_on_with`, the others in `begin` and `serve`; `future` (the checkout of a task),
+//! `checkout_on_with`, the others in `begin` and `take_or_wait`; `future` (the checkout of a task),
 //! `build`, `memory` (regions, trimming), `shutdown`, `stats`.
 
 mod build;
@@ -191,6 +191,14 @@ impl Pool {
         Some(unsafe { Fresh::of_packed(&self.0.central, descriptor, len_and_list) }.into())
     }
 
+    /// Step 1 where the thread cache has none: a batch of a transfer cache, which costs less than
+    /// all that follows.
+    fn refill(&self, request: Request) -> Option<Fresh> {
+        let fresh = self.0.central.refill(request.cached_class()?, request.len)?;
+        self.missed();
+        Some(fresh)
+    }
+
     /// A checkout that the thread cache did not serve. It gets the request in parts: whole, it
     /// would be written to memory before each hit.
     #[cold]
@@ -205,9 +213,7 @@ impl Pool {
     ) -> Result<NonNull<Descriptor>> {
         let CheckoutSite { tag, site } = origin;
         let request = Request { len, align, tag };
-        // A batch of a transfer cache costs less than all that follows.
-        if let Some(fresh) = request.cached_class().and_then(|class| self.0.central.refill(class, len)) {
-            self.missed();
+        if let Some(fresh) = self.refill(request) {
             return Ok(fresh.into_segment().into_descriptor());
         }
         let wait = if waits { Wait::Thread(timeout) } else { Wait::None };

@@ -19,6 +19,7 @@ fn what_a_large_request_waits_for_is_all_that_others_go_without() {
     drop(small);
     let before = pool.stats().misses;
     (0..1000).for_each(|_| drop(pool.checkout(4096).unwrap()));
+    (0..1000).for_each(|_| drop(block_on(pool.checkout_async(4096)).unwrap()));
     assert!(pool.stats().misses <= before + 2, "{before} misses, now {:?}", pool.stats());
     // What does not fit beside the window is refused, with the reason.
     let error = pool.try_checkout(4 * MIB).unwrap_err();
