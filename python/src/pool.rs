@@ -1,5 +1,8 @@
 //! Devices and pools.
 
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::{Error, Unpinned};
@@ -92,17 +95,18 @@ impl Pool {
         timeout: Option<f64>,
         zeroed: bool,
     ) -> Result<Buffer, Fault> {
-        let buf = match self.0.try_checkout(nbytes) {
-            Err(Error::Exhausted(_)) if timeout != Some(0.0) => {
-                let mut checkout = self.0.checkout_async(nbytes);
-                if let Some(limit) = timeout {
-                    checkout = checkout.timeout(seconds(limit)?);
-                }
-                // The checkout has its own deadline, and its error the state of the pool.
-                let over = Error::Internal("a wait without a deadline has passed it");
-                wait(py, &mut checkout, None)?.unwrap_or(Err(over))
-            }
-            tried => tried,
+        if timeout == Some(0.0) {
+            return Ok(Buffer::new(self.0.try_checkout(nbytes)?, &self.0.devices()[0], zeroed));
+        }
+        let mut checkout = self.0.checkout_async(nbytes);
+        if let Some(limit) = timeout {
+            checkout = checkout.timeout(seconds(limit)?);
+        }
+        let buf = match Pin::new(&mut checkout).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(done) => done,
+            // The checkout has its own deadline, and its error the state of the pool.
+            Poll::Pending => wait(py, &mut checkout, None)?
+                .unwrap_or(Err(Error::Internal("a wait without a deadline has passed it"))),
         };
         Ok(Buffer::new(buf?, &self.0.devices()[0], zeroed))
     }

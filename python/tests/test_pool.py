@@ -173,7 +173,9 @@ def test_a_wait_lets_other_threads_run_and_is_ended_by_a_return(pool):
     until(lambda: pool.stats()["waiting"] == 1)
     held.pop(0)
     waiting.join()
-    assert pool.stats()["waits"] == 1 and pool.stats()["timeouts"] == 0
+    stats = pool.stats()
+    assert (stats["waits"], stats["timeouts"]) == (1, 0)
+    assert stats["exhausted"] == 1, "the one of fill: a wait is no refusal"
 
 
 def test_a_wait_ends_at_its_deadline(pool):
