@@ -33,7 +33,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Arena, CentralPool, Core, Fresh, Want, lease, pack, queue};
+use super::{Arena, CentralPool, Core, Fresh, Want, pack, queue, thread_caches};
 use crate::arena::set_of;
 use crate::freelist::cache::HeldCache;
 use crate::freelist::{CacheTable, Descriptor, LISTS, ThreadCache, TransferCache, list_of, listed};
@@ -73,7 +73,7 @@ fn empty(arena: &mut Arena, mut held: HeldCache<'_>) -> bool {
 impl CentralPool {
     /// This thread's cache, with a new lease if it has none. Not under the lock.
     pub(super) fn cache(&self) -> Option<&ThreadCache> {
-        lease::obtain(self)
+        thread_caches::obtain(self)
     }
 
     // --- taking ----------------------------------------------------------------------------------

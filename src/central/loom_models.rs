@@ -137,7 +137,7 @@ impl Store {
     /// Ends this thread's leases and closes the central pool, with all segments back. Checks that
     /// every segment is accounted for and that the outstanding reference was dropped once.
     fn finish(self) {
-        lease::end();
+        thread_caches::end();
         self.central.close();
         assert_eq!(self.central.outstanding(), 0);
         self.central.check(|_, _| ()).unwrap();
@@ -175,7 +175,7 @@ fn worker<T: 'static>(run: impl FnOnce() -> T + 'static) -> JoinHandle<T> {
     spawn(move || {
         let value = run();
         step();
-        lease::end();
+        thread_caches::end();
         value
     })
 }

@@ -38,7 +38,7 @@
 //!   guard's deferral ([`crate::foreign`]). The guard itself has planned regions pinned after the
 //!   unlock: foreign code further out on this thread may wait for that memory.
 //!
-//! Read on in `lease` (which cache this thread has), `caches`, `queue`, `waiting` and `windows`,
+//! Read on in `thread_caches` (which cache this thread has), `caches`, `queue`, `waiting` and `windows`,
 //! `growth`, `raw` (the segment as a value), `census`, `check`. The pool calls all of it.
 
 #![allow(unsafe_code)]
@@ -47,13 +47,13 @@ mod caches;
 mod census;
 mod check;
 mod growth;
-mod lease;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod queue;
 mod raw;
 #[cfg(all(test, not(loom)))]
 mod tests;
+mod thread_caches;
 mod waiting;
 mod windows;
 
@@ -76,11 +76,11 @@ use crate::telemetry::ledger::Ledger;
 pub(crate) use caches::ReclaimLevel;
 pub(crate) use census::OutSegment;
 use growth::Refusal;
-#[cfg(all(test, loom))]
-pub(crate) use lease::end as end_leases;
 use queue::WaitQueue;
 pub(crate) use queue::{Wake, Want};
 pub(crate) use raw::{Fresh, Segment, pack};
+#[cfg(all(test, loom))]
+pub(crate) use thread_caches::end as end_leases;
 pub(crate) use waiting::LongWait;
 use windows::{Closed, Windows};
 
@@ -248,7 +248,7 @@ impl CentralPool {
             })),
             config,
         });
-        crate::os::empty_in_child(lease::forget);
+        crate::os::empty_in_child(thread_caches::forget);
         // See "How long a central pool lives".
         central.lock().as_is().outstanding = Some(central.clone());
         central
@@ -275,7 +275,10 @@ impl CentralPool {
     /// Gives the descriptor, which fits into a register: see the note in `Pool`.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
-        let hit = self.gate.enter_by_permit(lease::current()?).and_then(|mut inside| inside.take(class, len));
+        let hit = self
+            .gate
+            .enter_by_permit(thread_caches::current()?)
+            .and_then(|mut inside| inside.take(class, len));
         hit.or_else(|| self.hit_other(class, len))
     }
 
@@ -361,7 +364,9 @@ impl CentralPool {
         // SAFETY: a descriptor that is out keeps its central pool alive (by the outstanding
         // reference) until it is counted as returned.
         let central = unsafe { this.as_ref() };
-        if let Some(mut inside) = lease::current().and_then(|cache| central.gate.enter_by_permit(cache)) {
+        if let Some(mut inside) =
+            thread_caches::current().and_then(|cache| central.gate.enter_by_permit(cache))
+        {
             // SAFETY: alive, out, in no list, and owned by the caller, which passes it on.
             if unsafe { inside.put(descriptor, len, list) } {
                 return;

@@ -51,7 +51,7 @@ use crate::region::Regions;
 use crate::segment::Placement;
 use crate::stream::Stream;
 use crate::telemetry::counters::ErrorTally;
-use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
+use crate::telemetry::ledger::CheckoutSite;
 use crate::telemetry::stuck;
 
 use build::Name;
@@ -435,9 +435,9 @@ impl Pool {
     ) -> Vec<PinnedBuf> {
         // Relaxed: only the number matters. The misses are not used for this count: where two kinds
         // of request take turns, the same residues would always come here.
-        let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
+        let nth = self.0.slow.fetch_add(1, Ordering::Relaxed);
         for (fresh, Request { tag, .. }) in granted.iter_mut().zip(requests) {
-            if sampled || tag.long_lived || self.0.central.config().track {
+            if tag.is_entered(nth, self.0.central.config().track) {
                 CentralPool::enter(fresh, CheckoutSite { tag: *tag, site: Some(site) });
             }
         }

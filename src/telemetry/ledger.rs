@@ -19,7 +19,7 @@ use std::time::Instant;
 use super::counters::Histogram;
 
 /// One in this many of the checkouts that take the slow path is entered.
-pub(crate) const SAMPLE: u64 = 8;
+const SAMPLE: u64 = 8;
 
 /// What a request says that its buffer is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -31,6 +31,11 @@ pub(crate) struct Tag {
 
 impl Tag {
     pub(crate) const NONE: Self = Self { name: None, long_lived: false };
+
+    /// Whether a checkout with this tag is entered, the `nth` on its pool's slow path.
+    pub(crate) fn is_entered(self, nth: u64, tracked: bool) -> bool {
+        nth % SAMPLE == 0 || self.long_lived || tracked
+    }
 }
 
 /// The call that checked a segment out.

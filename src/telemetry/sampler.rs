@@ -5,6 +5,8 @@
 //! an operator has to act on: buffers known to have been out for too long, and streams on which
 //! nothing completes. That takes tens of microseconds, and does not slow down checkouts.
 //!
+//! (Which checkouts are sampled, so that they can be reported as stuck, is decided in `ledger`.)
+//!
 //! The sampler holds weak handles: a pool whose last handle is dropped closes, and is polled no
 //! more.
 

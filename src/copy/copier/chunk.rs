@@ -17,7 +17,7 @@
 //! of it with 64 KiB. One copy to the device ring and a kernel that spreads the bytes reach 0.9
 //! from 1 KiB on, but some 20 us later, which is more than a few copies take.
 
-use super::ring::Slot;
+use super::device_ring::Slot;
 use super::types::{Direction, Settings};
 use crate::buffer::PinnedBuf;
 use crate::device::{DevicePtr, SpreadRow, Transfer};

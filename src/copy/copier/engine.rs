@@ -1,7 +1,7 @@
 //! What the workers of a copier share, and how they submit copies.
 //!
 //! At most [`depth`](Settings) bulk copies are in flight in each direction, and one beside a
-//! foreground copy, so that others have room. A rate bounds the bytes a second of both directions.
+//! foreground copy, so that others have room. A [rate](Rate) may hold them back, too.
 //!
 //! Two locks say what is to be done: the scheduler's, and under it a job's. All others are short,
 //! and none is taken under another. Who asks the driver for completions tries a lock for that.
@@ -9,9 +9,9 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
 
-use super::ring::{Ring, Slot};
+use super::device_ring::{Ring, Slot};
+use super::rate::Rate;
 use super::scheduler::Scheduler;
 use super::segments::Segments;
 use super::spreader::{Entry, Spreader};
@@ -33,10 +33,6 @@ use crate::stream::timeline::Ticket;
 /// Chunks that follow each other on a stream, up and down. The device loses some microseconds
 /// between two streams, most on the way down; but a stream that is never empty holds up others.
 const RUNS: [usize; 2] = [2, 8];
-/// By so much a copy may come late without lowering the rate.
-const SLACK: Duration = Duration::from_millis(10);
-/// Effectively infinite.
-const FAR: Duration = Duration::from_secs(1 << 30);
 
 /// The streams of one direction, which chunks use in rotation, and the copies in flight there.
 struct Lane {
@@ -76,8 +72,7 @@ pub(super) struct Engine {
     pub(super) counters: Arc<Counters>,
     /// Foreground copies in flight. Relaxed throughout: a hint for copies that come later.
     urgent: AtomicUsize,
-    /// When the next bulk copy may go, by the rate.
-    next: Mutex<Instant>,
+    rate: Rate,
     lanes: [Lane; 2],
     pub(super) segments: Segments,
 }
@@ -100,7 +95,7 @@ impl Engine {
             spreaders,
             counters: Arc::default(),
             urgent: AtomicUsize::new(0),
-            next: Mutex::new(Instant::now()),
+            rate: Rate::new(settings.rate),
             lanes,
             segments: Segments::new(pool, &settings),
         }))
@@ -154,24 +149,11 @@ impl Engine {
         if !(reserve() || self.land(direction) && reserve()) {
             return false;
         }
-        let is_due = self.is_due(bytes);
+        let is_due = self.rate.is_due(bytes);
         if !is_due {
             self.landed(direction, priority);
         }
         is_due
-    }
-
-    /// Whether the rate lets a bulk copy of `bytes` bytes go now. If so, the copy is counted.
-    fn is_due(&self, bytes: usize) -> bool {
-        let Some(per_second) = self.settings.rate else { return true };
-        let (now, mut next) = (Instant::now(), self.next.lock());
-        if now < *next {
-            return false;
-        }
-        let since = (*next).max(now.checked_sub(SLACK).unwrap_or(now));
-        let takes = Duration::try_from_secs_f64(bytes as f64 / per_second as f64).unwrap_or(FAR);
-        *next = since.checked_add(takes.min(FAR)).unwrap_or(since);
-        true
     }
 
     /// A copy was submitted.

@@ -70,7 +70,7 @@
 
 // The files, in the order to read them. The calls: `calls`, `read_write`; what a program gives:
 // `source`, `file`. A transfer: `job`, its handle `transfer`. What moves it: `workers`, `worker`,
-// its `stages`, `scheduler`, `engine`, `segments`; on the device `ring`, `spreader`. Chunks:
+// its `stages`, `scheduler`, `engine`, `segments`; on the device `device_ring`, `spreader`. Chunks:
 // `chunk`; plans: `pieces`, `ranges`.
 //
 // Invariants:
@@ -84,6 +84,7 @@
 mod calls;
 mod chunk;
 mod config;
+mod device_ring;
 mod engine;
 mod file;
 mod job;
@@ -91,8 +92,8 @@ mod job;
 mod loom_models;
 mod pieces;
 mod ranges;
+mod rate;
 mod read_write;
-mod ring;
 mod scheduler;
 mod segments;
 mod source;

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::ring::{Ring, Slot};
+use super::device_ring::{Ring, Slot};
 use super::types::Counters;
 use crate::device::memory::Allocation;
 use crate::device::{SPREAD_RUNS, SpreadRun, SpreadWay};

@@ -21,9 +21,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::stages::{Owned, Stage, Step};
+use super::device_ring::IDLE;
 use super::engine::Engine;
 use super::job::{End, Job};
-use super::ring::IDLE;
 use super::types::{Direction, Kind, Priority};
 use crate::error::{Error, Result};
 use crate::foreign;

@@ -72,14 +72,14 @@
 //!
 //! # Files, in the order to read them
 //!
-//! This file: sequence numbers and entries, what is submitted and claimed. [`events`]: closing,
+//! This file: sequence numbers and entries, what is submitted and claimed. [`completion`]: closing,
 //! recording, asking, completing. [`loss`]: giving a stream up. [`waits`]: how threads and tasks
 //! wait. [`reaper`]: the thread that looks when nobody waits. [`stats`]: what statistics and
 //! reports see.
 
 #![allow(unsafe_code)]
 
-mod events;
+mod completion;
 mod loss;
 pub(crate) mod reaper;
 mod stats;
@@ -93,7 +93,7 @@ use std::time::Instant;
 
 use crossbeam::utils::CachePadded;
 
-use self::events::Closing;
+use self::completion::Closing;
 use self::reaper::Listing;
 pub use self::stats::{EventState, StreamStats};
 use super::hold::{Flown, Hold, Resource, Retain};

@@ -1,5 +1,5 @@
 //! The reaper: one thread of each device that closes idle sequence numbers, asks the driver about
-//! events, completes entries and wakes waiters.
+//! events, completes entries (in `completion`) and wakes waiters.
 //!
 //! The reaper makes no call that can block. While nothing is in flight, it sleeps. A timeline that
 //! becomes busy puts itself on the reaper's list, and wakes the reaper only if it sleeps. A

@@ -4,9 +4,9 @@ use std::sync::{Arc, OnceLock};
 
 use crate::buffer::PinnedBuf;
 use crate::copy::copier::chunk::{Chunk, transfer};
+use crate::copy::copier::device_ring::{Slot, Take};
 use crate::copy::copier::engine::{Engine, Flight, Sent};
 use crate::copy::copier::job::{End, Job};
-use crate::copy::copier::ring::{Slot, Take};
 use crate::copy::copier::spreader::Entry;
 use crate::copy::copier::types::{Direction, Kind};
 use crate::device::{SpreadRun, Transfer};

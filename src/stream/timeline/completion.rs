@@ -1,5 +1,5 @@
-//! Events: closing sequence numbers, recording and asking, and what follows when an event was seen
-//! complete.
+//! Completion: closing sequence numbers, recording and asking events, and what follows when one was
+//! seen complete: memory goes back to its pool, and waits end ([`After`]).
 //!
 //! [`Timeline::close`] closes and records; [`Timeline::ask`] asks about the oldest events;
 //! `complete` is the one end, [`Timeline::lose`] the other. The reaper calls

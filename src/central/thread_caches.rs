@@ -1,4 +1,5 @@
-//! Leases: a thread's caches, one for each pool that it uses, in two thread-locals.
+//! Which cache a thread has: a lease of one for each pool that it uses, in two thread-locals. They
+//! end with the thread, and what was cached goes back.
 //!
 //! `CURRENT_CACHE` is the thread cache of the pool that this thread used last. A hit reads nothing
 //! else: the gate's comparison tells whether it is the right pool's. `LEASES` owns the leases and
