@@ -1,6 +1,6 @@
-//! Growth: where a central pool's memory comes from and where it goes. A request that finds no
-//! memory has a region pinned while the capacity has room, one at a time. Where it has none and no
-//! region holds the request, idle regions are unpinned to make room for one that does.
+//! Growth: where a central pool's memory comes from. A request that finds no memory has a region
+//! pinned while the capacity has room, one at a time. Where it has none and no region holds the
+//! request, idle regions are unpinned ([`super::trim`]) to make room for one that does.
 //!
 //! A plan is made under the lock and counts at once: a new region's bytes as *growing*, and regions
 //! that are to go not at all. So what is pinned never exceeds the capacity, however many threads
@@ -132,23 +132,6 @@ impl CentralPool {
         drop(core);
         let owner: Arc<dyn Owner> = self.clone();
         regions.adopt(adoptee, &owner)
-    }
-
-    /// Gives idle regions back, the newest first, as long as `keep` bytes stay, and returns how
-    /// many bytes go. None goes while a request waits or memory is being pinned.
-    pub(crate) fn trim(&self, keep: usize) -> usize {
-        let mut core = self.lock();
-        self.reclaim_all(&mut core);
-        if !core.queue.is_empty() || core.growing > 0 {
-            return 0;
-        }
-        let before = core.arena.bytes().total;
-        for (id, len) in core.idle_regions() {
-            if core.arena.bytes().total - len >= keep {
-                core.retire(id);
-            }
-        }
-        before - core.arena.bytes().total
     }
 }
 
@@ -293,22 +276,6 @@ impl Core {
         self.grow_by(bytes);
         self.stats.growths += 1;
         true
-    }
-
-    /// The idle regions, the newest first, each with its bytes.
-    fn idle_regions(&self) -> Vec<(RegionId, usize)> {
-        let regions = self.arena.regions().into_iter().rev();
-        regions.filter(|(_, region)| region.idle).map(|(id, region)| (id, region.bytes)).collect()
-    }
-
-    /// Removes an idle region, and has it unpinned before anything that is pinned from now on.
-    fn retire(&mut self, id: RegionId) {
-        if self.arena.retire(id).is_none() {
-            return;
-        }
-        if let Some(regions) = self.me.upgrade().and_then(|central| central.regions.clone()) {
-            regions.remove(id);
-        }
     }
 
     /// The bytes of a region that serves these wants. An upper bound: it counts the worst case of

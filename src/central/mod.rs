@@ -54,6 +54,7 @@ mod raw;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod thread_caches;
+mod trim;
 mod waiting;
 mod windows;
 

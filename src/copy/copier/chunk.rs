@@ -1,4 +1,5 @@
-//! What a chunk is, where its bytes lie on both sides, and by which way they go: arithmetic only.
+//! What a chunk is, and where its bytes lie on both sides: arithmetic only. `route` says by which way
+//! they go.
 //!
 //! ```text
 //!   pieces on the device   [a][b]........[c].....
@@ -12,10 +13,6 @@
 //!
 //! The bytes of a chunk in place stay where the program has them: each of its *parts* is contiguous
 //! there, and is copied through the ring to the same offset of a slot.
-//!
-//! On an H200, short copies in a batch reach a fifth of the link's speed with 4 KiB each, and all
-//! of it with 64 KiB. One copy to the device ring and a kernel that spreads the bytes reach 0.9
-//! from 1 KiB on, but some 20 us later, which is more than a few copies take.
 
 use super::device_ring::Slot;
 use super::types::{Direction, Settings};
@@ -32,12 +29,6 @@ pub(super) const LONGEST_ROW: usize = 16 << 10;
 /// The shortest chunk, unless fewer bytes are left. The link waits for the first chunks, and
 /// nothing runs beside the last ones: these are short.
 pub(super) const LEAST: usize = 256 << 10;
-
-/// Stretches of this average length are copied at full speed by themselves.
-const LONG: usize = 48 << 10;
-/// The copies that take no longer in one batch than a kernel. More of them would prolong the end of
-/// a call: submitting takes some microseconds a copy.
-const FEW: usize = 8;
 
 /// A place in a call's pieces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -94,14 +85,6 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// Whether it goes by `copies` (of its segment, or of each part in place) through a slot of the
-    /// ring with `room`, and by a kernel: else by a copy for each stretch, in batches.
-    pub(super) fn is_for_ring(&self, copies: usize, room: usize) -> bool {
-        let stretches = self.stretches.iter().map(|each| each.count).sum();
-        let is_scattered = stretches > FEW && self.data / stretches < LONG;
-        is_scattered && copies < stretches && self.table_at() + self.table_len() <= room
-    }
-
     /// Where the table is in a slot, and in a segment.
     pub(super) fn table_at(&self) -> usize {
         self.data.next_multiple_of(ROW)

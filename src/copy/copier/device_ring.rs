@@ -2,7 +2,7 @@
 //!
 //! The ring is a list of slots of a segment's size, allocated when a chunk first needs one and
 //! freed when none has for a while. If the device has too little memory, a shorter one is tried,
-//! and then chunks go without for a while. The head of `chunk` says which chunks go through it.
+//! and then chunks go without for a while. `route` says which chunks go through it.
 
 use std::time::{Duration, Instant};
 

@@ -71,7 +71,7 @@
 // The files, in the order to read them. The calls: `calls`, `read_write`; what a program gives:
 // `source`, `file`. A transfer: `job`, its handle `transfer`. What moves it: `workers`, `worker`,
 // its `stages`, `scheduler`, `engine`, `segments`; on the device `device_ring`, `spreader`. Chunks:
-// `chunk`; plans: `pieces`, `ranges`.
+// `chunk`, by which way they go `route`; plans: `pieces`, `ranges`.
 //
 // Invariants:
 // - A worker owns a chunk from taking it to the chunk's end. It parks only while it owns none.
@@ -94,6 +94,7 @@ mod pieces;
 mod ranges;
 mod rate;
 mod read_write;
+mod route;
 mod scheduler;
 mod segments;
 mod source;

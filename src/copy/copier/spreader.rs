@@ -6,7 +6,7 @@
 //! each chunk would wait as often. Workers call [`Spreader::advance`] in their loop.
 //!
 //! Where launches take long all the same, the device is busy for long, and chunks go without the
-//! ring for a while ([`Spreader::is_slow`]).
+//! ring for a while ([`Spreader::is_slow`], which `route` asks).
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};

@@ -7,8 +7,9 @@ use crate::copy::copier::chunk::{Chunk, transfer};
 use crate::copy::copier::device_ring::{Slot, Take};
 use crate::copy::copier::engine::{Engine, Flight, Sent};
 use crate::copy::copier::job::{End, Job};
+use crate::copy::copier::route::is_by_ring;
 use crate::copy::copier::spreader::Entry;
-use crate::copy::copier::types::{Direction, Kind};
+use crate::copy::copier::types::Direction;
 use crate::device::{SpreadRun, Transfer};
 use crate::error::{Error, Result};
 use crate::pool::Wait;
@@ -66,14 +67,9 @@ impl Owned {
     /// Chooses the way, and fills the segment of an upload.
     pub(super) fn prepare(&mut self, engine: &Engine) -> Result<()> {
         let (job, chunk, direction) = (&self.job, &self.chunk, self.job.of.direction);
-        // A call of the program that writes bytes from the ring may wait for transfers that need
-        // the part of the ring that this worker has.
-        let may_hold_up = direction == Direction::Down && job.kind == Kind::Blocking;
-        let may_use_ring = !may_hold_up && !engine.is_slow(direction);
-        let copies = if self.staged { 1 } else { chunk.parts.len() };
-        self.by_ring = may_use_ring && chunk.is_for_ring(copies, engine.settings.segment);
+        let segment = self.buf.as_ref().map(PinnedBuf::capacity);
+        self.by_ring = is_by_ring(chunk, segment, direction, job.kind, engine);
         let Some(buf) = &mut self.buf else { return Ok(()) };
-        self.by_ring &= chunk.is_for_ring(copies, buf.capacity());
         if direction == Direction::Up {
             // SAFETY: the chunk was taken and has not ended.
             unsafe { job.plan() }.fill(chunk, buf)?;
