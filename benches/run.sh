@@ -33,9 +33,8 @@ build() {
     # Neither symbols nor debug information: a bundle is to be small.
     export CARGO_PROFILE_RELEASE_DEBUG=0 CARGO_PROFILE_RELEASE_STRIP=true
     export CARGO_PROFILE_BENCH_DEBUG=0 CARGO_PROFILE_BENCH_STRIP=true
-    mkdir -p "$bin/lib" || return
+    mkdir -p "$bin" || return
     built="$(cargo bench --locked --no-run --workspace --all-features "${benches[@]/#/--bench=}" --message-format=json)" || return
-    built+=$'\n'"$(cargo build --locked --release --all-features -p pinpool-capi --message-format=json)" || return
     printf '%s\n' "$built" | python3 -c '
 import json, os, shutil, sys
 
@@ -45,14 +44,17 @@ for line in filter(str.strip, sys.stdin):
         continue
     if message.get("executable") and message["target"]["kind"] == ["bench"]:
         shutil.copy2(message["executable"], os.path.join(sys.argv[1], message["target"]["name"]))
-    for file in message["filenames"]:
-        if file.endswith("/libpinpool_capi.so"):
-            shutil.copy2(file, os.path.join(sys.argv[1], "lib", "libpinpool.so"))
 ' "$bin" || return
-    cp crates/pinpool-capi/pinpool.h "$bin/lib/" || return
     git describe --always --dirty --exclude '*' >"$bin/revision"
-    # The Python of GPU machines is at least 3.10, which is what these wheels are for.
     local version wheels
+    # The Python package, as from its wheel.
+    bash .ci/torch || return
+    wheels="$(mktemp -d)"
+    python3 -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" ./python || return
+    rm -rf "$bin/python"
+    python3 -m zipfile -e "$wheels"/*.whl "$bin/python" || return
+    rm -rf "$wheels"
+    # The Python of GPU machines is at least 3.10, which is what these wheels are for.
     for version in 0.8.0 0.9.0rc1; do
         [ -d "$bin/safetensors-$version" ] && continue
         wheels="$(mktemp -d)"
@@ -99,7 +101,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 end=$((SECONDS + ${SECONDS_IN_ALL:-530}))
 failed=0
-export PYTHONUNBUFFERED=1 XDG_CACHE_HOME="$work/cache" PINPOOL_LIBRARY="$bin/lib" PYTHONPATH="$PWD/examples/torch${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1 XDG_CACHE_HOME="$work/cache" PYTHONPATH="$bin/python${PYTHONPATH:+:$PYTHONPATH}"
 
 if card="$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)" && [ "$card" ]; then
     gpu=1
@@ -177,8 +179,7 @@ if [ "$gpu" = 1 ]; then
         compile "$peer" >"$work/$peer.log" 2>&1 &
     done
     if is_wanted torch; then
-        python3 -c 'import pinpool_torch._build as build; build.shim(*build.find())' >"$work/shim.log" 2>&1 &
-        PYTHONPATH="$PYTHONPATH:examples/torch/bench" python3 -c 'import bench; bench.compile_loops()' >>"$work/shim.log" 2>&1 &
+        PYTHONPATH="$PYTHONPATH:python/bench" python3 -c 'import bench; bench.compile_loops()' >"$work/loops.log" 2>&1 &
     fi
     wait
     echo "the peers are compiled: $SECONDS s"
@@ -285,8 +286,8 @@ copier() {
 pinning() { run 90 "$bin/pinning" $(if_gpu "--gib 24" "--rounds 1"); }
 
 torch() {
-    [ -s "$work/shim.log" ] && sed 's/^/# /' "$work/shim.log" >>"$file"
-    peer 90 python3 examples/torch/bench/bench.py hook server python
+    [ -s "$work/loops.log" ] && sed 's/^/# /' "$work/loops.log" >>"$file"
+    peer 90 python3 python/bench/bench.py hook server python
 }
 
 scale() { run 120 "$bin/scale"; }

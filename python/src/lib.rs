@@ -17,6 +17,8 @@ mod load;
 mod pool;
 mod wait;
 
+// The functions of the C interface, which this library exports: `pinpool.torch` finds them in it.
+use pinpool_capi as _;
 use pyo3::prelude::*;
 
 #[pymodule]

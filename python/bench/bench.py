@@ -1,6 +1,6 @@
 """torch's own pinned allocator against the pool, in one process by turns. Prints a line for each measurement.
 
-    PINPOOL_LIBRARY=folder PYTHONPATH=.. python3 bench.py [hook|waste|server|python ...]
+    python3 bench.py [hook|waste|server|python ...]
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import time
 
 import torch
 
-import pinpool_torch
+import pinpool.torch
 
 HERE = pathlib.Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def use(ours):
     """Torch's own allocator or the pool, with no copy under way."""
     gc.collect()
     torch.cuda.synchronize()
-    pinpool_torch._shim.pinpool_torch_use(ours)
+    pinpool.torch._shim.pinpool_torch_use(ours)
 
 
 def by_turns(measure, turns=5):
@@ -117,7 +117,7 @@ def waste():
             live = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in trace[i:i + 500]]
             wanted = sum(trace[i:i + 500])
             powers = sum(1 << (n - 1).bit_length() for n in trace[i:i + 500])
-            part = pinpool_torch.stats()["block_bytes"] if ours else powers
+            part = pinpool.torch.stats()["block_bytes"] if ours else powers
             asked, taken, worst = asked + wanted, taken + part, max(worst, part / wanted)
             del live
         pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"] / MIB
@@ -157,6 +157,6 @@ def server():
 
 if __name__ == "__main__":
     torch.cuda.init()
-    pinpool_torch.install(capacity=8 << 30, device="cuda:0", initial=32 * MIB, largest=32 * MIB)
+    pinpool.torch.install(capacity=8 << 30, device="cuda:0", initial=32 * MIB, largest=32 * MIB)
     for part in sys.argv[1:] or ("hook", "server", "waste", "python"):
         globals()[part]()

@@ -3,28 +3,36 @@
 //
 // How: `Allocator` implements at::HostAllocator on pinpool's C interface. A block's address is its DataPtr's context,
 // so that nothing is allocated beside the block. `record_event` makes the pool hold the block until what is queued on
-// the stream so far is complete, for any address inside a block. The C entry points at the end are for ctypes.
+// the stream so far is complete, for any address inside a block. The C entry points at the end are for `pinpool.torch`.
 //
 // Why no object here has a destructor: torch frees tensors until the process is gone, after static destructors too.
 // The pool, the allocator and the lists are made once and never destroyed; the system takes back the memory.
 //
 // Built with torch's headers alone: CUDA's are not needed, since torch's guards answer for streams and devices.
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/dlpack.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/headeronly/version.h>
 
+#include <dlfcn.h>
 #include <pinpool.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
 #include <vector>
 
 namespace {
+
+// Pinpool's functions. Looked up in the library of the Python module, not by the loader in all that is loaded: a process
+// may have another copy of pinpool, whose pools are not this one's.
+#define PINPOOL_FUNCTIONS(each) \
+  each(alloc) each(free) each(get_stats) each(hold) each(hold_on) each(last_error) each(open) each(trim)
+#define PINPOOL_MEMBER(name) decltype(&pinpool_##name) name;
+struct {
+  PINPOOL_FUNCTIONS(PINPOOL_MEMBER)
+} pinpool{};
 
 // What a thread keeps: 4 MiB of each size.
 constexpr uint64_t kThreadCache = 32 << 20;
@@ -41,7 +49,6 @@ std::atomic<int> g_device{-1}; // the pool's first
 std::atomic<uint64_t> g_wait_ms{0};
 std::mutex* g_open = new std::mutex;
 Options* g_options = new Options{};
-thread_local char g_error[512];
 
 // Opens the pool at the first call. Late, since it initialises CUDA: a server forks and sets devices after `install`.
 C10_NOINLINE pinpool_pool* open_pool() {
@@ -63,8 +70,8 @@ C10_NOINLINE pinpool_pool* open_pool() {
   wanted.backing = g_options->backing;
   wanted.name = "torch";
   pinpool_pool* pool = nullptr;
-  auto status = pinpool_open(&wanted, &pool);
-  TORCH_CHECK(status == PINPOOL_OK, "pinpool: the pool on ", device, " was not opened: ", pinpool_last_error());
+  auto status = pinpool.open(&wanted, &pool);
+  TORCH_CHECK(status == PINPOOL_OK, "pinpool: the pool on ", device, " was not opened: ", pinpool.last_error());
   if (device.rfind("cuda:", 0) == 0) {
     g_device.store(std::stoi(device.substr(5)), std::memory_order_relaxed);
   }
@@ -82,7 +89,7 @@ inline pinpool_pool* the_pool() {
 // there anything that a deleter could do about an error.
 void release(void* block) {
   if (block != nullptr) {
-    pinpool_free(g_pool.load(std::memory_order_acquire), block);
+    pinpool.free(g_pool.load(std::memory_order_acquire), block);
   }
 }
 
@@ -96,15 +103,15 @@ bool hold(const void* address, c10::Stream stream) {
   auto index = stream.device_index();
   auto* raw = stream.native_handle();
   auto status = C10_LIKELY(index == g_device.load(std::memory_order_relaxed))
-      ? pinpool_hold(pool, address, raw)
-      : pinpool_hold_on(pool, address, ("cuda:" + std::to_string(int(index))).c_str(), raw);
+      ? pinpool.hold(pool, address, raw)
+      : pinpool.hold_on(pool, address, ("cuda:" + std::to_string(int(index))).c_str(), raw);
   if (C10_LIKELY(status == PINPOOL_OK || status == PINPOOL_UNKNOWN)) {
     return status == PINPOOL_OK;
   }
   // In a captured graph waiting protects nothing.
-  TORCH_CHECK(status != PINPOOL_CAPTURING, "pinpool: the graph cannot hold pinned memory: ", pinpool_last_error());
+  TORCH_CHECK(status != PINPOOL_CAPTURING, "pinpool: the graph cannot hold pinned memory: ", pinpool.last_error());
   // Without a hold the block could be used again under the copy. Waiting is slow and right.
-  TORCH_WARN_ONCE("pinpool: copies on a stream of cuda:", std::to_string(int(index)), " are waited for: ", pinpool_last_error());
+  TORCH_WARN_ONCE("pinpool: copies on a stream of cuda:", std::to_string(int(index)), " are waited for: ", pinpool.last_error());
   stream.synchronize();
   return true;
 }
@@ -119,7 +126,7 @@ class Allocator final : public at::HostAllocator {
     }
     // Alignment 0 is 64 bytes, as torch aligns tensors in host memory.
     void* block = nullptr;
-    auto status = pinpool_alloc(the_pool(), bytes, 0, g_wait_ms.load(std::memory_order_relaxed), &block);
+    auto status = pinpool.alloc(the_pool(), bytes, 0, g_wait_ms.load(std::memory_order_relaxed), &block);
     if (C10_UNLIKELY(status != PINPOOL_OK)) {
       return refused(status, bytes);
     }
@@ -150,7 +157,7 @@ class Allocator final : public at::HostAllocator {
   void empty_cache() override {
     uint64_t bytes = 0;
     if (auto* pool = g_pool.load(std::memory_order_acquire)) {
-      pinpool_trim(pool, &bytes);
+      pinpool.trim(pool, &bytes);
     }
     before_->empty_cache();
   }
@@ -162,7 +169,7 @@ class Allocator final : public at::HostAllocator {
     pinpool_stats now{};
     now.size = sizeof(now);
     auto* pool = g_pool.load(std::memory_order_acquire);
-    if (pool != nullptr && pinpool_get_stats(pool, &now) == PINPOOL_OK) {
+    if (pool != nullptr && pinpool.get_stats(pool, &now) == PINPOOL_OK) {
       auto set = [](at::Stat& stat, uint64_t value) {
         stat.current = static_cast<int64_t>(value);
         stat.peak = std::max(stat.peak, stat.current);
@@ -253,13 +260,13 @@ class Allocator final : public at::HostAllocator {
   // A block that is larger than the pool's largest comes from torch's own allocator. All else is an error.
   C10_NOINLINE at::DataPtr refused(pinpool_status status, size_t bytes) {
     // Text alone: numbers that this file's iostreams format crash where torch has brought an older libstdc++ along.
-    std::string why = pinpool_last_error(), amount = std::to_string(bytes);
+    std::string why = pinpool.last_error(), amount = std::to_string(bytes);
     if (status == PINPOOL_INVALID) {
       TORCH_WARN_ONCE("pinpool: torch's own allocator serves ", amount, " bytes: ", why, " (install's `largest`)");
       return before_->allocate(bytes);
     }
     TORCH_CHECK_WITH(OutOfMemoryError, status != PINPOOL_EXHAUSTED && status != PINPOOL_TIMEOUT, "pinpool: no ", amount,
-        " bytes of pinned memory: ", why, ". pinpool_torch.install(capacity=...) sets the bound, wait=... for how long "
+        " bytes of pinned memory: ", why, ". pinpool.torch.install(capacity=...) sets the bound, wait=... for how long "
         "an allocation waits for memory that comes back");
     TORCH_CHECK(false, "pinpool: no ", amount, " bytes of pinned memory: ", why);
   }
@@ -276,61 +283,35 @@ class Allocator final : public at::HostAllocator {
 Allocator* g_ours = nullptr;
 at::HostAllocator* g_before = nullptr;
 
-// A block with several owners: a Python buffer and the DLPack tensors made of it. The last one gives it back.
-struct Shared {
-  std::atomic<size_t> owners;
-  at::DataPtr block;
-  int64_t bytes;
-
-  static void drop(Shared* shared) {
-    // Release and acquire: each owner's accesses come before the memory's next use.
-    if (shared->owners.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      delete shared;
-    }
-  }
-};
-
-template <typename F>
-auto guarded(F call, decltype(call()) failed) -> decltype(call()) {
-  try {
-    return call();
-  } catch (const std::exception& error) {
-    // c10::Error's `what` has a backtrace after the message.
-    auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-    snprintf(g_error, sizeof(g_error), "%s", c10_error ? c10_error->what_without_backtrace() : error.what());
-    return failed;
-  }
-}
-
 } // namespace
 
-// The interpreter's own, there when Python has loaded this library.
 extern "C" {
-__attribute__((weak)) int PyCapsule_IsValid(void* capsule, const char* name);
-__attribute__((weak)) void* PyCapsule_GetPointer(void* capsule, const char* name);
-
-const char* pinpool_torch_error() {
-  return g_error;
-}
-
 // Takes the place of torch's allocator. Not while another thread pins: torch's list of allocators has no lock.
-int pinpool_torch_install(
-    const char* device, uint64_t capacity, uint64_t initial, uint64_t largest, uint64_t wait_ms, uint32_t backing) {
-  return guarded(
-      [&] {
-        TORCH_CHECK(g_pool.load(std::memory_order_acquire) == nullptr, "the pool is open already: install once");
-        TORCH_CHECK(pinpool_abi_version() == PINPOOL_ABI_VERSION, "libpinpool.so is not of the pinpool.h of the build");
-        *g_options = {device, capacity, initial, largest, backing};
-        g_wait_ms.store(wait_ms, std::memory_order_relaxed);
-        if (g_ours == nullptr) {
-          g_before = at::getHostAllocator(c10::kCUDA);
-          g_ours = new Allocator(g_before);
-        }
-        // Torch's own is registered with priority 0.
-        at::setHostAllocator(c10::kCUDA, g_ours, 1);
-        return 0;
-      },
-      -1);
+// `library`: what dlopen gave for the Python module's. Null, or why not.
+const char* pinpool_torch_install(void* library, const char* device, uint64_t capacity, uint64_t initial,
+    uint64_t largest, uint64_t wait_ms, uint32_t backing) {
+  try {
+    if (g_pool.load(std::memory_order_acquire) != nullptr) {
+      return "the pool is open already: install once, before the first pinned tensor";
+    }
+    *g_options = {device, capacity, initial, largest, backing};
+    g_wait_ms.store(wait_ms, std::memory_order_relaxed);
+    if (g_ours == nullptr) {
+#define PINPOOL_LOOKUP(name) \
+  pinpool.name = reinterpret_cast<decltype(pinpool.name)>(dlsym(library, "pinpool_" #name)); \
+  TORCH_CHECK(pinpool.name != nullptr, "the library has no pinpool_" #name);
+      PINPOOL_FUNCTIONS(PINPOOL_LOOKUP)
+      g_before = at::getHostAllocator(c10::kCUDA);
+      g_ours = new Allocator(g_before);
+    }
+    // Torch's own is registered with priority 0.
+    at::setHostAllocator(c10::kCUDA, g_ours, 1);
+    return nullptr;
+  } catch (const c10::Error& error) {
+    static auto* text = new std::string;
+    *text = error.what_without_backtrace();
+    return text->c_str();
+  }
 }
 
 // For comparisons: torch's own allocator again (0) or the pool's (1), while no pinned memory is in use by a copy.
@@ -338,46 +319,8 @@ void pinpool_torch_use(int ours) {
   at::setHostAllocator(c10::kCUDA, ours ? g_ours : g_before, 1);
 }
 
-// The pool, opened where it is not yet; null with `pinpool_torch_error`.
+// The pool; null before the first pinned tensor.
 pinpool_pool* pinpool_torch_pool() {
-  return guarded([] { return the_pool(); }, static_cast<pinpool_pool*>(nullptr));
-}
-
-void* pinpool_torch_buffer(size_t bytes, void** start) {
-  return guarded(
-      [&]() -> void* {
-        auto* shared = new Shared{{1}, {}, static_cast<int64_t>(bytes)};
-        shared->block = g_ours->allocate(bytes);
-        *start = shared->block.get();
-        return shared;
-      },
-      nullptr);
-}
-
-void pinpool_torch_buffer_drop(void* buffer) {
-  Shared::drop(static_cast<Shared*>(buffer));
-}
-
-// A DLPack tensor of the buffer's bytes that owns the block as the buffer does. `kind`: kDLCUDAHost or kDLCPU.
-void* pinpool_torch_dlpack(void* buffer, int kind) {
-  auto* shared = static_cast<Shared*>(buffer);
-  shared->owners.fetch_add(1, std::memory_order_relaxed);
-  auto* tensor = new DLManagedTensor{};
-  tensor->dl_tensor = {
-      shared->block.get(), {static_cast<DLDeviceType>(kind), 0}, 1, {kDLUInt, 8, 1}, &shared->bytes, nullptr, 0};
-  tensor->manager_ctx = shared;
-  tensor->deleter = [](DLManagedTensor* self) {
-    Shared::drop(static_cast<Shared*>(self->manager_ctx));
-    delete self;
-  };
-  return tensor;
-}
-
-// The destructor of a capsule that holds a DLPack tensor: a consumer that took the tensor has renamed the capsule.
-void pinpool_torch_capsule_end(void* capsule) {
-  if (PyCapsule_IsValid(capsule, "dltensor")) {
-    auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
-    tensor->deleter(tensor);
-  }
+  return g_pool.load(std::memory_order_acquire);
 }
 }

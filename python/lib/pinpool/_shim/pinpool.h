@@ -1,0 +1,1 @@
+../../../../crates/pinpool-capi/pinpool.h
