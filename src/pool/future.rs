@@ -27,8 +27,8 @@ pub struct Checkout<T = PinnedBuf> {
     pool: Pool,
     requests: Vec<Request>,
     site: &'static Location<'static>,
-    /// When the future was made.
-    since: Instant,
+    /// When it first got a deadline, or began to wait. A hit reads no clock.
+    since: Option<Instant>,
     /// The most requests that may wait, this one included.
     max_waiting: usize,
     stage: Stage,
@@ -61,7 +61,7 @@ impl<T> Checkout<T> {
             pool: pool.clone(),
             requests,
             site,
-            since: Instant::now(),
+            since: None,
             max_waiting: pool.0.max_waiting,
             stage: Stage::New,
             deadline: None,
@@ -75,7 +75,9 @@ impl<T> Checkout<T> {
     /// wakes the task, so this works on any runtime, and without one.
     #[must_use = "nothing happens until it is awaited"]
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.deadline = Instant::now().checked_add(timeout);
+        let now = Instant::now();
+        self.since.get_or_insert(now);
+        self.deadline = now.checked_add(timeout);
         // It was set for another deadline.
         self.alarm = None;
         self
@@ -96,10 +98,13 @@ impl<T> Checkout<T> {
     /// What the request was granted, by the first poll or by the queue since.
     fn poll_granted(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<Fresh>>> {
         let key = match std::mem::replace(&mut self.stage, Stage::Over) {
-            Stage::New => match self.pool.begin(&self.requests, Wait::Task(cx.waker()), self.max_waiting)? {
-                Begun::Granted(granted) => return Poll::Ready(Ok(granted)),
-                Begun::Waits(key) => key,
-            },
+            Stage::New => {
+                self.since.get_or_insert_with(Instant::now);
+                match self.pool.begin(&self.requests, Wait::Task(cx.waker()), self.max_waiting)? {
+                    Begun::Granted(granted) => return Poll::Ready(Ok(granted)),
+                    Begun::Waits(key) => key,
+                }
+            }
             Stage::Waits(key) => key,
             Stage::Over => {
                 return Poll::Ready(Err(Error::Argument("a checkout was polled after it was ready".into())));
@@ -124,7 +129,7 @@ impl<T> Checkout<T> {
         }
         self.stage = Stage::Over;
         let len = central::sum(self.requests.iter().map(|request| request.len));
-        Poll::Ready(self.pool.central().give_up(key, len, self.since))
+        Poll::Ready(self.pool.central().give_up(key, len, self.since.unwrap_or(deadline)))
     }
 }
 
