@@ -11,6 +11,7 @@
 //!   buffer's lock with the interpreter's held. Errors become exceptions after it is released.
 
 mod buffer;
+mod cli;
 mod dlpack;
 mod fault;
 mod load;
@@ -30,5 +31,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<load::Checkpoint>()?;
     module.add_class::<load::Load>()?;
     module.add_class::<load::Landed>()?;
-    module.add_class::<buffer::Buffer>()
+    module.add_class::<buffer::Buffer>()?;
+    module.add_function(wrap_pyfunction!(cli::command, module)?)
 }

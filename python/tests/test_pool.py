@@ -250,13 +250,13 @@ def test_close(device):
 
 
 def test_the_stubs_are_current():
-    """Each class and member is in the stub, and the other way round."""
+    """Each function, class and member is in the stub, and the other way round."""
     stub = ast.parse((pathlib.Path(pinpool.__file__).parent / "_native.pyi").read_text())
-    classes = [node for node in stub.body if isinstance(node, ast.ClassDef)]
-    assert {node.name for node in classes} == {
+    named = [node for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    assert {node.name for node in named} == {
         n for n in dir(pinpool._native) if not n.startswith("_")
     }
-    for node in classes:
+    for node in [node for node in named if isinstance(node, ast.ClassDef)]:
         native = getattr(pinpool._native, node.name)
         named = {part.name for part in node.body if isinstance(part, ast.FunctionDef)} - {
             "__new__",

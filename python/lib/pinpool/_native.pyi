@@ -5,6 +5,9 @@ from typing import Any, final
 
 __version__: str
 
+def command(words: list[str]) -> int:
+    """Used by `python -m pinpool`."""
+
 @final
 class Device:
     """An opened device: "cuda:0", "acl:0", "host", or "auto" for the first that is there."""

@@ -14,7 +14,6 @@
 //! [`BenchSetup`], which [`BenchSetup::measure`] runs in rounds.
 
 use std::collections::BTreeSet;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use pinpool::{Backing, Copier, Device, DeviceSlice, Error, PinnedBuf, Request, Stream, Unpinned};
@@ -44,7 +43,7 @@ const COPIER_SHARE: usize = 256 << 20;
 const SIZES_TAKEN: usize = 5;
 
 /// Runs the command.
-pub fn run(args: &BenchArgs) -> ExitCode {
+pub fn run(args: &BenchArgs) -> u8 {
     let (mut text, mut object) = (String::new(), object(None));
     let result = super::open_device(&args.device.name).and_then(|device| {
         let measured = measured(args, &device);

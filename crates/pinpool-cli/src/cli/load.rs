@@ -12,7 +12,6 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -46,7 +45,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs the command. The report goes to stdout, also after an error.
-pub fn run(args: &LoadArgs) -> ExitCode {
+pub fn run(args: &LoadArgs) -> u8 {
     let mut report = LoadReport::default();
     let result = prepare(args).and_then(|run| {
         let result = run.run(args, &mut report);

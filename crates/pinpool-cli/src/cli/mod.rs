@@ -18,7 +18,6 @@ mod top;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
-use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
@@ -54,7 +53,7 @@ impl fmt::Display for CliError {
 }
 
 /// Runs the subcommand that the command line names.
-pub fn run(args: &args::Args) -> ExitCode {
+pub fn run(args: &args::Args) -> u8 {
     log_to_stderr(args.verbose);
     match &args.command {
         args::Command::Load(args) => load::run(args),
@@ -65,19 +64,18 @@ pub fn run(args: &args::Args) -> ExitCode {
 }
 
 /// Prints help and version to stdout; an error is a line on stderr and, with `--json`, an object.
-pub fn refuse(error: &clap::Error) -> ExitCode {
+pub fn refuse(error: &clap::Error, json: bool) -> u8 {
     if matches!(error.kind(), DisplayHelp | DisplayHelpOnMissingArgumentOrSubcommand | DisplayVersion) {
         // The error is ignored: a closed pipe needs no more of the help.
         let _ = error.print();
-        return ExitCode::from(if error.use_stderr() { EXIT_USAGE } else { 0 });
+        return if error.use_stderr() { EXIT_USAGE } else { 0 };
     }
     let text = error.render().to_string();
     // The first paragraph has the cause; usage and hints follow after an empty line.
     let cause: Vec<&str> = text.lines().take_while(|l| !l.trim().is_empty()).map(str::trim).collect();
     let cause = cause.join(" ");
     let cause = format!("{} (see --help)", cause.strip_prefix("error: ").unwrap_or(&cause));
-    let json = std::env::args_os().any(|arg| arg == "--json").then(|| json!({}));
-    exit(json, "", Err(CliError::Usage(cause)))
+    exit(json.then(|| json!({})), "", Err(CliError::Usage(cause)))
 }
 
 /// Opens the device that the command line names. A name that no device can have is an error of the
@@ -97,7 +95,7 @@ fn pool(device: &Device, backing: Option<Backing>) -> PoolBuilder {
 }
 
 /// A subcommand's exit status. Prints its text, its object with the error or null, the error.
-fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
+fn exit(object: Option<Value>, text: &str, result: Result<()>) -> u8 {
     let mut text = text.to_owned();
     if let Some(mut object) = object {
         object["error"] = result.as_ref().err().map(CliError::to_string).into();
@@ -105,10 +103,10 @@ fn exit(object: Option<Value>, text: &str, result: Result<()>) -> ExitCode {
     }
     // Printed also after an error, which goes before one of printing.
     match result.and(print(&text)) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(failure) => {
             say(&format!("error: {failure}"));
-            ExitCode::from(if let CliError::Usage(_) = failure { EXIT_USAGE } else { EXIT_FAILED })
+            if let CliError::Usage(_) = failure { EXIT_USAGE } else { EXIT_FAILED }
         }
     }
 }
@@ -182,9 +180,10 @@ fn json_line(value: &Value) -> String {
 /// that about unpinned memory comes once per extent, and the command says it itself.
 fn log_to_stderr(verbose: u8) {
     const LEVELS: [tracing::Level; 3] = [tracing::Level::ERROR, tracing::Level::INFO, tracing::Level::DEBUG];
-    tracing_subscriber::fmt()
+    // The error is ignored: a program that has a subscriber of its own keeps it.
+    let _ = tracing_subscriber::fmt()
         .with_max_level(LEVELS[usize::from(verbose.min(2))])
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
-        .init();
+        .try_init();
 }

@@ -31,7 +31,6 @@ mod probe;
 mod system;
 
 use std::path::Path;
-use std::process::ExitCode;
 
 use pinpool::{Backing, Device};
 use serde_json::{Value, json};
@@ -181,7 +180,7 @@ fn left_of(system: &System) -> Option<u64> {
 }
 
 /// Runs the command.
-pub fn run(args: &DoctorArgs) -> ExitCode {
+pub fn run(args: &DoctorArgs) -> u8 {
     let (spec, json) = (args.device.name.as_str(), args.device.json);
     let system = System::new(args.root.as_deref().unwrap_or(Path::new("/")));
     let device = match open_device(spec) {
@@ -231,7 +230,7 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         },
     });
     match report.printed.and_then(|()| if json { print(&(json_line(&object) + "\n")) } else { Ok(()) }) {
-        Ok(()) if worst == Status::Fail => ExitCode::from(EXIT_FAILED),
+        Ok(()) if worst == Status::Fail => EXIT_FAILED,
         written => exit(None, "", written),
     }
 }
