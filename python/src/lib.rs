@@ -28,9 +28,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<pool::Device>()?;
     module.add_class::<pool::Pool>()?;
     module.add_class::<pool::Region>()?;
+    module.add_class::<load::Copier>()?;
     module.add_class::<load::Checkpoint>()?;
+    module.add_class::<load::Window>()?;
     module.add_class::<load::Load>()?;
-    module.add_class::<load::Landed>()?;
     module.add_class::<buffer::Buffer>()?;
     module.add_function(wrap_pyfunction!(cli::command, module)?)
 }

@@ -3,32 +3,70 @@
 
 #![allow(unsafe_code)]
 
-use std::collections::HashSet;
+use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use pinpool::{Copier, DeviceSlice, Error};
-use pinpool_safetensors::Tensor;
+use pinpool::Error;
+use pinpool_safetensors::{Tensor, windows};
 use pyo3::prelude::*;
-use pyo3::types::PyByteArray;
 
 use crate::buffer::adopt;
 use crate::fault::{Fault, check_fork};
 use crate::pool::Pool;
 use crate::wait::wait;
 
-/// The alignment of tensors in their blocks: no element of any type is longer.
-const ALIGN: usize = 64;
+/// The alignment of tensors in their block, for which `windows` makes room: no element of any type
+/// is longer.
+const ALIGN: usize = 256;
 
-/// A file, an index or a folder, whose headers were read.
+/// Copies through a pool, by threads that start with the first load.
+#[pyclass(frozen, module = "pinpool")]
+pub(crate) struct Copier(pinpool::Copier);
+
+#[pymethods]
+impl Copier {
+    /// `share`: the bytes of the pool that loads may use, half of it unless given.
+    #[new]
+    #[pyo3(signature = (pool, share = None))]
+    fn new(py: Python<'_>, pool: &Pool, share: Option<usize>) -> Result<Self, Fault> {
+        check_fork()?;
+        let mut builder = pinpool::Copier::builder(&pool.0, &pool.0.devices()[0]);
+        if let Some(bytes) = share {
+            builder = builder.share(bytes);
+        }
+        Ok(Self(py.detach(|| builder.build())?))
+    }
+
+    /// The name of its device.
+    #[getter]
+    fn device(&self) -> &str {
+        self.0.device().name()
+    }
+}
+
+/// What is opened: a file, an index or a folder, or a list of files.
+#[derive(FromPyObject)]
+enum Named {
+    One(PathBuf),
+    Files(Vec<PathBuf>),
+}
+
+/// Files whose headers were read.
 #[pyclass(frozen, module = "pinpool")]
 pub(crate) struct Checkpoint(pinpool_safetensors::Checkpoint);
 
 #[pymethods]
 impl Checkpoint {
     #[new]
-    fn new(py: Python<'_>, path: PathBuf) -> Result<Self, Fault> {
-        Ok(Self(py.detach(|| pinpool_safetensors::Checkpoint::open(path))?))
+    fn new(py: Python<'_>, path: Named) -> Result<Self, Fault> {
+        let opened = py.detach(|| match path {
+            Named::One(path) => pinpool_safetensors::Checkpoint::open(path),
+            Named::Files(paths) => pinpool_safetensors::Checkpoint::open_files(&paths),
+        });
+        Ok(Self(opened?))
     }
 
     /// The names, in the order in which the tensors lie in the files.
@@ -41,130 +79,132 @@ impl Checkpoint {
         self.0.metadata().collect()
     }
 
-    /// Type, shape and bytes of a tensor.
-    fn describe(&self, name: &str) -> Option<(String, Vec<usize>, u64)> {
+    /// Type, shape and offsets of a tensor, its file, and where in it the tensor starts.
+    #[allow(clippy::type_complexity)]
+    fn describe(&self, name: &str) -> Option<(String, Vec<usize>, (u64, u64), OsString, u64)> {
         let tensor = self.0.get(name)?;
-        Some((format!("{:?}", tensor.dtype()), tensor.shape().to_vec(), tensor.bytes()))
+        let (dtype, offsets) = (format!("{:?}", tensor.dtype()), tensor.data_offsets());
+        let offsets = (offsets.start, offsets.end);
+        Some((dtype, tensor.shape().to_vec(), offsets, tensor.file().into(), tensor.range().start))
     }
 
-    /// Starts a load. `memory` is called with a number of bytes, and gives an address of device
-    /// memory and the object that keeps it; without it the memory is the load's own. `behind` is a
-    /// stream whose work of until now may still use that memory. The interpreter's lock is given
-    /// away: a thread of the crate's may wait for it to drop the memory of an earlier load.
-    #[pyo3(signature = (pool, names = None, memory = None, behind = None))]
-    fn load(
-        &self,
-        py: Python<'_>,
-        pool: &Pool,
-        names: Option<HashSet<String>>,
-        memory: Option<Py<PyAny>>,
-        behind: Option<usize>,
-    ) -> Result<Load, Fault> {
-        check_fork()?;
-        let device = &pool.0.devices()[0];
-        let mut raised = None;
-        let started = py.detach(|| {
-            let copier = Copier::builder(&pool.0, device).build()?;
-            let chosen = |tensor: &Tensor| names.as_ref().is_none_or(|names| names.contains(tensor.name()));
-            let mut loader = self.0.loader(&copier).align(ALIGN).filter(chosen);
-            if let Some(memory) = &memory {
-                loader = loader.memory(|bytes| {
-                    let (address, owner) =
-                        Python::attach(|py| given(memory.bind(py), bytes)).map_err(|error| {
-                            raised = Some(error);
-                            Error::Argument("the program gave no memory for the load".into())
-                        })?;
-                    if let Some(stream) = behind {
-                        copier.wait_for(&adopt(device, stream)?)?;
-                    }
-                    // SAFETY: the owner keeps the memory until it is dropped, when no copy uses it
-                    // any more. Nobody else has it before its tensors have landed.
-                    Ok(unsafe { device.raw_memory(address, bytes, owner) }?)
-                });
-            }
-            let load = loader.start()?;
-            Ok::<_, Error>(Load { load: Mutex::new(Some(load)), copier: copier.clone() })
+    /// Splits tensors, whole or some of their rows, in their order into windows of at most so many
+    /// bytes, or of one larger tensor.
+    fn windows(&self, plan: Vec<(String, Option<(usize, usize)>)>, bytes: u64) -> Result<Vec<Window>, Fault> {
+        let chosen = plan.iter().map(|(name, rows)| {
+            let no_tensor = || Error::Argument(format!("the checkpoint has no tensor \"{name:.200}\""));
+            let tensor = self.0.get(name).ok_or_else(no_tensor)?;
+            rows.map_or(Ok(tensor.clone()), |(start, stop)| tensor.rows(start..stop))
         });
-        match raised {
-            Some(error) => Err(error.into()),
-            None => Ok(started?),
-        }
+        let chosen = chosen.collect::<Result<Vec<_>, _>>()?;
+        let window = |tensors| Window { checkpoint: self.0.clone(), tensors };
+        Ok(windows(chosen, bytes).map(window).collect())
     }
 }
 
-/// What keeps memory of Python's.
-struct Owner(Option<Py<PyAny>>);
+/// Tensors that are loaded together.
+#[pyclass(frozen, module = "pinpool")]
+pub(crate) struct Window {
+    checkpoint: pinpool_safetensors::Checkpoint,
+    tensors: Vec<Tensor>,
+}
+
+#[pymethods]
+impl Window {
+    fn names(&self) -> Vec<&str> {
+        self.tensors.iter().map(Tensor::name).collect()
+    }
+
+    /// The device memory that a load of it takes, at least one byte.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        let tensors = self.tensors.iter();
+        let total: usize = tensors.map(|tensor| (tensor.bytes() as usize).next_multiple_of(ALIGN)).sum();
+        total.max(ALIGN)
+    }
+
+    /// Starts a load to device memory of at least so many bytes, at an address on the alignment,
+    /// which `owner` keeps. `behind` is a stream whose work of until now may still use that memory.
+    /// The interpreter's lock is given away: a thread of the crate's may wait for it to drop the
+    /// memory of an earlier load.
+    fn load(
+        &self,
+        py: Python<'_>,
+        copier: &Copier,
+        address: u64,
+        owner: Py<PyAny>,
+        behind: usize,
+    ) -> Result<Load, Fault> {
+        check_fork()?;
+        let (copier, bytes, kept) = (&copier.0, self.nbytes(), Arc::new(Mutex::new(Some(owner))));
+        let owner = Owner(kept.clone());
+        let started = py.detach(|| {
+            copier.wait_for(&adopt(copier.device(), behind)?)?;
+            // SAFETY: the owner keeps the memory until it is dropped, when no copy uses it any
+            // more. Nobody else has it before its tensors have landed.
+            let memory = unsafe { copier.device().raw_memory(address, bytes, owner) };
+            let (memory, mut used) = (memory.map_err(|refused| refused.error)?, 0_usize);
+            let block = |bytes: usize| {
+                let start = used;
+                used = (start + bytes).next_multiple_of(ALIGN);
+                memory.slice(start..start + bytes)
+            };
+            let tensors = self.tensors.iter().cloned();
+            self.checkpoint.loader(copier).only(tensors).align(ALIGN).memory(block).start()
+        });
+        Ok(Load { load: Mutex::new(Some(started?)), left: self.tensors.len().into(), kept })
+    }
+}
+
+/// The object that keeps a load's memory, until the load or the memory's last handle lets go of it.
+type Kept = Arc<Mutex<Option<Py<PyAny>>>>;
+
+/// Lets go of what keeps the memory when no handle to it is left.
+struct Owner(Kept);
 
 impl Drop for Owner {
     /// On a thread of the crate's, for which nobody waits with the interpreter's lock held. Without
     /// an interpreter the memory is never freed.
     fn drop(&mut self) {
-        Python::try_attach(|_| drop(self.0.take()));
-        std::mem::forget(self.0.take());
+        let kept = self.0.lock().take();
+        if let Some(kept) = kept {
+            let mut kept = Some(kept);
+            Python::try_attach(|_| drop(kept.take()));
+            std::mem::forget(kept);
+        }
     }
 }
 
-/// The address of memory that Python gives, and its owner.
-fn given(memory: &Bound<'_, PyAny>, bytes: usize) -> PyResult<(u64, Owner)> {
-    let (address, owner) = memory.call1((bytes,))?.extract::<(u64, Py<PyAny>)>()?;
-    Ok((address, Owner(Some(owner))))
-}
-
-/// A load under way: an iterator of the tensors that have landed.
+/// A load under way.
 #[pyclass(frozen, module = "pinpool")]
 pub(crate) struct Load {
     load: Mutex<Option<pinpool_safetensors::Load>>,
-    copier: Copier,
+    /// The tensors that are to be taken.
+    left: AtomicUsize,
+    kept: Kept,
 }
 
 #[pymethods]
 impl Load {
-    fn __iter__(this: Py<Self>) -> Py<Self> {
-        this
-    }
-
-    fn __next__(&self, py: Python<'_>) -> Result<Option<Landed>, Fault> {
-        let Some(load) = self.load.lock().clone() else {
-            return Ok(None);
-        };
-        let mut next = Box::pin(load.next_tensor());
-        let Some(tensor) = wait(py, &mut next, None)?.flatten().transpose()? else {
-            return Ok(None);
-        };
-        let (name, slice) = (tensor.name().to_owned(), tensor.slice().cloned());
-        let address = slice.as_ref().map_or(0, DeviceSlice::address);
-        Ok(Some(Landed { name, address, slice, copier: self.copier.clone() }))
+    /// Takes a tensor, and waits until it has landed. Its address, 0 for one without elements;
+    /// `None` if it was taken, or the load is closed.
+    fn take(&self, py: Python<'_>, name: &str) -> Result<Option<u64>, Fault> {
+        let Some(load) = self.load.lock().clone() else { return Ok(None) };
+        let mut take = Box::pin(load.take_async(name));
+        let Some(tensor) = wait(py, &mut take, None)?.transpose()?.flatten() else { return Ok(None) };
+        // When the last one comes out, all transfers are over, and no copy uses the memory. The
+        // program's tensors keep it now, and nothing else: else it would be freed some time after
+        // the last of them, by a thread that waits for the interpreter.
+        if self.left.fetch_sub(1, Ordering::Relaxed) == 1 && load.progress().over {
+            let kept = self.kept.lock().take();
+            drop(kept);
+        }
+        Ok(Some(tensor.slice().map_or(0, |slice| slice.address())))
     }
 
     /// Ends the load: what has not landed is cancelled.
     fn close(&self, py: Python<'_>) {
         let load = self.load.lock().take();
         py.detach(|| drop(load));
-    }
-}
-
-/// A tensor that has landed.
-#[pyclass(frozen, module = "pinpool")]
-pub(crate) struct Landed {
-    #[pyo3(get)]
-    name: String,
-    /// 0 for a tensor without elements.
-    #[pyo3(get)]
-    address: u64,
-    slice: Option<DeviceSlice>,
-    copier: Copier,
-}
-
-#[pymethods]
-impl Landed {
-    /// Its bytes.
-    fn read<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyByteArray>> {
-        check_fork()?;
-        let Some(slice) = &self.slice else {
-            return Ok(PyByteArray::new(py, &[]));
-        };
-        PyByteArray::new_with(py, slice.len(), |to| {
-            py.detach(|| self.copier.download_slice(slice, to)).map_err(|error| Fault::from(error).into())
-        })
     }
 }

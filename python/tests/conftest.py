@@ -56,8 +56,8 @@ class Gpu:
 
     def __init__(self):
         self.library = ctypes.CDLL(SIM)
-        context = self.made("cuDevicePrimaryCtxRetain", 0)
-        self("cuCtxSetCurrent", context)
+        self.context = self.made("cuDevicePrimaryCtxRetain", 0)
+        self("cuCtxSetCurrent", self.context)
         self.memory = self.made("cuMemAlloc_v2", MIB)
 
     def __call__(self, name, *words):

@@ -22,7 +22,7 @@ use ::safetensors::tensor::TensorInfo;
 
 use super::json::{LONGEST, entries, named, string};
 use super::{beginning, blamed, malformed, read_at, reserved};
-use pinpool::Result;
+use pinpool::{Error, Result};
 
 /// Bytes before the header: its length, as a little-endian number.
 const FRONT: u64 = 8;
@@ -39,6 +39,8 @@ const SHORTEST_ENTRY: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0
 /// What a file's header says: a table of its tensors, in the file's order.
 pub(super) struct Table {
     pub(super) path: Box<Path>,
+    /// The file's number in the checkpoint.
+    pub(super) number: u32,
     /// The header, with the names themselves in the places of those that were written with escapes.
     text: String,
     /// Where the metadata is in it. Empty: it has none.
@@ -65,10 +67,6 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    pub(super) fn bytes(&self) -> u64 {
-        self.to - self.from
-    }
-
     fn name(&self) -> Range<usize> {
         self.name as usize..self.name as usize + usize::from(self.name_len)
     }
@@ -76,7 +74,7 @@ impl Entry {
 
 impl Table {
     /// Reads the header of a file of `file_len` bytes.
-    pub(super) fn read(file: &File, path: &Path, file_len: u64) -> Result<Self> {
+    pub(super) fn read(file: &File, path: &Path, file_len: u64, number: u32) -> Result<Self> {
         let what = &*path.display().to_string();
         let no_object = |said: &dyn fmt::Display| {
             let why = format!("its header is no JSON object ({said}); it is no safetensors file, or damaged");
@@ -92,7 +90,7 @@ impl Table {
         reserved(list.try_reserve_exact(tensors), what, tensors * size_of::<Entry>())?;
         reserved(sizes.try_reserve_exact(axes), what, axes * size_of::<usize>())?;
         let (path, none) = (path.into(), String::new());
-        let mut table = Self { path, text: none, metadata: 0..0, entries: list, axes: sizes };
+        let mut table = Self { path, number, text: none, metadata: 0..0, entries: list, axes: sizes };
         // Where a part of the text starts in it.
         let place = |part: &str| part.as_ptr() as usize - text.as_ptr() as usize;
         entries(&text, no_object, |key, value| {
@@ -231,16 +229,72 @@ impl Table {
     }
 }
 
-/// A tensor in a file, as its header describes it. A clone is a handle to the same description.
+/// A tensor in a file, as its header describes it, or some of its [rows](Self::rows). A clone is a
+/// handle to the same description.
 #[derive(Clone)]
 pub struct Tensor {
     pub(super) table: Arc<Table>,
     pub(super) index: u32,
+    rows: Option<Arc<Rows>>,
+}
+
+/// Some rows of a tensor.
+struct Rows {
+    shape: Vec<usize>,
+    /// Their bytes in the file.
+    range: Range<u64>,
 }
 
 impl Tensor {
+    pub(super) fn new(table: Arc<Table>, index: u32) -> Self {
+        Self { table, index, rows: None }
+    }
+
     fn entry(&self) -> &Entry {
         &self.table.entries[self.index as usize]
+    }
+
+    /// The same tensor, but only these of its rows, which are what its first axis counts. They lie
+    /// side by side in the file, so a load of them reads and copies no other bytes.
+    ///
+    /// ```no_run
+    /// # use pinpool_safetensors::Checkpoint;
+    /// # fn load(checkpoint: &Checkpoint, copier: &pinpool::Copier) -> pinpool::Result<()> {
+    /// // The second of four ranks loads its quarter of the rows, and the other tensors whole.
+    /// let ours = |tensor: pinpool_safetensors::Tensor| match tensor.name() {
+    ///     "lm_head.weight" => tensor.rows(tensor.shape()[0] / 4..tensor.shape()[0] / 2),
+    ///     _ => Ok(tensor),
+    /// };
+    /// let chosen = checkpoint.tensors().map(ours).collect::<pinpool::Result<Vec<_>>>()?;
+    /// let load = checkpoint.loader(copier).only(chosen).start()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for rows that the tensor does not have, of a single element, and where
+    /// types of less than a byte make the rows begin or end within one.
+    pub fn rows(&self, rows: Range<usize>) -> Result<Self> {
+        let (Range { start, end }, Range { start: from, end: to }) = (rows, self.range());
+        let refused = |why: String| {
+            let name = self.name();
+            Err(Error::Argument(format!("rows {start}..{end} of tensor \"{name:.200}\": {why}")))
+        };
+        let Some((&count, others)) = self.shape().split_first() else {
+            return refused("it is a single element; load it whole".into());
+        };
+        if start > end || end > count {
+            return refused(format!("it has {count}; name a range of these"));
+        }
+        // The product may exceed 64 bits.
+        let at = |row: usize| u128::from(to - from) * row as u128;
+        if [start, end].iter().any(|row| count > 0 && at(*row) % count as u128 > 0) {
+            return refused("they begin or end within a byte; take an even number of rows".into());
+        }
+        let at = |row: usize| from + (at(row) / count.max(1) as u128) as u64;
+        let shape = std::iter::once(end - start).chain(others.iter().copied()).collect();
+        let rows = Rows { shape, range: at(start)..at(end) };
+        Ok(Self { table: self.table.clone(), index: self.index, rows: Some(rows.into()) })
     }
 
     /// Its name, unique in its checkpoint. It is as the file has it and may be any text: escape it
@@ -256,18 +310,32 @@ impl Tensor {
 
     /// Elements along each axis, those of the last side by side. Empty for a single element.
     pub fn shape(&self) -> &[usize] {
+        if let Some(rows) = &self.rows {
+            return &rows.shape;
+        }
         let entry = self.entry();
         &self.table.axes[entry.shape as usize..][..usize::from(entry.axes)]
     }
 
     /// The number of its bytes. The format allows tensors without elements, which have none.
     pub fn bytes(&self) -> u64 {
-        self.entry().bytes()
+        let Range { start, end } = self.range();
+        end - start
     }
 
     /// The range of its bytes in the file.
     pub fn range(&self) -> Range<u64> {
-        self.entry().from..self.entry().to
+        match &self.rows {
+            Some(rows) => rows.range.clone(),
+            None => self.entry().from..self.entry().to,
+        }
+    }
+
+    /// The same range, counted from behind the header, as the header has it (`data_offsets`).
+    pub fn data_offsets(&self) -> Range<u64> {
+        // The first tensor starts there: there are no gaps.
+        let (Range { start, end }, data) = (self.range(), self.table.entries[0].from);
+        start - data..end - data
     }
 
     /// The path of its file, as it was given or found.

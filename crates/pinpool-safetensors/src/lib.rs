@@ -35,6 +35,10 @@
 //! ([`Load::next_tensor`]), threads ([`Load::blocking`]), and many of both that wait for tensors by
 //! name ([`Load::take`]). [`Loader::places`] loads into an allocation for each tensor.
 //!
+//! A program that copies each tensor elsewhere and drops it needs device memory for a part of the
+//! checkpoint at a time: [`windows`] splits it. [`Tensor::rows`] is for a program that needs some
+//! of the rows of a tensor, as with tensor parallelism.
+//!
 //! # What is refused
 //!
 //! A header comes from outside and gives offsets into memory. So it is checked before anything is
@@ -65,13 +69,14 @@
 //! control sequences of a terminal. Show them escaped (`{:?}`), as the errors do.
 
 // To read in this order: `json`, `header`, `index`, `load` (where on the device tensors go),
-// `share` (what comes out). Offsets are used only after `header` has checked them.
+// `share` (what comes out), `windows`. Offsets are used only after `header` has checked them.
 
 mod header;
 mod index;
 mod json;
 mod load;
 mod share;
+mod windows;
 
 use std::collections::TryReserveError;
 use std::fs::{self, File};
@@ -86,6 +91,7 @@ use pinpool::{Error, Result};
 pub use self::header::Tensor;
 pub use self::load::{DeviceTensor, Loader};
 pub use self::share::Load;
+pub use self::windows::windows;
 #[doc(no_inline)]
 pub use ::safetensors::Dtype;
 
@@ -191,9 +197,9 @@ impl Checkpoint {
     /// Opens files, one at a time, so that a missing one ends it: an index may name thousands.
     fn of<P: AsRef<Path>>(paths: &[P], index: Option<&Index>) -> Result<Self> {
         let (mut shards, mut tables) = (Vec::new(), Vec::new());
-        for path in paths.iter().map(AsRef::as_ref) {
+        for (number, path) in (0..).zip(paths.iter().map(AsRef::as_ref)) {
             let (file, opened) = open_regular(path)?;
-            tables.push(Table::read(&file, path, opened.len())?);
+            tables.push(Table::read(&file, path, opened.len(), number)?);
             shards.push(Shard { file: file.into(), opened });
         }
         let names = Names::of(&tables)?;
@@ -207,14 +213,14 @@ impl Checkpoint {
 
     /// The tensors, file by file, in the order in which they lie in the files.
     pub fn tensors(&self) -> impl Iterator<Item = Tensor> {
-        let each = |table: &Arc<Table>, index| Tensor { table: table.clone(), index };
-        self.0.tables.iter().flat_map(move |table| table.listed().map(move |index| each(table, index)))
+        let all = |table: &Arc<Table>, index| Tensor::new(table.clone(), index);
+        self.0.tables.iter().flat_map(move |table| table.listed().map(move |index| all(table, index)))
     }
 
     /// The tensor of this name.
     pub fn get(&self, name: &str) -> Option<Tensor> {
         let (shard, index) = self.0.place(name)?;
-        Some(Tensor { table: self.0.tables[shard as usize].clone(), index })
+        Some(Tensor::new(self.0.tables[shard as usize].clone(), index))
     }
 
     /// The bytes of all tensors; `u64::MAX` if they are more (files may have holes).

@@ -6,14 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Arc, OnceLock};
 
 use pinpool::copier::{Copier, CopyRange, FileSource, Transfer, may_wait};
 use pinpool::{DeviceSlice, Error, Result};
 
 use super::Checkpoint;
-use super::header::Tensor;
+use super::header::{Table, Tensor};
 use super::share::{Load, Part, Shared};
 
 /// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it
@@ -79,6 +79,7 @@ enum Memory<'a> {
 pub struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     copier: &'a Copier,
+    only: Option<Vec<Tensor>>,
     filter: Option<Filter<'a>>,
     first: Vec<String>,
     align: usize,
@@ -92,12 +93,20 @@ impl<'a> Loader<'a> {
         Self {
             checkpoint,
             copier,
+            only: None,
             filter: None,
             first: Vec::new(),
             align: TENSOR_ALIGN,
             memory: Memory::Device,
             given: BTreeMap::new(),
         }
+    }
+
+    /// Loads only these tensors of the checkpoint, or [rows](Tensor::rows) of them, and of these the
+    /// ones for which a [`filter`](Self::filter) is true. Their order does not matter. Default: all.
+    pub fn only(mut self, tensors: impl IntoIterator<Item = Tensor>) -> Self {
+        self.only = Some(tensors.into_iter().collect());
+        self
     }
 
     /// Loads only tensors for which `filter` is true. Default: all.
@@ -144,7 +153,8 @@ impl<'a> Loader<'a> {
     /// (but for those that come [`first`](Self::first)); dropping it cancels the rest.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a wrong alignment. Of the caller's memory: [`Error::Mismatch`], and
+    /// [`Error::Argument`] for a wrong alignment, and for a tensor that is of another checkpoint or
+    /// there twice. Of the caller's memory: [`Error::Mismatch`], and
     /// [`Error::Argument`] where it is short, not aligned, or overlaps what was given before; for
     /// the place of a tensor these are the cause in an [`Error::Tensor`]. [`Error::Malformed`] for
     /// a file that was written to since it was opened. Else [as every call](Error#every-call).
@@ -164,24 +174,39 @@ impl<'a> Loader<'a> {
         load.blocking().collect()
     }
 
-    /// What is loaded: the tensors of the first prefix in all files, then those of the second, and
-    /// so on, and last the rest. Each item has a file and its tensors.
-    fn chosen(&mut self) -> Vec<(u32, Vec<u32>)> {
-        let mut chosen = Vec::new();
-        for (number, table) in (0..).zip(&self.checkpoint.0.tables) {
-            let mut groups = vec![Vec::new(); self.first.len() + 1];
-            let mut tensor = Tensor { table: table.clone(), index: 0 };
-            for index in table.listed() {
-                tensor.index = index;
-                if self.filter.as_mut().is_none_or(|filter| filter(&tensor)) {
-                    let group = self.first.iter().position(|prefix| tensor.name().starts_with(prefix));
-                    groups[group.unwrap_or(self.first.len())].push(index);
+    /// What is loaded, with the number of its prefix: the tensors of the first prefix in all files,
+    /// then those of the second, and so on, and last the rest.
+    fn chosen(&mut self) -> Result<Vec<(usize, Tensor)>> {
+        let files = &self.checkpoint.0.tables;
+        let all = match self.only.take() {
+            Some(mut only) => {
+                let is_ours = |table: &Arc<Table>| {
+                    files.get(table.number as usize).is_some_and(|file| Arc::ptr_eq(file, table))
+                };
+                let refused = |tensor: &Tensor, why: &str| {
+                    let name = tensor.name();
+                    Err(Error::Argument(format!("tensor \"{name:.200}\" {why}")))
+                };
+                if let Some(other) = only.iter().find(|tensor| !is_ours(&tensor.table)) {
+                    return refused(other, "is of another checkpoint; load it from there");
                 }
+                only.sort_by_key(place);
+                if let Some(twice) = only.windows(2).find(|pair| place(&pair[0]) == place(&pair[1])) {
+                    return refused(&twice[0], "is asked for twice; make two loads of it");
+                }
+                only
             }
-            chosen.extend(groups.into_iter().enumerate().map(|(group, chosen)| (group, (number, chosen))));
+            None => self.checkpoint.tensors().collect(),
+        };
+        let (mut chosen, rest) = (Vec::with_capacity(all.len()), self.first.len());
+        for tensor in all {
+            if self.filter.as_mut().is_none_or(|filter| filter(&tensor)) {
+                let group = self.first.iter().position(|prefix| tensor.name().starts_with(prefix));
+                chosen.push((group.unwrap_or(rest), tensor));
+            }
         }
         chosen.sort_by_key(|(group, _)| *group);
-        chosen.into_iter().map(|(_, chosen)| chosen).collect()
+        Ok(chosen)
     }
 
     /// Starts the transfers of all files. `waits`: the caller waits for all of them, also where one
@@ -194,11 +219,15 @@ impl<'a> Loader<'a> {
         // Made first: its drop cancels the transfers that have begun if a later file is refused.
         let (files, is_taken, next) = (self.checkpoint.0.clone(), Vec::new(), AtomicUsize::new(0));
         let mut load = Shared { files, parts: Vec::new(), waits, is_taken, next };
-        for (number, mut chosen) in self.chosen() {
+        let chosen = self.chosen()?;
+        let file = |(group, tensor): &(usize, Tensor)| (*group, tensor.table.number);
+        for chosen in chosen.chunk_by(|one, next| file(one) == file(next)) {
             let first = load.parts.last().map_or(0, Part::end);
+            let mut chosen: Vec<Tensor> = chosen.iter().map(|(_, tensor)| tensor.clone()).collect();
+            let number = chosen[0].table.number;
             let ranges = match self.memory {
-                Memory::Places(_) => self.places_of(number, &mut chosen)?,
-                Memory::Device | Memory::Blocks(_) => self.block_of(number, &chosen)?,
+                Memory::Places(_) => self.places_of(&mut chosen)?,
+                Memory::Device | Memory::Blocks(_) => self.block_of(&chosen)?,
             };
             if chosen.is_empty() {
                 continue;
@@ -213,20 +242,19 @@ impl<'a> Loader<'a> {
     }
 
     /// Gives the tensors of a file one block of device memory.
-    fn block_of(&mut self, number: u32, chosen: &[u32]) -> Result<Vec<CopyRange>> {
-        let entries = &self.checkpoint.0.tables[number as usize].entries;
+    fn block_of(&mut self, chosen: &[Tensor]) -> Result<Vec<CopyRange>> {
         // The ranges to copy, from the file to the block. Neighbours are joined.
         let (mut runs, mut end) = (Vec::<(u64, Range<usize>)>::new(), 0_usize);
-        for entry in chosen.iter().map(|index| &entries[*index as usize]).filter(|entry| entry.bytes() > 0) {
+        for tensor in chosen.iter().filter(|tensor| tensor.bytes() > 0) {
+            let from = tensor.range().start;
             // The alignment is a power of two; a division would be most of a plan's time.
             // (Saturated, it is more than any memory.)
             let start = end.saturating_add(self.align - 1) & !(self.align - 1);
-            let is_behind =
-                |at: u64, run: &Range<usize>| run.end == start && at + run.len() as u64 == entry.from;
-            end = start.saturating_add(usize::try_from(entry.bytes()).unwrap_or(usize::MAX));
+            let is_behind = |at: u64, run: &Range<usize>| run.end == start && at + run.len() as u64 == from;
+            end = start.saturating_add(usize::try_from(tensor.bytes()).unwrap_or(usize::MAX));
             match runs.last_mut() {
                 Some((at, run)) if is_behind(*at, run) => run.end = end,
-                _ => runs.push((entry.from, start..end)),
+                _ => runs.push((from, start..end)),
             }
         }
         if runs.is_empty() {
@@ -237,11 +265,9 @@ impl<'a> Loader<'a> {
     }
 
     /// Asks the caller for the places of tensors. Those without one are left out.
-    fn places_of(&mut self, number: u32, chosen: &mut Vec<u32>) -> Result<Vec<CopyRange>> {
+    fn places_of(&mut self, chosen: &mut Vec<Tensor>) -> Result<Vec<CopyRange>> {
         let (mut ranges, total) = (Vec::new(), chosen.len());
-        let mut tensor = Tensor { table: self.checkpoint.0.tables[number as usize].clone(), index: 0 };
-        for index in std::mem::take(chosen) {
-            tensor.index = index;
+        for tensor in std::mem::take(chosen) {
             if tensor.bytes() > 0 {
                 let Memory::Places(get) = &mut self.memory else { break };
                 let Some(slice) = get(&tensor)? else { continue };
@@ -249,7 +275,7 @@ impl<'a> Loader<'a> {
                 let slice = slice.map_err(|cause| not_there(tensor.name(), 0, total, cause))?;
                 ranges.push(CopyRange::new(tensor.range().start, slice));
             }
-            chosen.push(index);
+            chosen.push(tensor);
         }
         Ok(ranges)
     }
@@ -300,6 +326,11 @@ impl<'a> Loader<'a> {
         self.given.insert(start, end);
         Ok(slice)
     }
+}
+
+/// Where a tensor is: the number of its file, and its place in the file.
+fn place(tensor: &Tensor) -> (u32, u32) {
+    (tensor.table.number, tensor.index)
 }
 
 /// The error for a tensor that is not on the device, while `landed` of the load's `total` are.

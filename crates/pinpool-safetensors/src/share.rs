@@ -49,7 +49,7 @@ pub(super) struct Part {
     /// The place of its first tensor in the load.
     pub(super) first: usize,
     /// Which of the file's tensors, in its order.
-    pub(super) chosen: Vec<u32>,
+    pub(super) chosen: Vec<Tensor>,
     /// Where they go, in their order. A range has one tensor or several, and none is in two.
     pub(super) ranges: Vec<CopyRange>,
     /// `None`: its tensors have no bytes.
@@ -97,7 +97,9 @@ impl Shared {
     fn place(&self, name: &str) -> Option<usize> {
         let (shard, tensor) = self.files.place(name)?;
         let mut parts = self.parts.iter().filter(|part| part.number == shard);
-        parts.find_map(|part| Some(part.first + part.chosen.binary_search(&tensor).ok()?))
+        parts.find_map(|part| {
+            Some(part.first + part.chosen.binary_search_by_key(&tensor, |other| other.index).ok()?)
+        })
     }
 
     /// Takes the wanted tensor, or the next that nobody has taken, when `wait` has waited until
@@ -126,8 +128,7 @@ impl Shared {
                 self.next.fetch_max(place, Ordering::Relaxed);
             }
             let part = &self.parts[self.parts.partition_point(|part| part.end() <= place)];
-            let index = part.chosen[place - part.first];
-            let tensor = Tensor { table: self.files.tables[part.number as usize].clone(), index };
+            let tensor = &part.chosen[place - part.first];
             let Range { start, end } = tensor.range();
             // Acquire: pairs with the release in `arrives`, so the bytes are on the device.
             let is_there = place + 1 < part.end() && part.landed_to.load(Ordering::Acquire) >= end;
@@ -144,7 +145,9 @@ impl Shared {
                     let CopyRange { at, device, .. } = &part.ranges[range];
                     device.slice((start - at) as usize..(end - at) as usize)
                 });
-                return Some(Some(slice.transpose().map(|slice| DeviceTensor { tensor, slice })));
+                return Some(Some(
+                    slice.transpose().map(|slice| DeviceTensor { tensor: tensor.clone(), slice }),
+                ));
             }
         }
     }
@@ -158,19 +161,18 @@ impl Shared {
         wait: &mut dyn FnMut(&Transfer<FileSource>, u64) -> bool,
     ) -> Option<Result<()>> {
         let Some(transfer) = &part.transfer else { return Some(Ok(())) };
-        let table = &self.files.tables[part.number as usize];
-        let end = |tensor: u32| table.entries[tensor as usize].to;
-        let tensor = part.chosen[place - part.first];
+        let tensor = &part.chosen[place - part.first];
+        let Range { end, .. } = tensor.range();
         // The last one comes out when the transfer is over: the caller need not call again to learn
         // of an error.
         let is_last = place + 1 == part.end();
-        if !wait(transfer, if is_last { u64::MAX } else { end(tensor) }) {
+        if !wait(transfer, if is_last { u64::MAX } else { end }) {
             return None;
         }
         let landed_to = transfer.progress().landed_to;
         // Release: pairs with the acquire in `get`.
         part.landed_to.fetch_max(landed_to, Ordering::Release);
-        if !is_last && landed_to >= end(tensor) {
+        if !is_last && landed_to >= end {
             return Some(Ok(()));
         }
         let outcome = transfer.outcome()?;
@@ -180,8 +182,8 @@ impl Shared {
             // Those are of the load or of the file, and not of a tensor.
             Error::Cancelled { .. } | Error::Timeout(_) | Error::Malformed { .. } | Error::Forked => cause,
             _ => {
-                let landed = part.chosen.partition_point(|tensor| end(*tensor) <= landed_to);
-                not_there(table.name(tensor), part.first + landed, self.is_taken.len(), cause)
+                let landed = part.chosen.partition_point(|tensor| tensor.range().end <= landed_to);
+                not_there(tensor.name(), part.first + landed, self.is_taken.len(), cause)
             }
         }))
     }

@@ -14,6 +14,7 @@ mod strange;
 mod support;
 mod trouble;
 mod waiting;
+mod windows;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
