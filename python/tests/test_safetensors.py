@@ -174,6 +174,15 @@ def test_each_tensor_is_taken_once_in_any_order_by_any_thread(torch, path, array
         until(gone)
 
 
+def test_a_window_is_given_up_while_a_thread_waits_for_it(torch, path, arrays):
+    loader = safe_open(path, "pt", "cuda:0").prefetch(window=4 * WINDOW, ahead=1)
+    claimed = loader._claim("layer.0")
+    for name in [name for name in arrays if loader._home[name] > 0]:
+        loader.take(name)
+    assert loader._counts[0] > 0 and not loader._open
+    assert same({"layer.0": loader._wait(*claimed)}, arrays)
+
+
 def test_weights_take_little_memory(torch, path, arrays, tmp_path):
     """Of two files; of a program that copies each tensor and drops it; also of one that never takes
     some, for which the rest is not held up."""

@@ -104,7 +104,6 @@ pub(super) fn pieces(on: &Subject) {
     });
 }
 
-/// Refused, and nothing was copied.
 pub(super) fn refused_pieces(on: &Subject) {
     copiers(on, 2 << 20, |pool, copier| {
         let memory = on.alloc(64);

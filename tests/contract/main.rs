@@ -33,12 +33,8 @@ use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Device, DeviceSlice, Error, PinnedBuf, Pool, Stream, SubmitError, Unpinned};
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles;
-use support::{block_on, bytes, in_use, skip};
+use support::{HANG, block_on, bytes, in_use, skip};
 
-/// Longer than anything takes that does not hang.
-const HANG: Duration = Duration::from_secs(60);
-
-/// A device under test.
 struct Subject {
     /// As [`Device::open`] and `PINPOOL_REQUIRE` name it.
     device: Device,
@@ -147,7 +143,6 @@ fn accelerators([first, second]: [&'static str; 2], names: [String; 2]) -> [Kind
     })
 }
 
-/// The suite.
 const TESTS: &[Test] = &[
     ("round trips of many sizes and offsets", copies::round_trips),
     ("nothing beside a copy's range is touched", copies::bounds_are_kept),
@@ -180,7 +175,6 @@ const TESTS: &[Test] = &[
     ("replay: a request is aborted half way", replay::aborted),
 ];
 
-/// Tests that end with the device.
 const CLOSING: &[LastTest] = &[
     ("what keeps a device open is told", closing::told),
     ("a device is closed and opened again", closing::again),
@@ -242,11 +236,8 @@ fn the_contract_holds_on_the_host_device() {
 #[test]
 #[cfg(feature = "cuda")]
 fn the_contract_holds_on_gpus() {
-    use doubles::{StandIn, gpu_name, is_set, required};
-    let stand_in = match required() || is_set() {
-        true => StandIn::loaded(),
-        false => Some(StandIn::gpus(pinpool_sim::cuda::Driver::Cuda12_8)),
-    };
+    use doubles::{StandIn, gpu_name, required};
+    let stand_in = (!required()).then(|| StandIn::gpus(pinpool_sim::cuda::Driver::Cuda12_8));
     let run = run("cuda", accelerators(["cuda:0", "cuda:1"], [0, 1].map(gpu_name)));
     assert!(run > 0);
     if let Some(stand_in) = stand_in {
@@ -285,12 +276,12 @@ fn the_contract_holds_on_ascend() {
 #[cfg(feature = "acl")]
 fn on_ascend(way: doubles::npu::Way) {
     use doubles::npu;
-    let real = npu::required() || npu::is_set();
+    let real = npu::required();
     if real && way.name != npu::TODAY.name {
         // The machine has one library.
         return;
     }
-    let stand_in = if real { npu::stand_in() } else { Some(way.machine()) };
+    let stand_in = (!real).then(|| way.machine());
     // What the library lacks does not depend on which of its devices is used: one of them, unless all is asked for.
     let all = way.name == npu::TODAY.name || std::env::var_os("PINPOOL_FULL").is_some();
     let devices = if all { 2 } else { 1 };
@@ -324,7 +315,6 @@ fn mismatch(error: &Error) {
     assert!(matches!(error, Error::Mismatch { .. }), "{error}");
 }
 
-/// Waits until it is so.
 fn until(on: &Subject, what: &str, mut so: impl FnMut() -> bool) {
     let since = Instant::now();
     while !so() {

@@ -7,17 +7,15 @@
 //! A round compares by itself; it drops handles at once, a little later, or after waiting for them in one of several
 //! ways. On a real GPU a kernel of a tenth of a millisecond now and then holds up a stream whose handle was given out,
 //! so that dozens of copies are in flight behind it while their handles are dropped.
-//!
-//! `PINPOOL_REPLAY=N` asks for N checkouts in each scenario on each device (2,000).
 
 use std::collections::HashSet;
 
 use pinpool::{InFlight, Lend};
 
 use super::*;
-use crate::support::Random;
+use crate::support::{Random, variable};
 #[cfg(feature = "cuda")]
-use crate::support::{doubles::gpu::Raw, kernels::Kernels};
+use crate::support::{doubles::StandIn, kernels::Kernels};
 
 /// Of the longest message, and of a slot of device memory.
 const BYTES: usize = 512;
@@ -50,9 +48,9 @@ type Sent = (usize, usize, usize);
 /// The kernels of a real GPU whose streams' handles are given out, for this thread.
 #[cfg(feature = "cuda")]
 fn kernels(on: &Subject) -> Option<Kernels<'static>> {
-    static RAW: std::sync::OnceLock<Raw> = std::sync::OnceLock::new();
+    static RAW: std::sync::OnceLock<StandIn> = std::sync::OnceLock::new();
     (on.shared && !on.is_ascend() && on.is_real()).then(|| {
-        let raw = RAW.get_or_init(Raw::of_this_process);
+        let raw = RAW.get_or_init(StandIn::of_this_process);
         raw.current(pinpool::cuda::raw_context(&on.device).unwrap() as usize);
         Kernels::load(raw)
     })
@@ -142,7 +140,7 @@ impl Worker<'_> {
 /// flight.
 fn replay(on: &Subject, workers: usize, round: impl Fn(&mut Worker<'_>) + Sync) {
     let workers = if on.has_threads() { workers } else { 1 };
-    let all = std::env::var("PINPOOL_REPLAY").map_or(2000, |text| text.parse().expect("a number"));
+    let all = variable("PINPOOL_REPLAY", 2000) as usize;
     for (exact, capacity) in [(true, 64 << 10), (false, 24 << 10)] {
         let pool = on.pool(capacity);
         std::thread::scope(|scope| {

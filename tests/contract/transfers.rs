@@ -6,7 +6,6 @@ use pinpool::copier::Transfer;
 use super::copier::copiers;
 use super::*;
 
-/// Starts an upload of these bytes.
 fn start(copier: &Copier, bytes: &[u8], dst: impl pinpool::DeviceRange) -> Transfer<Vec<u8>> {
     copier.upload(bytes.to_vec(), dst).map_err(|refused| refused.error).unwrap()
 }

@@ -7,7 +7,7 @@
 mod acl;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "cuda")]
+mod opening;
 #[path = "../support/record.rs"]
 mod record;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "what only drivers of GPUs have, and real ones"))]

@@ -31,9 +31,9 @@ use std::time::{Duration, Instant};
 
 use pinpool_sim::cuda::Driver;
 
-use crate::support::doubles::gpu::Raw;
-use crate::support::doubles::{HANG, StandIn, gpu_name, npu_name};
+use crate::support::doubles::{self, HANG, StandIn, gpu_name, npu_name};
 use crate::support::kernels::{HEAP, Kernels};
+use crate::support::skip;
 
 /// What a script says that lacks a device.
 pub const SHORT: &str = "there is one GPU, and the rule needs two";
@@ -65,7 +65,7 @@ unsafe extern "C" fn idle(_: *mut c_void) {}
 
 /// What the words of a script stand for, on a machine of its own or on a real driver.
 pub struct Script {
-    raw: Raw,
+    raw: StandIn,
     pub real: bool,
     /// On an Ascend library.
     acl: bool,
@@ -105,6 +105,8 @@ impl Script {
             ("_", scratch),
             ("relaxed", Box::leak(Box::new(2_u32)) as *mut u32 as usize),
             ("names", Box::leak(Box::new([99_i32])).as_ptr() as usize),
+            // CU_POINTER_ATTRIBUTE_MEMORY_TYPE.
+            ("kind", Box::leak(Box::new([2_i32])).as_ptr() as usize),
             ("places", Box::leak(Box::new([scratch])).as_ptr() as usize),
             ("asks", asks as *const () as usize),
             ("idle", idle as *const () as usize),
@@ -116,7 +118,7 @@ impl Script {
             ("nofile", c"/no/such/file.json".as_ptr() as usize),
         ];
         let words = words.map(|(name, value)| (name.to_owned(), value)).into();
-        Self { raw: Raw(driver), real, acl, words, wrong: Vec::new(), short: false, kernels: None }
+        Self { raw: driver, real, acl, words, wrong: Vec::new(), short: false, kernels: None }
     }
 
     pub fn run(driver: StandIn, real: bool, script: &str) -> Self {
@@ -132,7 +134,7 @@ impl Script {
         }
         if real && script.contains("stall ") {
             // Before anything is stalled: loading a module may wait for that.
-            let raw: &'static _ = Box::leak(Box::new(Raw(on.raw.0.clone())));
+            let raw: &'static _ = Box::leak(Box::new(on.raw.clone()));
             on.kernels = Some(Kernels::load(raw));
         }
         for line in script.lines() {
@@ -173,7 +175,7 @@ impl Script {
     /// The ids of the rules that were broken so far.
     fn broken(&self) -> Vec<String> {
         let first = |line: String| line.split(' ').next().unwrap_or_default().to_owned();
-        let all = || self.raw.0.report().violations.into_iter().map(first).collect();
+        let all = || self.raw.report().violations.into_iter().map(first).collect();
         if self.real { Vec::new() } else { all() }
     }
 
@@ -184,7 +186,7 @@ impl Script {
     fn on_a_thread(&mut self, has_context: bool, text: &str, known: Option<&str>) {
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
-                self.raw.0.enter();
+                self.raw.enter();
                 if has_context {
                     self.steps("0 CtxPushCurrent context", None);
                 }
@@ -199,7 +201,7 @@ impl Script {
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                self.raw.0.enter();
+                self.raw.enter();
                 self.call(&["CtxPushCurrent", "context"], &mut 0);
                 while !is_over.load(Ordering::Relaxed) {
                     assert_eq!(self.call(words, &mut 0), 0);
@@ -224,8 +226,8 @@ impl Script {
                     tell(SHORT);
                 }
             }
-            ["sim", ..] => drop(self.raw.0.command(&step["sim ".len()..])),
-            ["left", ..] => assert_eq!(self.raw.0.report().leaks.join(", "), step["left ".len()..]),
+            ["sim", ..] => drop(self.raw.command(&step["sim ".len()..])),
+            ["left", ..] => assert_eq!(self.raw.report().leaks.join(", "), step["left ".len()..]),
             ["answered", code] => {
                 while ANSWER.load(Ordering::SeqCst) == 0 {
                     std::thread::yield_now();
@@ -245,11 +247,11 @@ impl Script {
             ["stall", stream] => match &self.kernels {
                 // Far longer than the calls meanwhile take.
                 Some(kernels) => kernels.spin(300_000_000, self.word(stream)),
-                None => self.raw.0.hang(true),
+                None => self.raw.hang(true),
             },
             ["release"] => {
                 if !self.real {
-                    self.raw.0.hang(false);
+                    self.raw.hang(false);
                 }
             }
             ["finish", stream] => {
@@ -442,7 +444,7 @@ impl Script {
     /// Memory of the device's heap, on a real driver by a kernel's malloc.
     fn device_malloc(&self, len: usize) -> usize {
         if !self.real {
-            return self.raw.0.command(&format!("malloc 0 {len}")).parse().unwrap();
+            return self.raw.command(&format!("malloc 0 {len}")).parse().unwrap();
         }
         let (raw, mut word) = (&self.raw, [0; 8]);
         let (kernel, stream, out) = (raw.kernel(HEAP, c"heap_alloc"), raw.stream(), raw.memory(8));
@@ -471,4 +473,12 @@ pub fn scripts(text: &str) -> Vec<(&str, String)> {
         }
     }
     all
+}
+
+/// The page of the simulation lists these rules in a vendor's column, and no others.
+pub fn are_listed<'a>(rules: impl Iterator<Item = &'a str>, column: usize) {
+    match doubles::rules(column) {
+        Some(listed) => assert_eq!(listed, rules.map(str::to_owned).collect()),
+        None => skip!("the page of the simulation's rules is not here"),
+    }
 }

@@ -34,7 +34,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use pinpool::{
-    Device, DeviceSlice, Error, InFlight, Lend, PinnedBuf, Pool, Request, Result, Stream, SubmitError,
+    Device, DeviceSlice, Error, InFlight, Landing, Lend, PinnedBuf, Pool, Request, Result, Stream,
+    SubmitError,
 };
 
 use audit::leftovers;
@@ -43,7 +44,7 @@ use scenario::{OWN, Topic, scenario};
 use server::{Report, Server};
 use sharing::{SHARED, SHARING};
 use support::hand::{self, Failure, Machine};
-use support::{bytes, panicking, process};
+use support::{HANG, bytes, panicking, process};
 
 /// Bytes of the pieces of device memory that copies go to.
 const SLOT: usize = 2 << 10;
@@ -51,8 +52,6 @@ const SLOTS: usize = 24;
 /// A length of which few fit into the pool.
 const BIG: usize = 100 << 10;
 const CAPACITY: usize = 960 << 10;
-/// Longer than anything takes here: what is not there by then hangs.
-const HANG: Duration = Duration::from_secs(20);
 
 /// Nothing hangs or is stalled any more.
 fn resume(machine: &Machine) {
@@ -99,18 +98,6 @@ fn run(machine: &Machine, device: Device, topics: &[Topic], failed: Option<Faile
     (report, wrong)
 }
 
-/// Fails with the findings; the same finding of several calls is printed once.
-fn assert_none(mut findings: Vec<(Failure, &str, u64, String)>) {
-    let all = findings.len();
-    findings.sort_by_key(|(failure, call, _, text)| (format!("{failure:?}"), *call, text.clone()));
-    findings.dedup_by(|a, b| (a.0, a.1, &a.3) == (b.0, b.1, &b.3));
-    let lines: Vec<String> = findings
-        .iter()
-        .map(|(failure, call, nth, text)| format!("{failure:?} of {call} {nth}: {text}"))
-        .collect();
-    assert!(all == 0, "{all} findings:\n{}", lines.join("\n"));
-}
-
 /// The names of the calls in a trace, each with its number among those of its name.
 fn numbered(trace: &str) -> Vec<(&str, u64)> {
     let mut counts = std::collections::BTreeMap::new();
@@ -146,7 +133,8 @@ fn sweep(topics: &[Topic], does: &[&str], makes: &[&str], one_in: usize) {
     for call in makes {
         assert!(calls.contains(&(call, 1)), "a clean run does not call {call}");
     }
-    let mut failures = Vec::new();
+    // The same finding of several calls is told once.
+    let mut findings = std::collections::BTreeMap::new();
     for (way, failure) in Failure::ALL.into_iter().enumerate() {
         let (mut failed, mut all) = (0, 0);
         // Each call fails in some of the ways, if not all cases are run.
@@ -164,12 +152,12 @@ fn sweep(topics: &[Topic], does: &[&str], makes: &[&str], one_in: usize) {
             } else {
                 wrong.push("the replay took another way before the fault".into());
             }
-            failures.extend(wrong.into_iter().map(|text| (failure, call, nth, text)));
+            findings.extend(wrong.into_iter().map(|text| (format!("{failure:?} of {call}: {text}"), nth)));
         }
         println!("{failure:?}: {failed} of {all} calls failed once");
         assert!(failed == all && all > 0);
     }
-    assert_none(failures);
+    assert!(findings.is_empty(), "with the number of the call: {findings:#?}");
 }
 
 #[test]

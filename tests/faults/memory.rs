@@ -75,12 +75,6 @@ impl Server<'_> {
             }
         }
     }
-
-    fn checks(&mut self, pool: &Pool) {
-        if let Err(error) = pool.check() {
-            self.wrong(error);
-        }
-    }
 }
 
 /// Pools of memory that the device allocates, and of what is adopted.
@@ -114,12 +108,12 @@ fn pool_of(s: &mut Server<'_>, backing: Backing) -> Option<()> {
     s.outcome(held);
     s.device.reap();
     pool.trim(0);
-    s.checks(&pool);
+    s.check(&pool);
     let stats = pool.stats();
     if stats.pinned_bytes + stats.unpinned_bytes == 0 {
         s.give("adopt", bytes(2, 5 * PAGE), |_, value| pool.adopt(value))?;
         drop(s.again("checkout", |_| pool.checkout_timeout(PAGE, HANG))?);
-        s.checks(&pool);
+        s.check(&pool);
     }
     Some(())
 }

@@ -250,9 +250,7 @@ fn shortage(s: &mut Server<'_>) {
                 }
             }
         }
-        if let Err(error) = s.pool.check() {
-            s.wrong(format!("while claimed: {error}"));
-        }
+        s.check(&s.pool.clone());
     }
     if claimed > 0 {
         s.did("claim");

@@ -3,7 +3,6 @@
 
 use super::*;
 
-/// What a run did and what was wrong with it.
 #[derive(Default)]
 pub struct Report {
     pub wrong: Vec<String>,
@@ -33,6 +32,12 @@ pub struct Server<'a> {
 impl Server<'_> {
     pub fn wrong(&mut self, text: impl Into<String>) {
         self.report.wrong.push(text.into());
+    }
+
+    pub fn check(&mut self, pool: &Pool) {
+        if let Err(error) = pool.check() {
+            self.wrong(error);
+        }
     }
 
     pub fn did(&mut self, what: &'static str) {
@@ -179,22 +184,25 @@ impl Server<'_> {
         }
     }
 
-    pub fn download(&mut self, stream: usize, slot: usize) -> Option<()> {
-        let make = |s: &mut Self| s.pool.checkout_timeout(SLOT, HANG);
+    fn land<L: Landing<Landed = PinnedBuf>>(
+        &mut self,
+        what: &'static str,
+        (stream, slot): (usize, usize),
+        make: impl Fn(&mut Self) -> Result<L>,
+    ) -> Option<()> {
         let call = |s: &mut Self, landing| s.streams[stream].download(s.slot(slot), landing);
-        let flight = self.submit("download", make, call)?;
+        let flight = self.submit(what, make, call)?;
         let buf = self.settle(flight)?;
-        self.compare(slot, &buf, "download");
+        self.compare(slot, &buf, what);
         Some(())
     }
 
+    pub fn download(&mut self, stream: usize, slot: usize) -> Option<()> {
+        self.land("download", (stream, slot), |s| s.pool.checkout_timeout(SLOT, HANG))
+    }
+
     pub fn download_stream_ready(&mut self, stream: usize, slot: usize) -> Option<()> {
-        let make = |s: &mut Self| s.pool.checkout_on(&s.streams[stream], SLOT);
-        let call = |s: &mut Self, landing| s.streams[stream].download(s.slot(slot), landing);
-        let flight = self.submit("stream-ready download", make, call)?;
-        let buf = self.settle(flight)?;
-        self.compare(slot, &buf, "stream-ready download");
-        Some(())
+        self.land("stream-ready download", (stream, slot), |s| s.pool.checkout_on(&s.streams[stream], SLOT))
     }
 
     pub fn blocking(&mut self, stream: usize, slot: usize) -> Option<()> {

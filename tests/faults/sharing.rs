@@ -24,7 +24,6 @@ pub const SHARING: [&str; 7] = [
     "cuGraphRetainUserObject",
 ];
 
-/// A call of the server's own.
 fn call(s: &mut Server<'_>, call: &'static str, a: &[usize]) -> Option<()> {
     let driver = StandIn::Own(**s.machine);
     s.again(call, |s| {

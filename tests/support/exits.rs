@@ -4,8 +4,6 @@
 //! work on threads of its own, a pool that grows, and large device buffers that are dropped right before the end, which a
 //! thread of the crate's frees later. Each such process must end with its own status. A stand-in writes a report when the process
 //! exits, and must have seen no call after the exit began, nor one under way.
-//!
-//! `PINPOOL_EXITS` says how many processes end in each way (4).
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "signals, and a library that is loaded and unloaded")]
@@ -20,12 +18,9 @@ use super::{doubles, process};
 
 /// What a child is to do: the way to end, and the number of the run.
 const EXIT: &str = "PINPOOL_TEST_EXIT";
-/// How many processes end in each way; 4 without it.
-const TIMES: &str = "PINPOOL_EXITS";
 /// A built `examples/plugin.rs`, where cargo has built none.
 const PLUGIN: &str = "PINPOOL_TEST_PLUGIN";
 
-/// A way to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// `main` returns. The pool was shut down before, and everything dropped.
@@ -55,10 +50,7 @@ impl Way {
     fn status(self) -> i32 {
         match self {
             Self::Return | Self::ReturnBusy | Self::Unload => 0,
-            Self::Exit => 7,
-            Self::ExitElsewhere => 8,
-            Self::Signal => 9,
-            Self::Fork => 10,
+            Self::Exit | Self::ExitElsewhere | Self::Signal | Self::Fork => 7,
             // As the test harness reports it.
             Self::Panic => 101,
         }
@@ -73,7 +65,7 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
         let way = WAYS.into_iter().find(|known| format!("{known:?}") == way).expect("a way");
         return run(way, number.parse().expect("a number"), device);
     }
-    let times: u64 = std::env::var(TIMES).ok().and_then(|text| text.parse().ok()).unwrap_or(4);
+    let times = super::variable("PINPOOL_EXITS", 4);
     let mut wrong = Vec::new();
     for way in ways {
         let plugin = if *way == Way::Unload { plugin() } else { Some(PathBuf::new()) };
@@ -121,7 +113,6 @@ fn plugin() -> Option<PathBuf> {
     named.or_else(built)
 }
 
-/// A program that works.
 struct Busy {
     device: Device,
     pool: Pool,
@@ -163,7 +154,6 @@ impl Busy {
         let growing =
             Pool::builder(&self.device).capacity(256 << 20).initial(0).region(64 << 20).extent(16 << 20);
         std::thread::spawn(move || {
-            block_sigterm();
             let Ok(pool) = growing.build() else { return };
             let more = || pool.checkout_timeout(2 << 20, Duration::from_secs(60)).ok();
             drop(std::iter::from_fn(more).collect::<Vec<_>>());
@@ -179,7 +169,6 @@ impl Busy {
 
 fn on_thread(mut step: impl FnMut() -> pinpool::Result<()> + Send + 'static) {
     std::thread::spawn(move || {
-        block_sigterm();
         loop {
             if let Err(error) = step() {
                 // Not by way of `print`, whose lock the end of the process takes.
@@ -193,19 +182,8 @@ fn on_thread(mut step: impl FnMut() -> pinpool::Result<()> + Send + 'static) {
     });
 }
 
-/// So that the handler interrupts a thread that waits, and not one that is inside a driver.
-fn block_sigterm() {
-    // SAFETY: a set of numbers, which the calls fill and read.
-    unsafe {
-        let mut set: libc::sigset_t = std::mem::zeroed();
-        libc::sigemptyset(&raw mut set);
-        libc::sigaddset(&raw mut set, libc::SIGTERM);
-        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
-    }
-}
-
 extern "C" fn exits(_signal: libc::c_int) {
-    // SAFETY: this thread waits meanwhile, and holds no lock.
+    // SAFETY: raised on a thread that holds no lock.
     unsafe { libc::exit(Way::Signal.status()) };
 }
 
@@ -239,19 +217,10 @@ fn run(way: Way, number: u64, device: &str) {
         }
         Way::Panic => panic!("as it was meant to"),
         Way::Signal => {
-            // SAFETY: the handler makes one call, on a thread that waits below.
+            // SAFETY: the handler makes one call.
             unsafe { libc::signal(libc::SIGTERM, exits as *const () as libc::sighandler_t) };
-            let sender = std::thread::spawn(|| {
-                block_sigterm();
-                std::thread::sleep(Duration::from_millis(1));
-                // SAFETY: sends a signal to this process.
-                unsafe { libc::kill(libc::getpid(), libc::SIGTERM) };
-            });
-            let since = Instant::now();
-            while since.elapsed() < Duration::from_secs(60) {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            drop(sender);
+            // SAFETY: a signal to this thread.
+            unsafe { libc::raise(libc::SIGTERM) };
         }
         Way::Fork => {
             // SAFETY: the child exits at once.

@@ -78,7 +78,6 @@ impl Drop for Guard {
     }
 }
 
-/// These lines of the simulation's report.
 fn lines(gpus: Gpus, wanted: impl Fn(&str) -> bool) -> String {
     gpus.command("report").lines().filter(|line| wanted(line)).collect::<Vec<_>>().join("\n")
 }

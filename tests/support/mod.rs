@@ -16,7 +16,6 @@ pub mod skip;
 pub mod value;
 
 use std::future::Future;
-use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -25,13 +24,6 @@ use std::time::{Duration, Instant};
 
 pub(crate) use process::own_process;
 pub(crate) use skip::skip;
-
-/// The repository's root, which the packages in `crates` are below. In another place, and in the package that is
-/// published, the folder that this executable's manifest was in.
-pub fn root() -> PathBuf {
-    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
-    own.ancestors().find(|folder| folder.join("tests/support").is_dir()).unwrap_or(own).to_owned()
-}
 
 /// Longer than anything takes here: what has not happened by then hangs.
 pub const HANG: Duration = Duration::from_secs(60);
@@ -67,6 +59,11 @@ pub fn block_on<F: Future>(pump: impl Fn(), future: F) -> F::Output {
             pump();
         }
     }
+}
+
+/// The number that a variable of the environment has.
+pub fn variable(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |v| v.parse().unwrap_or_else(|e| panic!("{name}={v}: {e}")))
 }
 
 /// Random numbers, the same in each run.

@@ -40,7 +40,6 @@ pub fn act(act: impl Fn(Call, Option<&Metadata<'_>>) + Send + Sync + 'static) {
     *ACT.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(act));
 }
 
-/// From here on it does nothing.
 pub fn quiet() {
     *ACT.write().unwrap_or_else(PoisonError::into_inner) = None;
 }

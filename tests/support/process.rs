@@ -67,7 +67,6 @@ pub fn limit(resource: libc::__rlimit_resource_t, most: u64) -> u64 {
     old.rlim_cur
 }
 
-/// How a child ended.
 pub struct Ended {
     /// `None`: it took too long, and was ended.
     pub status: Option<ExitStatus>,

@@ -125,7 +125,6 @@ pub fn all(wanted: impl Fn(&Record) -> bool) -> Vec<Record> {
     records().iter().filter(|record| wanted(record)).cloned().collect()
 }
 
-/// Events of a target.
 pub fn events(target: &str) -> Vec<Record> {
     all(|record| record.span.is_none() && record.target == target)
 }

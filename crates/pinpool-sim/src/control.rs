@@ -118,7 +118,7 @@ impl World {
                 (uses, self.contexts.len() - self.devices.iter().filter_map(|d| d.primary).count())
             }
         };
-        let [graphs, objects] = self.cuda.graphs();
+        let [graphs, objects] = self.cuda.graphs.count();
         let first = [("devices", used), ("contexts", made)].into_iter().chain(self.owned(None));
         let last = [("registrations", self.registered.len()), ("graphs", graphs), ("objects", objects)];
         for (what, count) in first.chain(last) {

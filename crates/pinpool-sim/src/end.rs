@@ -13,9 +13,7 @@ const REPORT: &str = "PINPOOL_SIM_REPORT";
 /// How long the library takes to take itself down, where a report is asked for: late calls have time to come.
 const TAKING_DOWN: Duration = Duration::from_millis(30);
 
-/// Whether the library has begun to take itself down.
 static ENDING: AtomicBool = AtomicBool::new(false);
-/// The calls under way.
 static INSIDE: AtomicUsize = AtomicUsize::new(0);
 /// What was broken from then on: the world's lock may be held by a thread that does not go on.
 static LATE: Mutex<Vec<String>> = Mutex::new(Vec::new());
@@ -24,7 +22,6 @@ unsafe extern "C" {
     fn atexit(handler: extern "C" fn()) -> c_int;
 }
 
-/// A call under way.
 pub struct Inside;
 
 impl Inside {
@@ -101,27 +98,16 @@ extern "C" fn at_the_end() {
     }
 }
 
-/// Answers a command to the world of the loaded library. Writes the answer to `to`, at most `len` bytes, and returns
+/// Answers a command to the GPUs of the loaded library. Writes the answer to `to`, at most `len` bytes, and returns
 /// how long all of it is.
 ///
 /// # Safety
 /// `text` is a string that ends with a zero byte, and `to` has room for `len` bytes.
-unsafe fn answer(vendor: Vendor, text: *const c_char, to: *mut u8, len: usize) -> usize {
-    // SAFETY: the caller's promise.
-    let answer = vendor.world(0).command(&unsafe { CStr::from_ptr(text) }.to_string_lossy());
-    // SAFETY: the caller's promise.
-    unsafe { to.copy_from_nonoverlapping(answer.as_ptr(), answer.len().min(len)) };
-    answer.len()
-}
-
 #[unsafe(no_mangle)]
 unsafe extern "C" fn sim_cuda(text: *const c_char, to: *mut u8, len: usize) -> usize {
     // SAFETY: the caller's promise.
-    unsafe { answer(Vendor::Cuda, text, to, len) }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn sim_acl(text: *const c_char, to: *mut u8, len: usize) -> usize {
+    let answer = Vendor::Cuda.world(0).command(&unsafe { CStr::from_ptr(text) }.to_string_lossy());
     // SAFETY: the caller's promise.
-    unsafe { answer(Vendor::Acl, text, to, len) }
+    unsafe { to.copy_from_nonoverlapping(answer.as_ptr(), answer.len().min(len)) };
+    answer.len()
 }

@@ -26,9 +26,8 @@
 //!
 //! World 0 is that of a library which is loaded by its path. The variable `PINPOOL_SIM` has the commands that set it
 //! up, with semicolons between them (`devices 6 268435456;fail aclInit 1 500000 false`), and the program that loaded it
-//! sends it more of them by `sim_cuda` and `sim_acl`. In a
-//! process that has worlds of its own, calls of threads that are in none of them come there too; `strays` says which
-//! rules these broke.
+//! sends its GPUs more of them by `sim_cuda`. In a process that has worlds of its own, calls of threads that are in
+//! none of them come there too; `strays` says which rules these broke.
 //!
 //! # The end of the process
 //!

@@ -1,7 +1,7 @@
 //! The rules of both vendors.
 //!
 //! Each violation is written down as one line: the rule's id, and the call. `tests/devices/cuda/standin` and
-//! `tests/devices/acl/standin` break each on purpose. The columns CUDA and Ascend say what such a call gives; `-`: that vendor has no such rule. A
+//! `tests/devices/acl/standin.rs` break each on purpose. The columns CUDA and Ascend say what such a call gives; `-`: that vendor has no such rule. A
 //! code with a question mark is a guess: the documentation says that the call fails, or nothing. 0: the call is made
 //! all the same, since the library does not see to the rule, or since only pinpool's contract has it.
 //!

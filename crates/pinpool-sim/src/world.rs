@@ -131,7 +131,6 @@ pub struct Block {
     pub kind: Kind,
 }
 
-/// How device memory was allocated.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Kind {
     Plain,
@@ -164,7 +163,6 @@ pub struct Registered {
     pub mapped: usize,
 }
 
-/// A call that is to fail.
 #[derive(Clone, Debug)]
 pub struct Fault {
     /// Its name; empty: any call.
@@ -421,7 +419,7 @@ impl World {
             ("events", self.events.values().filter(|e| is(e.context)).count()),
             ("allocations", self.blocks.values().filter(|b| is(b.context)).count()),
             ("hosts", self.hosts.values().filter(|h| is(h.context)).count()),
-            ("modules", self.cuda.modules(is)),
+            ("modules", self.cuda.modules.count(is)),
         ]
     }
 

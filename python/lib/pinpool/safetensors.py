@@ -255,21 +255,19 @@ class PrefetchLoader:
                 self._open[self._next] = self._gpu.start(window, self._least)
             self._next += 1
 
-    def _give_up(self, number: int) -> None:
-        self._open.pop(number)[0].close()
-
     def _find(self, name: str) -> tuple[Load, Any]:
         """The load of a tensor that nobody has taken, and its block. Starts those behind it."""
         number = self._home[name]
         if number == self._next:
             if len(self._open) > self._ahead:
-                self._give_up(min(self._open))
+                del self._open[min(self._open)]
             self._start(len(self._open) + 1)
         if number not in self._open:
             [alone] = self._checkpoint.windows([(name, self._plan[name].rows)], 1)
             return self._gpu.start(alone, 0)
+        # A load ends with the last thread that still waits for a tensor of it.
         for passed in [other for other in self._open if other < number - 1]:
-            self._give_up(passed)
+            del self._open[passed]
         # Of the window before, the program may still have the last tensor, and with it the block,
         # until it asks for the second one of this.
         is_first = self._counts[number] == self._sizes[number]
@@ -340,8 +338,9 @@ class PrefetchLoader:
         """Ends the load: what was not taken is given back. What was stays."""
         with self._lock:
             self._closed = True
-            for number in list(self._open):
-                self._give_up(number)
+            for load, _ in self._open.values():
+                load.close()
+            self._open.clear()
 
     def __enter__(self) -> PrefetchLoader:
         return self

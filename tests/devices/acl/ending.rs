@@ -104,7 +104,7 @@ fn a_library_that_others_end_is_left_alone() {
         let stand_in = &way.machine();
         let (device, pool, stream, memory) = first(10_000);
         stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap().wait().unwrap();
-        server(stand_in).ok("aclFinalize", &[]);
+        stand_in.ok("aclFinalize", &[]);
         // The first call returns an error of class `DriverShutdown`; every later one fails at once.
         let refused = stream.upload(filled(&pool, &bytes(2, 10_000)), &memory).unwrap_err();
         assert_eq!(refused.error.class(), ErrorClass::DriverShutdown, "{}", refused.error);

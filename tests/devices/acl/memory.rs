@@ -4,7 +4,6 @@ use pinpool::{Backing, PoolBuilder, Unpinned};
 
 use super::*;
 
-/// A pool of one region of an extent.
 fn of_one(device: &Device) -> PoolBuilder {
     Pool::builder(device).capacity(1 << 20).region(1 << 20).extent(1 << 20)
 }

@@ -7,7 +7,6 @@
 
 #![allow(unsafe_code, reason = "handles of a server's own")]
 
-mod contexts;
 mod ending;
 mod failing;
 mod memory;
@@ -16,10 +15,10 @@ mod sharing;
 mod standin;
 
 use crate::support::bytes;
-use crate::support::doubles::gpu::{Raw, calls, filled, pool, round_trip, until};
+use crate::support::doubles::gpu::{calls, filled, pool, round_trip, until};
 use crate::support::doubles::npu::PATH;
 use crate::support::doubles::npu::{self, OF_2024, ON_DEVICE, TODAY, on_each};
-use crate::support::doubles::{self, HANG, SETUP, StandIn, npu_name};
+use crate::support::doubles::{self, HANG, StandIn, npu_name};
 use pinpool::{Device, DeviceSlice, Error, ErrorClass, Pool, Stream, acl};
 
 /// The path of the simulation as a library. `None`, and said: it is not there.
@@ -39,13 +38,8 @@ fn first(len: usize) -> (Device, Pool, Stream, DeviceSlice) {
     (device, pool, stream, memory)
 }
 
-/// A server that calls the library directly.
-fn server(stand_in: &StandIn) -> Raw {
-    Raw(stand_in.clone())
-}
-
 /// The context that is current on this thread. 0: none.
-fn current(server: &Raw) -> usize {
+fn current(server: &StandIn) -> usize {
     let mut current = 0_usize;
     let code = server.call("aclrtGetCurrentContext", &[(&raw mut current).expose_provenance()]);
     assert!(code == if current == 0 { 107_002 } else { 0 }, "{code}");
@@ -80,7 +74,7 @@ fn what_the_device_says() {
 fn a_process_may_end_in_any_way() {
     use crate::support::exits::{REST, WAYS, all};
     let test = "a_process_may_end_in_any_way";
-    if npu::is_set() {
+    if npu::required() {
         return all(test, "acl:0", &WAYS, &[]);
     }
     let Some(library) = simulation() else { return };

@@ -11,14 +11,13 @@ fn handle(word: usize) -> *mut c_void {
 
 #[test]
 fn the_default_context_is_recognised() {
-    on_each(&npu::WAYS, |stand_in| {
-        let server = server(stand_in);
+    on_each(&npu::WAYS, |server| {
         let device = open(1);
         let context = acl::raw_context(&device).unwrap();
         // SAFETY: the library keeps it for as long as the device is set.
         let adopted = unsafe { acl::adopt_context(context, ()) }.unwrap();
         assert_eq!(adopted.name(), &*npu_name(1));
-        assert_eq!(current(&server), 0, "adopting changes nothing on this thread");
+        assert_eq!(current(server), 0, "adopting changes nothing on this thread");
         // The same device, not another one like it.
         assert!(device.stream().unwrap().wait_for(&adopted.stream().unwrap()).is_ok());
         // SAFETY: its default stream is the context's, and lives as long.
@@ -36,8 +35,7 @@ fn the_default_context_is_recognised() {
 
 #[test]
 fn a_servers_own_context_is_worked_in() {
-    on_each(&npu::WAYS, |stand_in| {
-        let server = server(stand_in);
+    on_each(&npu::WAYS, |server| {
         server.ok("aclInit", &[0]);
         // Set, so that opening and closing it elsewhere does not destroy what is made there.
         server.ok("aclrtSetDevice", &[1]);
@@ -78,8 +76,7 @@ fn a_stream_of_another_context_is_refused() {
     npu::WAYS.iter().for_each(|way| another_contexts_stream(&way.machine()));
 }
 
-fn another_contexts_stream(stand_in: &StandIn) {
-    let server = server(stand_in);
+fn another_contexts_stream(server: &StandIn) {
     let device = open(1);
     server.ok("aclrtSetDevice", &[1]);
     let own = server.made("aclrtCreateContext", &[1]);
@@ -89,15 +86,55 @@ fn another_contexts_stream(stand_in: &StandIn) {
     let Error::Mismatch { what: "a stream", of, with, .. } = &refused else { panic!("{refused}") };
     assert_eq!((&**of, &**with), ("another context", &*npu_name(1)));
     // The crate finds out by trying one call, and tried nothing else.
-    let found = stand_in.report();
+    let found = server.report();
     assert_eq!(found.violations.len(), 1, "{found:?}");
     assert!(found.violations[0].starts_with("CTX-5"), "{found:?}");
-    assert_eq!(current(&server), own, "put back after an error, too");
+    assert_eq!(current(server), own, "put back after an error, too");
     // The event that it tried with is used again, and given back at the end.
     // SAFETY: refused.
     assert!(unsafe { acl::adopt_stream(&device, handle(stream), ()) }.is_err());
-    assert_eq!(calls(stand_in, "aclrtCreateEventExWithFlag"), 1);
+    assert_eq!(calls(server, "aclrtCreateEventExWithFlag"), 1);
     device.close(HANG).unwrap();
-    let leaks = stand_in.report().leaks;
+    let leaks = server.report().leaks;
     assert!(!leaks.iter().any(|leak| leak.starts_with("events")), "{leaks:?}");
+}
+
+#[test]
+fn the_callers_context_is_put_back() {
+    on_each(&npu::WAYS, |server| {
+        let all_calls = |device: &Device, look: &dyn Fn(&str)| failing::a_little_on(device, look).unwrap();
+        let device = open(0);
+        // Opening changes nothing: this thread has no context.
+        assert_eq!(current(server), 0);
+        let ours = acl::raw_context(&device).unwrap().addr();
+        // The context of another device, of the same device, and one that the server made.
+        server.ok("aclrtSetDevice", &[1]);
+        let second = current(server);
+        server.ok("aclrtSetDevice", &[0]);
+        assert_eq!(current(server), ours);
+        let own = server.made("aclrtCreateContext", &[1]);
+        for context in [second, ours, own] {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    server.ok("aclrtSetCurrentContext", &[context]);
+                    all_calls(&device, &|what| assert_eq!(current(server), context, "{what}"));
+                });
+            });
+        }
+        // A thread without a context has the crate's after a call, or none, and can set any.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                all_calls(&device, &|what| {
+                    let current = current(server);
+                    assert!(current == 0 || current == ours, "{what}");
+                });
+                server.ok("aclrtSetCurrentContext", &[second]);
+                all_calls(&device, &|what| assert_eq!(current(server), second, "{what}"));
+            });
+        });
+        drop(device);
+        server.ok("aclrtDestroyContext", &[own]);
+        server.ok("aclrtResetDevice", &[0]);
+        server.ok("aclrtResetDevice", &[1]);
+    });
 }

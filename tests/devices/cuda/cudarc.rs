@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use pinpool::cudarc::{self as shared, CudarcStream, SharedSlice};
-use pinpool::{Device, Error, PinnedBuf, Pool, SubmitError};
+use pinpool::{Device, Error, InFlight, PinnedBuf, Pool, SubmitError};
 
 use crate::cuda::rig::in_a_child;
-use crate::support::bytes;
 use crate::support::doubles::gpu::filled;
 use crate::support::doubles::{self, StandIn, gpu_name};
+use crate::support::{Random, bytes, variable};
 
 const OLD: u8 = 0xEE;
 
@@ -26,7 +26,7 @@ struct Checked;
 
 impl Drop for Checked {
     fn drop(&mut self) {
-        let Some(stand_in) = stand_in().filter(|_| !std::thread::panicking()) else { return };
+        let Some(stand_in) = StandIn::loaded().filter(|_| !std::thread::panicking()) else { return };
         let mut report = stand_in.final_report();
         // cudarc records and destroys events, and frees memory, before its streams have reached them: the
         // driver allows it.
@@ -34,11 +34,6 @@ impl Drop for Checked {
         report.leaks.retain(|leak| !leak.starts_with("allocations"));
         assert_eq!((report.violations, report.leaks), (vec![], vec![]));
     }
-}
-
-/// The simulation, where that is what this process has loaded.
-fn stand_in() -> Option<StandIn> {
-    doubles::is_set().then(StandIn::loaded).flatten()
 }
 
 /// The rest of a test runs in a child.
@@ -232,85 +227,60 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
     assert!(matches!(refused.error, Error::TooSmall { .. }) && refused.buffer.is_some(), "{}", refused.error);
 }
 
-/// How often something is tried that fails now and then on a GPU: as `PINPOOL_CUDARC_ROUNDS` has it.
-fn rounds(few: usize) -> usize {
-    std::env::var("PINPOOL_CUDARC_ROUNDS").map_or(few, |text| text.parse().expect("a number of rounds"))
-}
-
-/// cudarc makes a slice's events when it allocates, and records none: waiting for these is waiting for
-/// nothing.
+/// Random work of both on two streams sees what came before it in the order of the calls. What cudarc keeps of a slice
+/// would not do for that: it makes the events when it allocates and records none, so waiting for these is waiting for
+/// nothing; and it keeps the event of the last read alone.
 #[test]
-fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it() {
-    beside!(a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it);
-    const READS: usize = 4;
-    let len = if doubles::is_set() { 100_000 } else { 16 << 20 };
-    let t = Two::new(2 * READS * len);
-    let (old, new) = (bytes(1, len), bytes(2, len));
-    let (rounds, mut wrong) = (rounds(8), 0);
-    for round in 0..rounds {
-        let slice = on_device(&t.owner, &old);
-        let read =
-            |_| t.on_owner.download_from(&slice, t.pool.checkout(len).unwrap()).expect("its own stream");
-        let reads: Vec<_> = (0..READS).map(read).collect();
-        // Freed and allocated behind these reads: the same memory, as a rule.
-        drop(slice);
-        let mut fresh = t.fresh(len);
-        // Read first, now and then: its bytes are anything, but it must be there.
-        let landing = t.pool.checkout(len).unwrap();
-        let unwritten = (round % 2 == 1).then(|| t.on_other.download_from(&fresh, landing).unwrap());
-        let sent = t.on_other.upload_to(filled(&t.pool, &new), &mut fresh).unwrap();
-        // In this order: the stand-in runs a stream when a call waits for it.
-        drop(unwritten.map(|read| read.wait().unwrap()));
-        drop(sent.wait().unwrap());
-        let stale = reads.into_iter().map(|read| read.wait().unwrap()).filter(|read| **read != *old).count();
-        wrong += usize::from(stale > 0 || t.owner.clone_dtoh(&fresh).unwrap() != new);
-    }
-    assert_eq!(wrong, 0, "of {rounds} rounds");
-}
-
-/// What is done to a slice after a copy on another stream comes after the copy, also where nothing was done
-/// to it before.
-#[test]
-fn what_follows_a_copy_on_another_stream_comes_after_it() {
-    const LEN: usize = 20_000;
-    beside!(what_follows_a_copy_on_another_stream_comes_after_it);
-    let two = Two::new(4 * LEN);
-    let Two { owner, other, on_owner, on_other, pool, .. } = &two;
-    let (filled, fresh) = (|seed| filled(pool, &bytes(seed, LEN)), || two.fresh(LEN));
-    for round in 0..10 {
-        let mut slice = fresh();
-        drop(on_other.upload_to(filled(round), &mut slice).unwrap());
-        assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round, LEN), "read by cudarc, round {round}");
-        // Freed, and its memory given to another slice.
-        drop(on_other.upload_to(filled(round + 1), &mut slice).unwrap());
-        drop(slice);
-        let mut slice = fresh();
-        on_owner.upload_to(filled(round + 2), &mut slice).unwrap().wait().unwrap();
-        other.synchronize().unwrap();
-        assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round + 2, LEN), "freed, round {round}");
-    }
-}
-
-/// cudarc keeps the event of a slice's last read alone. A download of the crate covers the read of cudarc's
-/// before it, also on the slice's own stream, and where none was ever made on another.
-#[test]
-fn a_download_covers_the_read_before_it() {
-    const READS: usize = 16;
-    beside!(a_download_covers_the_read_before_it);
-    let len = if doubles::is_set() { 20_000 } else { 16 << 20 };
-    let Two { owner, other, on_owner, pool, .. } = &Two::new(len);
-    for round in 0..4 {
-        let (old, new) = (bytes(round, len), bytes(round + 1, len));
-        let mut slice = on_device(owner, &old);
-        let mut copies: Vec<_> = (0..READS).map(|_| on_device(other, &new)).collect();
-        for copy in &mut copies {
-            other.memcpy_dtod(&slice, copy).unwrap();
+fn work_of_both_on_two_streams_is_in_the_order_of_the_calls() {
+    beside!(work_of_both_on_two_streams_is_in_the_order_of_the_calls);
+    let (len, few) = if doubles::is_set() { (1000, 4000) } else { (16 << 20, 200) };
+    let two = &Two::new(4 * len);
+    let mut random = Random::new(1);
+    // A slice, and the number of the bytes in it. What was read of it, by the pool and by cudarc, with that number.
+    let (mut slice, mut holds) = (two.fresh(len), None);
+    let mut reads: Vec<(InFlight<PinnedBuf>, _)> = Vec::new();
+    let mut copies: Vec<(CudaSlice<u8>, _)> = Vec::new();
+    for step in 0..variable("PINPOOL_CUDARC_STEPS", few) as usize {
+        let by = if random.one_in(2) { &two.on_owner } else { &two.on_other };
+        let is_that = |found: &[u8], held: Option<usize>| held.is_none_or(|seed| *found == *bytes(seed, len));
+        let what = random.below(7);
+        // What cudarc reads on a second stream meanwhile would have it forget a download (`pinpool::cudarc`).
+        if what == 5 || reads.len() + copies.len() > 5 {
+            for (read, held) in reads.drain(..) {
+                assert!(is_that(&read.wait().unwrap(), held), "read by the pool, {step}");
+            }
         }
-        let read = on_owner.download_from(&slice, pool.checkout(len).unwrap()).unwrap();
-        drop(on_owner.upload_to(filled(pool, &new), &mut slice).unwrap().wait().unwrap());
-        assert!(*read.wait().unwrap() == *old, "by the pool, round {round}");
-        for (nth, copy) in copies.into_iter().enumerate() {
-            assert!(other.clone_dtoh(&copy).unwrap() == old, "{nth} by cudarc, round {round}");
+        if copies.len() > 3 {
+            for (copy, held) in copies.drain(..) {
+                assert!(is_that(&two.other.clone_dtoh(&copy).unwrap(), held), "by cudarc, {step}");
+            }
+        }
+        match what {
+            0 | 1 => {
+                drop(by.upload_to(filled(&two.pool, &bytes(step, len)), &mut slice).unwrap());
+                holds = Some(step);
+            }
+            2 => {
+                two.owner.memcpy_htod(&bytes(step, len), &mut slice).unwrap();
+                holds = Some(step);
+            }
+            // Also where nothing was written: its bytes are anything, but it must be there.
+            3 | 4 => {
+                reads.push((by.download_from(&slice, two.pool.checkout(len).unwrap()).unwrap(), holds));
+            }
+            // (cudarc itself does not wait for a new slice on a second stream.)
+            5 if holds.is_some() => {
+                // SAFETY: written before it is read.
+                let mut copy = unsafe { two.other.alloc::<u8>(len) }.unwrap();
+                two.other.memcpy_dtod(&slice, &mut copy).unwrap();
+                copies.push((copy, holds));
+            }
+            6 => {
+                // Freed and allocated behind all that: the same memory, as a rule.
+                drop(slice);
+                (slice, holds) = (two.fresh(len), None);
+            }
+            _ => {}
         }
     }
 }
@@ -332,7 +302,7 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
         "cuEventCreate",
     ];
     beside!(where_a_stream_cannot_be_made_to_wait_the_copy_is_refused);
-    let Some(d) = stand_in() else { return };
+    let Some(d) = StandIn::loaded() else { return };
     let (old, new, mut kept) = (bytes(1, LEN), bytes(2, LEN), None);
     let (mut sent, mut refused) = (0, 0);
     for call in CALLS {
@@ -387,7 +357,7 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
 fn a_refused_copy_makes_cudarc_forget_nothing() {
     const LEN: usize = 5000;
     beside!(a_refused_copy_makes_cudarc_forget_nothing);
-    let Some(d) = stand_in() else { return };
+    let Some(d) = StandIn::loaded() else { return };
     let context = CudaContext::new(0).unwrap();
     let [owner, other, third] = [(); 3].map(|()| context.new_stream().unwrap());
     let on_third = adopted(&third).unwrap();
@@ -491,7 +461,7 @@ fn an_error_that_cudarc_has_noted_breaks_no_order() {
     context.record_err::<()>(Err(noted));
     let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
     assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
-    let Some(d) = stand_in() else { return };
+    let Some(d) = StandIn::loaded() else { return };
     // After: the slice would not wait for the copy. (The first events are the pool's own, on each stream.)
     d.fail("cuEventRecord", 3, 500, false);
     drop(shared.upload_to(filled(), &mut slice).unwrap());
@@ -622,7 +592,7 @@ fn lent(stand_in: &StandIn, context: &Arc<CudaContext>) -> (Device, SharedSlice<
 #[test]
 fn a_slice_comes_back_when_its_last_copy_is_complete() {
     beside!(a_slice_comes_back_when_its_last_copy_is_complete);
-    let Some(stand_in) = stand_in() else { return };
+    let Some(stand_in) = StandIn::loaded() else { return };
     let context = CudaContext::new(0).unwrap();
     let (_device, lent) = lent(&stand_in, &context);
     let other = lent.memory().slice(8..16).unwrap();
@@ -650,7 +620,7 @@ fn a_slice_comes_back_when_its_last_copy_is_complete() {
 fn a_slice_comes_back_from_a_lost_device() {
     // What a lost device leaves behind is checked by the tests of lost devices.
     beside!(a_slice_comes_back_from_a_lost_device, unchecked);
-    let Some(stand_in) = stand_in() else { return };
+    let Some(stand_in) = StandIn::loaded() else { return };
     let context = CudaContext::new(0).unwrap();
     let late = on_device(&context.default_stream(), &[OLD; 64]);
     let (device, lent) = lent(&stand_in, &context);

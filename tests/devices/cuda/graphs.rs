@@ -175,10 +175,7 @@ fn the_legacy_stream_is_left_alone_while_a_blocking_stream_is_captured() {
             (1..=900).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
             let flight = legacy.upload(buf, &memory).unwrap();
             gpu.begin_capture(blocking, 1);
-            let flight = match flight.wait_timeout(HANG) {
-                Err(SubmitError { error: Error::Capturing { .. }, buffer: Some(flight) }) => flight,
-                other => panic!("{other:?}"),
-            };
+            let flight = refused(flight.wait_timeout(HANG));
             gpu.ok("cuGraphDestroy", &[gpu.end_capture(blocking)]);
             assert!(*flight.wait().unwrap() == *bytes(5, LEN));
             d.calm();
@@ -227,10 +224,7 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
             d.report().calls.iter().any(|c| c.0 == "cuStreamIsCapturing" && c.1 >= 1600)
         });
         is_capturing(stream.synchronize());
-        let flight = match flight.wait_timeout(HANG) {
-            Err(SubmitError { error: Error::Capturing { .. }, buffer: Some(flight) }) => flight,
-            other => panic!("{other:?}"),
-        };
+        let flight = refused(flight.wait_timeout(HANG));
         gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
         assert!(*flight.wait().unwrap() == *sent);
         round_trip(&pool, &stream, &memory, 2);

@@ -1,6 +1,8 @@
-//! Where pinned memory comes from, on GPUs through the simulated driver: what only CUDA has.
+//! Where pinned memory comes from, and device memory that others allocated, on GPUs through the simulated driver: what
+//! only CUDA has.
 //!
-//! What any device must do with such memory is in `contract/memory.rs`; every call fails once in `tests/faults`.
+//! What any device must do with such memory is in `contract`; every call fails once in `tests/faults`. That drivers know
+//! nothing of the device-side heap's memory is seen by the scripts of the rules, on real ones.
 
 #![allow(unsafe_code, reason = "values whose bytes stay where they are, and memory by its address")]
 
@@ -8,21 +10,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::MmapMut;
-use pinpool::{Backing, Device, Error, ErrorClass, HostAllocFlags, Pool, PoolBuilder, Request};
+use pinpool::{Backing, Device, Error, ErrorClass, HostAllocFlags, Pool, Request, cuda};
 
-use crate::cuda::rig::{both, broken, flag, open};
-use crate::support::doubles::gpu::{bytes, calls, filled, until};
-use crate::support::doubles::{HANG, on_stand_in};
+use crate::cuda::rig::{PAGE, both, broken, flag, open, small};
+use crate::support::doubles::gpu::{self, bytes, calls, filled, until};
+use crate::support::doubles::{HANG, StandIn, on_stand_in};
 use crate::support::value::Value;
 
-const PAGE: usize = 64 << 10;
 const ALLOCATED: Backing =
     Backing::HostAlloc(HostAllocFlags { portable: false, mapped: false, write_combined: false });
-
-/// Pools of four extents that start with two.
-fn small(device: &Device) -> PoolBuilder {
-    Pool::builder(device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE).extent(2 * PAGE)
-}
 
 /// How often each of them was dropped, in all.
 fn gone(dropped: &[Arc<AtomicUsize>]) -> usize {
@@ -205,5 +201,58 @@ fn what_the_driver_allocates_starts_on_a_page_only() {
         }
         drop(device);
         d.no_trace();
+    });
+}
+
+/// What a command gives: memory of the device's heap (`malloc 0 LEN`), of another context (`memory 0 0 LEN`),
+/// managed (1) or mapped (2).
+fn made(d: &StandIn, command: &str) -> u64 {
+    d.command(command).parse().unwrap()
+}
+
+#[test]
+fn an_address_that_copies_cannot_use_is_told_what_it_is() {
+    gpu::on_stand_in(|gpu, d| {
+        let (device, _other) = both();
+        let (stream, memory, pooled) = (device.stream().unwrap(), gpu.memory(1000) as u64, gpu.stream());
+        let says = |at: u64, len: usize, words: &str| {
+            // SAFETY: refused.
+            let refusal = unsafe { device.raw_memory(at, len, "owner") }.unwrap_err();
+            assert_eq!(refusal.buffer, Some("owner"), "the owner comes back");
+            let Error::Argument(text) = &refusal.error else { panic!("{}", refusal.error) };
+            let name = device.name();
+            let what = format!("{len} bytes at address {at:#x} cannot be used as memory of {name}");
+            for word in words.split('|').chain([&*what]) {
+                assert!(text.contains(word), "{word:?} is not in: {text}");
+            }
+        };
+        says(made(d, "memory 0 0 64"), 64, "another context|peer access|primary");
+        // Known to no allocator: what was freed, what never was, and the end of everything.
+        let unknown = "malloc|no copy call accepts|cudaMalloc|Device::alloc|was freed";
+        gpu.ok("cuMemFree_v2", &[memory as usize]);
+        says(memory, 1, unknown);
+        let freed = gpu.made("cuMemAllocAsync", &[64, pooled]);
+        gpu.ok("cuMemFreeAsync", &[freed, pooled]);
+        says(freed as u64, 64, unknown);
+        says(u64::MAX, 1, unknown);
+        // What a kernel's `malloc` gives, whose heap then keeps its limit.
+        says(made(d, "malloc 0 64"), 64, unknown);
+        let late = cuda::set_device_heap_limit(&device, 1 << 30).unwrap_err().to_string();
+        assert!(late.contains("module"), "{late}");
+        // Memory of other kinds is memory all the same.
+        let ordered = gpu.made("cuMemAllocAsync", &[64, pooled]) as u64;
+        gpu.ok("cuStreamSynchronize", &[pooled]);
+        for at in [ordered, made(d, "memory 0 1 64"), made(d, "memory 0 2 64")] {
+            // SAFETY: no code frees it, and only this thread uses it.
+            let memory = unsafe { device.raw_memory(at, 64, ()) }.unwrap();
+            let mut back = [0; 64];
+            stream.upload_blocking(&[9; 64], &memory).unwrap();
+            stream.download_blocking(&memory, &mut back).unwrap();
+            assert!(back == [9; 64]);
+        }
+        // SAFETY: as above. Managed memory that another GPU's context has made.
+        drop(unsafe { device.raw_memory(made(d, "memory 1 1 64"), 64, ()) }.unwrap());
+        assert_eq!(broken(d), ["HEAP-1"]);
+        assert_eq!(device.lost(), None);
     });
 }

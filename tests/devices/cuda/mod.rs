@@ -5,13 +5,11 @@
 
 mod copier;
 mod cudarc;
-mod driver;
 mod graphs;
 mod hardware;
 mod memory;
 mod nodes;
 mod per_thread;
-mod pointers;
 mod rig;
 mod spread;
 mod standin;

@@ -6,18 +6,24 @@ use std::ffi::c_void;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use pinpool::{Device, DeviceSlice, Error, Pool, Stream, cuda};
+use pinpool::{Device, DeviceSlice, Error, Pool, PoolBuilder, Stream, cuda};
 
 use crate::support::doubles::gpu::{bytes, filled};
 use crate::support::doubles::{self, HANG, StandIn, gpu_name};
 use crate::support::skip;
 use crate::support::value::Value;
 
+pub const PAGE: usize = 64 << 10;
+
+/// Pools of four extents that start with two.
+pub fn small(device: &Device) -> PoolBuilder {
+    Pool::builder(device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE).extent(2 * PAGE)
+}
+
 pub fn open() -> Device {
     Device::open(&gpu_name(0)).unwrap()
 }
 
-/// Both GPUs of a machine.
 pub fn both() -> (Device, Device) {
     (open(), Device::open(&gpu_name(1)).unwrap())
 }
@@ -27,7 +33,6 @@ pub fn adopt(device: &Device, stream: usize) -> Result<Stream, Error> {
     unsafe { cuda::adopt_stream(device, stream as *mut c_void, ()) }
 }
 
-/// There and back.
 pub fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usize) {
     let sent = bytes(seed, memory.len());
     drop(stream.upload(filled(pool, &sent), memory).unwrap());

@@ -11,8 +11,8 @@ use pinpool::cuda::{self, spread};
 use pinpool::{Device, Error, ErrorClass};
 
 use crate::cuda::rig::open;
-use crate::support::doubles::gpu::{Gpu, Raw, calls, on_driver, on_gpu, on_stand_in};
-use crate::support::doubles::{HANG, gpu_name};
+use crate::support::doubles::gpu::{Gpu, calls, on_driver, on_gpu, on_stand_in};
+use crate::support::doubles::{HANG, StandIn, gpu_name};
 use crate::support::kernels::Kernels;
 use crate::support::{bytes, skip};
 use pinpool_sim::cuda::Driver;
@@ -25,50 +25,35 @@ struct Row {
     len: usize,
 }
 
-/// Rows of several runs, in memory of their own: one block with all places, one with the packed bytes of all
-/// runs. What no row names guards what is beside it.
-#[derive(Debug)]
+/// Rows of several runs, all places in one block of memory, the packed bytes of all runs in another one. What no row
+/// names guards what is beside it.
 struct Case {
-    places: usize,
-    packed: usize,
+    /// Bytes of each block.
+    len: usize,
     /// Where its packed bytes begin, and its rows.
     runs: Vec<(usize, Vec<Row>)>,
 }
 
 impl Case {
-    /// Lays rows out without overlap. Of each: its length, and the remainders modulo 64 of where its place
-    /// and its packed bytes begin. The places are in another order than the packed bytes. The rows are dealt
-    /// out to that many runs.
+    /// Of each row: its length, and the remainders modulo 64 of where its place and its packed bytes begin. The places
+    /// are in another order than the packed bytes. The rows are dealt out to that many runs.
     fn new(rows: &[(usize, usize, usize)], runs: usize) -> Self {
-        // Behind what is before, with a guard of a byte at least.
-        let next = |end: usize, remainder: usize| {
-            let at = (end + 1) / 64 * 64 + remainder;
-            if at > end { at } else { at + 64 }
-        };
-        let (mut places, mut packed) = (0, 0);
-        let mut all: Vec<Row> = rows.iter().map(|&(len, ..)| Row { place: 0, offset: 0, len }).collect();
+        let longest = rows.iter().map(|row| row.0).max().unwrap_or(0);
+        // With a guard between two.
+        let slot = longest.next_multiple_of(64) + 128;
         // A permutation, since 7919 is a prime that divides no number of rows used here.
         assert!(rows.len() % 7919 != 0);
-        for i in 0..rows.len() {
-            let of = i * 7919 % rows.len();
-            all[of].place = next(places, rows[of].1);
-            places = all[of].place + all[of].len;
-        }
-        for (row, (len, _, remainder)) in all.iter_mut().zip(rows) {
-            row.offset = next(packed, *remainder);
-            packed = row.offset + len;
-        }
-        let share = all.len().div_ceil(runs).max(1);
-        let runs = all.chunks(share).map(|rows| {
+        let row = |(i, &(len, place, offset)): (usize, &(usize, usize, usize))| {
+            let other = i * 7919 % rows.len();
+            Row { place: other * slot + place, offset: i * slot + offset, len }
+        };
+        let all: Vec<Row> = rows.iter().enumerate().map(row).collect();
+        let runs = all.chunks(all.len().div_ceil(runs)).map(|rows| {
             // Some bytes before its first row's.
             let start = rows[0].offset - rows[0].offset.min(rows[0].place % 5);
             (start, rows.to_vec())
         });
-        Self { runs: runs.collect(), places: places + 64, packed: packed + 64 }
-    }
-
-    fn rows(&self) -> impl Iterator<Item = &Row> {
-        self.runs.iter().flat_map(|(_, rows)| rows)
+        Self { len: rows.len() * slot, runs: runs.collect() }
     }
 }
 
@@ -77,7 +62,6 @@ fn one_in(gpu: &Gpu) -> usize {
     if gpu.stand_in.is_some() { 31 } else { 1 }
 }
 
-/// An open GPU with its kernels.
 struct Spreader<'a> {
     gpu: &'a Gpu,
     device: Device,
@@ -112,7 +96,7 @@ impl<'a> Spreader<'a> {
     /// Both ways, each on fresh bytes: every byte of both sides is as the model has it.
     fn check(&self, case: &Case) {
         for collect in [false, true] {
-            let (mut places, mut packed) = (bytes(3, case.places), bytes(7, case.packed));
+            let (mut places, mut packed) = (bytes(3, case.len), bytes(7, case.len));
             let at = [self.memory(&places), self.memory(&packed)];
             let (mut tables, mut runs) = (Vec::new(), Vec::new());
             for (start, rows) in &case.runs {
@@ -123,7 +107,7 @@ impl<'a> Spreader<'a> {
                 runs.push(((at[1] + start) as u64, tables[tables.len() - 1] as u64, rows.len() as u32));
             }
             self.launch(collect, &runs).unwrap();
-            for &Row { place, offset, len } in case.rows() {
+            for &Row { place, offset, len } in case.runs.iter().flat_map(|(_, rows)| rows) {
                 if collect {
                     packed[offset..][..len].copy_from_slice(&places[place..][..len]);
                 } else {
@@ -132,16 +116,8 @@ impl<'a> Spreader<'a> {
             }
             for (name, at, expected) in [("places", at[0], &places), ("packed", at[1], &packed)] {
                 let found = self.gpu.read(at, expected.len(), self.stream);
-                if let Some(wrong) = (0..found.len()).find(|i| found[*i] != expected[*i]) {
-                    let is_in = |row: &Row| {
-                        let start = if name == "places" { row.place } else { row.offset };
-                        (start..start + row.len).contains(&wrong)
-                    };
-                    panic!(
-                        "collect {collect}: {name} {wrong} is wrong, of {:?}",
-                        case.rows().find(|row| is_in(row))
-                    );
-                }
+                let wrong = (0..found.len()).find(|i| found[*i] != expected[*i]);
+                assert_eq!(wrong, None, "collect {collect}: {name}, of {:?}", case.runs);
             }
             self.free(&at);
             self.free(&tables);
@@ -208,21 +184,13 @@ fn rows_beyond_two_gib() {
         let table = spreader.memory(rows.as_flattened());
         spreader.launch(false, &[(packed as u64, table as u64, 2)]).unwrap();
         let read = |at: usize| gpu.read(at, SHORT, stream);
-        assert!(
-            read(places + 3) == ends[0]
-                && read(places + LONG + 3 - SHORT) == ends[1]
-                && read(short) == ends[2]
-        );
+        assert!([places + 3, places + LONG + 3 - SHORT, short].map(read) == ends);
         assert!(read(places + LONG / 2).iter().all(|byte| *byte == 0x11));
         assert_eq!(gpu.read(places, 3, stream), [0xEE; 3]);
         assert_eq!(gpu.read(places + LONG + 3, 37, stream), [0xEE; 37]);
         gpu.ok("cuMemsetD8Async", &[packed, 0x22, LAST + SHORT, stream]);
         spreader.launch(true, &[(packed as u64, table as u64, 2)]).unwrap();
-        assert!(
-            read(packed + 3) == ends[0]
-                && read(packed + LONG + 3 - SHORT) == ends[1]
-                && read(packed + LAST) == ends[2]
-        );
+        assert!([packed + 3, packed + LONG + 3 - SHORT, packed + LAST].map(read) == ends);
         assert!(read(packed + LONG + 3).iter().all(|byte| *byte == 0x22));
         spreader.free(&[packed, places, table]);
         spreader.end();
@@ -267,7 +235,7 @@ fn a_first_launch_waits_for_no_other_kernel() {
         if gpu.stand_in.is_some() {
             return skip!("the stand-in has no kernels that run for long");
         }
-        let raw = Raw::of_this_process();
+        let raw = StandIn::of_this_process();
         let (kernels, busy) = (Kernels::load(&raw), gpu.stream());
         kernels.spin(1000, busy);
         gpu.ok("cuStreamSynchronize", &[busy]);

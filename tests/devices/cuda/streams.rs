@@ -17,7 +17,8 @@ use crate::cuda::rig::{adopt, flag, open, round_trip};
 use crate::support::doubles::gpu::{
     Gpu, all_back, bytes, calls, filled, on_driver, on_gpu, on_stand_in, pool, until,
 };
-use crate::support::doubles::{HANG, gpu_name};
+use crate::support::doubles::{StandIn, gpu_name, simulated_elsewhere};
+use crate::support::hand::Machine;
 use crate::support::own_process;
 use crate::support::process::forked;
 use crate::support::value::Value;
@@ -73,31 +74,24 @@ fn only_streams_that_others_can_reach_are_asked_about() {
 /// for each call.
 #[test]
 fn asking_makes_no_context_current() {
-    on_stand_in(|gpu, d| {
-        let device = open();
-        let (pool, stream) = (pool(&device, 2 << 20), adopt(&device, gpu.stream()).unwrap());
-        let [queried, pushed] = ["cuEventQuery", "cuCtxPushCurrent_v2"].map(|name| move || calls(d, name));
-        pool.wait_pinned(Some(HANG)).unwrap();
-        d.hang(true);
-        let asks = || {
-            let held = stream.hold(filled(&pool, &bytes(1, LEN))).unwrap();
-            // A look asks nothing while the reaper is asking, so a hundred looks can be fewer questions.
-            let look_until = |questions| {
-                until("questions", || (0..100).all(|_| !held.is_done().unwrap()) && queried() >= questions);
-            };
-            // Events that are asked about are recorded.
-            look_until(queried() + 1);
-            let before = pushed();
-            // More often than a question may fail before the stream is given up.
-            look_until(queried() + 1200);
-            assert_eq!(pushed(), before);
-            d.hang(false);
-            drop(held.wait().unwrap());
-        };
-        let before = pushed();
-        std::thread::scope(|scope| scope.spawn(asks).join()).unwrap();
-        assert!(pushed() <= before + 2, "the event is made, and recorded");
-    });
+    if simulated_elsewhere() {
+        return;
+    }
+    let machine = Machine::new(1, 1 << 20, 1);
+    let (device, d) = (machine.device(0), StandIn::Own(*machine));
+    let (pool, stream) = (pool(&device, ROOM), device.stream().unwrap());
+    cuda::raw_stream(&stream).unwrap();
+    let buf = filled(&pool, &bytes(1, LEN));
+    let made = || ["cuEventQuery", "cuCtxPushCurrent_v2"].map(|call| calls(&d, call));
+    let [_, before] = made();
+    let held = stream.hold(buf).unwrap();
+    let [queries, pushes] = made();
+    assert!(pushes <= before + 2, "the event is made, and recorded");
+    // More often than a question may fail before the stream is given up.
+    (0..1200).for_each(|_| assert!(!held.is_done().unwrap()));
+    let now = made();
+    assert!(now[0] >= queries + 1200 && now[1] == pushes, "{pushes} pushes, and then {now:?}");
+    drop(held.wait().unwrap());
 }
 
 #[test]
@@ -411,5 +405,56 @@ fn a_child_drops_everything_without_a_driver() {
             checks.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1)
         });
         assert_eq!(wrong, Some(0), "which check failed, counted from 1; 50: a call or a keeper");
+    });
+}
+
+#[test]
+fn the_callers_context_and_mode_are_left_alone() {
+    on_stand_in(|gpu, d| {
+        let device = open();
+        // Once with none, once with another context, once with the pool's own.
+        let other = gpu.other_context();
+        for context in [0, other, gpu.context] {
+            gpu.current(context);
+            let (pool, stream, memory) =
+                (pool(&device, 2 << 20), device.stream().unwrap(), device.alloc(50_000).unwrap());
+            round_trip(&pool, &stream, &memory, 1);
+            stream.upload_blocking(&bytes(2, 50_000), &memory).unwrap();
+            device.stream().unwrap().wait_for(&stream).unwrap();
+            // Refused by the driver: put back all the same.
+            d.fail("cuMemcpyHtoDAsync_v2", 1, 1, false);
+            drop(stream.upload(filled(&pool, &bytes(1, 100)), &memory).unwrap_err());
+            assert_eq!(gpu.made("cuCtxGetCurrent", &[]), context);
+            for expected in [0, 1] {
+                let mut mode = 1 - expected;
+                gpu.ok("cuThreadExchangeStreamCaptureMode", &[(&raw mut mode) as usize]);
+                assert_eq!(mode, expected, "global, as threads begin; and back");
+            }
+        }
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+/// However often it cannot be waited for. (`tests/faults` has copies that are refused, or are said to be.)
+#[test]
+fn a_blocking_copy_returns_only_when_the_driver_has_let_go() {
+    on_stand_in(|_, d| {
+        let device = open();
+        let (pool, stream, memory) =
+            (pool(&device, 2 << 20), device.stream().unwrap(), device.alloc(10_000).unwrap());
+        for (round, code) in [1, 2, 900, 999].into_iter().enumerate() {
+            (1..4).for_each(|nth| d.fail("cuStreamSynchronize", nth, code, false));
+            let before = d.struck();
+            let sent = bytes(round, 10_000);
+            let mut borrowed = sent.clone();
+            stream.upload_blocking(&borrowed, &memory).unwrap();
+            // Would be copied, were the copy still to run.
+            borrowed.fill(0xEE);
+            let landing = pool.checkout(10_000).unwrap();
+            assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
+            assert_eq!(d.struck(), before + 3, "it is waited for until that succeeds");
+        }
+        assert_eq!(device.lost(), None);
+        assert_eq!(d.report().violations, Vec::<String>::new());
     });
 }

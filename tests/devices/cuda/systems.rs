@@ -1,11 +1,9 @@
 //! Systems where registering host memory is not what it is elsewhere: those that refuse it for a moment or
 //! for good, and those where the device has registered memory at another address (WSL2).
 
-use pinpool::{
-    Backing, Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, PoolBuilder, Unpinned,
-};
+use pinpool::{Backing, Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Unpinned};
 
-use crate::cuda::rig::{self, open};
+use crate::cuda::rig::{self, PAGE, open, small};
 use crate::record;
 use crate::support::bytes;
 use crate::support::doubles::gpu::{calls, filled};
@@ -14,12 +12,6 @@ use crate::support::doubles::{HANG, on_stand_in};
 /// `CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` and `HOST_REGISTER_SUPPORTED`, as the stand-in knows them.
 const SAME_ADDRESS: i32 = 91;
 const REGISTERS: i32 = 99;
-
-const PAGE: usize = 64 << 10;
-
-fn small(device: &Device) -> PoolBuilder {
-    Pool::builder(device).capacity(8 * PAGE).region(4 * PAGE).extent(2 * PAGE)
-}
 
 fn round_trip(pool: &Pool, device: &Device) {
     rig::round_trip(pool, &device.stream().unwrap(), &device.alloc(5000).unwrap(), 3);

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake};
 use std::time::Duration;
 
-use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Checkout, Device, Pool, Unpinned};
+use pinpool::Checkout;
+use pinpool::host::HostConfig;
 
 use crate::support::doubles::HANG;
 use crate::support::doubles::gpu::{filled, until};
@@ -26,46 +26,31 @@ fn rig() -> Rig {
 fn a_subscriber_asks_the_pool_when_a_stream_is_lost() {
     own_process!();
     panicking::install();
-    type Ask = fn(&Pool);
-    let ways: [(&str, Ask); 5] = [
-        ("stats", |pool| _ = pool.stats()),
-        ("snapshot", |pool| drop(pool.snapshot())),
-        ("stuck", |pool| drop(pool.stuck(Duration::ZERO))),
-        ("check", |pool| drop((pool.check(), pool.trim(0)))),
-        ("checkout", |pool| drop((pool.try_checkout(64), pool.pinning(), pool.regions()))),
-    ];
-    for (what, ask) in ways {
-        let (tell, told) = mpsc::channel();
-        std::thread::spawn(move || {
-            let Rig { node, device, .. } = rig();
-            let pool = Pool::builder(&device).capacity(8 << 20).initial(1 << 20).region(1 << 20);
-            let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
-            pool.wait_pinned(None).unwrap();
-            let (asked, answered) = (pool.clone(), Arc::new(AtomicUsize::new(0)));
-            let count = answered.clone();
-            act(move |call, what| {
-                if call == Call::Event && what.is_some_and(|what| *what.level() <= tracing::Level::WARN) {
-                    ask(&asked);
-                    count.fetch_add(1, Ordering::Relaxed);
-                }
-            });
-            a_stream_is_lost(&node, &device, &pool);
-            until("the subscriber has had its answer", || answered.load(Ordering::Relaxed) > 0);
-            _ = pool.stats();
-            quiet();
-            tell.send(())
+    let (tell, told) = mpsc::channel();
+    std::thread::spawn(move || {
+        let Rig { node, device, pool } = rig();
+        let (asked, answered) = (pool.clone(), Arc::new(AtomicUsize::new(0)));
+        let count = answered.clone();
+        act(move |call, what| {
+            if call == Call::Event && what.is_some_and(|what| *what.level() <= tracing::Level::WARN) {
+                drop((asked.stats(), asked.snapshot(), asked.stuck(Duration::ZERO)));
+                drop((asked.check(), asked.trim(0), asked.try_checkout(64)));
+                drop((asked.pinning(), asked.regions()));
+                count.fetch_add(1, Ordering::Relaxed);
+            }
         });
-        told.recv_timeout(HANG).unwrap_or_else(|_| panic!("{what} hangs, or panicked"));
-    }
-}
-
-fn a_stream_is_lost(node: &HostNode, device: &Device, pool: &Pool) {
-    let (stream, small) = (device.stream().unwrap(), device.alloc(64).unwrap());
-    node.hang(0);
-    let flight = stream.upload(filled(pool, &[1; 64]), &small).unwrap();
-    node.kill(0);
-    let lost = flight.wait_timeout(HANG).unwrap_err();
-    assert!(lost.error.is_device_lost(), "{}", lost.error);
+        let (stream, small) = (device.stream().unwrap(), device.alloc(64).unwrap());
+        node.hang(0);
+        let flight = stream.upload(filled(&pool, &[1; 64]), &small).unwrap();
+        node.kill(0);
+        let lost = flight.wait_timeout(HANG).unwrap_err();
+        assert!(lost.error.is_device_lost(), "{}", lost.error);
+        until("the subscriber has had its answer", || answered.load(Ordering::Relaxed) > 0);
+        _ = pool.stats();
+        quiet();
+        tell.send(())
+    });
+    told.recv_timeout(HANG).expect("a question hangs, or panicked");
 }
 
 /// Wakers that poll their task at once, where they are called: each serves the next. By a loop, so any number of them.

@@ -2,8 +2,7 @@
 //! call panic, block for a short time, or call the pool.
 //!
 //! The owner of a buffer fills it, and compares it before it is dropped or sent; uploads are compared with downloads.
-//! At the end everything is back, by the pool's count and by the device's. `PINPOOL_FOREIGN_SECONDS` says how long (2
-//! by default), `PINPOOL_FOREIGN_SEED` with which seed.
+//! At the end everything is back, by the pool's count and by the device's.
 
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -26,10 +25,8 @@ use pinpool::{
 
 use crate::support::panicking::{self, Bomb};
 use crate::support::value::Value;
-use crate::support::{Random, own_process};
+use crate::support::{HANG, Random, own_process, variable};
 
-/// Longer than anything takes here: what is not there by then hangs.
-const HANG: Duration = Duration::from_secs(30);
 const THREADS: usize = 4;
 const MEMORY: u64 = 256 << 10;
 
@@ -415,13 +412,9 @@ impl Worker<'_> {
     }
 }
 
-fn number(name: &str, or: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(or)
-}
-
 fn chaos(faults: bool) {
     panicking::install();
-    let (seconds, seed) = (number("PINPOOL_FOREIGN_SECONDS", 2), number("PINPOOL_FOREIGN_SEED", 7));
+    let (seconds, seed) = (variable("PINPOOL_FOREIGN_SECONDS", 2), variable("PINPOOL_FOREIGN_SEED", 7));
     let node =
         HostNode::new(HostConfig::new().memory(256 << 20).late(Duration::from_micros(60), seed)).unwrap();
     let device = Device::on(&node, 0).unwrap();

@@ -1,10 +1,6 @@
 //! Foreign code: subscribers, recorders, wakers, values of the program's, sources and sinks that panic (with
 //! payloads whose drop panics, too), block, and call back into the pool. None of it costs a byte, a thread of
 //! the crate's, or a statistic.
-//!
-//! `alone` has one misdeed at a time, each where it once did harm; `chaos` has all of it at random calls
-//! under random work.
-//!
 //! Each test has a process of its own, since a process has one subscriber.
 
 #![cfg(target_os = "linux")]

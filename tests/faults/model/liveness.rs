@@ -5,8 +5,6 @@
 //! times. [`Pool::check`] must find nothing after any step: it looks for waiters that what is free outside of
 //! windows could serve. At the end some buffers stay out. After the longest pause between two looks at the
 //! queue the oracle is that *a request that waits, made anew, is not served at once* either.
-//!
-//! `PINPOOL_LIVENESS_SECONDS=N` runs for N seconds, and `PINPOOL_SEED=N` begins with another seed.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,9 +16,8 @@ use std::time::{Duration, Instant};
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Checkout, Device, Error, PinnedBuf, Pool, Request, Unpinned};
 
-use crate::model::variable;
 use crate::model::world::Flag;
-use crate::support::Random;
+use crate::support::{HANG, Random, variable};
 
 /// More than the longest pause before a growth is tried again, eight looks at a pool's queue, on a machine that is busy.
 const PAUSE: Duration = Duration::from_millis(2200);
@@ -244,8 +241,6 @@ fn a_request_that_waits_is_not_served_when_made_anew() {
 /// How long a request may wait while others, none of which keeps its buffers for long, are granted so many.
 const LONG: Duration = Duration::from_millis(1500);
 const MANY: u64 = 2000;
-/// Longer than any wait that ends.
-const HANG: Duration = Duration::from_secs(60);
 
 #[test]
 fn no_request_starves_beside_others_that_come_and_go() {

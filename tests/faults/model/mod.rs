@@ -8,9 +8,6 @@
 //! Beside it, with threads and a clock, requests of all forms that wait (`liveness`).
 //!
 //! With `PINPOOL_SUBSCRIBER=panics` a subscriber panics meanwhile, and every waker once it has noted its call.
-//!
-//! `PINPOOL_CASES=N` runs N times as many cases, `PINPOOL_SEED=N` others, and `PINPOOL_SHRINK=N`
-//! tries N times to make a failing case smaller.
 
 #![allow(unsafe_code, reason = "the model looks at memory in flight")]
 
@@ -24,16 +21,12 @@ use std::cell::RefCell;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use crate::support::hand::Machine;
-use crate::support::panicking;
+use crate::support::{panicking, variable};
 use tally::Tally;
 use world::World;
 
 /// Cases in an ordinary run.
 const CASES: u32 = 256;
-
-fn variable(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |v| v.parse().unwrap_or_else(|e| panic!("{name}={v}: {e}")))
-}
 
 #[test]
 fn the_pool_behaves_like_its_model() {

@@ -11,19 +11,15 @@ use pinpool_sim::cuda::Driver;
 use crate::support::in_use;
 pub use crate::support::{bytes, until};
 
-use super::{HANG, StandIn, gpu_name, is_set, required};
-use crate::support::skip;
+use super::{HANG, StandIn, gpu_name, required};
 
 /// The driver's handles and numbers, all of the size of a register.
 type Word = usize;
 
-/// A driver's entry points by their names. Handles are numbers.
-pub struct Raw(pub StandIn);
-
 /// The first GPU, whose primary context is current on this thread.
 pub struct Gpu {
-    raw: Raw,
-    /// The stand-in, where it is no real one.
+    driver: StandIn,
+    /// The same, where it is no real one.
     pub stand_in: Option<StandIn>,
     pub context: Word,
     _alone: Option<MutexGuard<'static, ()>>,
@@ -31,7 +27,7 @@ pub struct Gpu {
 
 /// Runs the body of a test on a real GPU or on a simulated one, and checks afterwards that no rule was broken.
 pub fn on_gpu(body: impl FnOnce(&Gpu)) {
-    let gpu = if required() { Gpu::open(None) } else { Gpu::simulated() };
+    let gpu = if required() { Gpu::open(None) } else { Gpu::simulated(Driver::Cuda12_8) };
     body(&gpu);
     gpu.close();
 }
@@ -41,7 +37,7 @@ pub fn on_driver(driver: Driver, body: impl FnOnce(&Gpu)) {
     if super::simulated_elsewhere() {
         return;
     }
-    let gpu = Gpu::open(Some(StandIn::gpus(driver)));
+    let gpu = Gpu::simulated(driver);
     body(&gpu);
     gpu.close();
 }
@@ -51,33 +47,22 @@ pub fn on_stand_in(body: impl FnOnce(&Gpu, &StandIn)) {
     if super::simulated_elsewhere() {
         return;
     }
-    let gpu = Gpu::simulated();
-    match gpu.stand_in.clone() {
-        Some(stand_in) => body(&gpu, &stand_in),
-        None => skip!("the library that is named is no stand-in"),
-    }
+    let gpu = Gpu::simulated(Driver::Cuda12_8);
+    let stand_in = gpu.stand_in.clone().expect("it is simulated");
+    body(&gpu, &stand_in);
 }
 
-impl Raw {
-    /// Any library of such calls; `Err` says why it cannot be loaded.
-    pub fn load(path: &std::path::Path) -> Result<Self, String> {
-        StandIn::any(path, "sim_cuda").map(Self)
-    }
-
+/// Calls of a driver, whose handles are numbers.
+impl StandIn {
     /// The driver that this process loads, or its environment names; initialised.
     pub fn of_this_process() -> Self {
         let path = super::named(super::PATH).unwrap_or_else(|| "libcuda.so.1".into());
-        let raw = Self::load(&path).expect("the driver can be loaded");
-        raw.ok("cuInit", &[0]);
-        raw
+        let driver = Self::any(&path).expect("the driver can be loaded");
+        driver.ok("cuInit", &[0]);
+        driver
     }
 
-    /// A driver call whose arguments are numbers and pointers.
-    pub fn call(&self, name: &str, a: &[Word]) -> u32 {
-        self.0.call(name, a)
-    }
-
-    /// One that must succeed.
+    /// A call that must succeed.
     #[track_caller]
     pub fn ok(&self, name: &str, a: &[Word]) {
         let code = self.call(name, a);
@@ -112,29 +97,25 @@ impl Raw {
 }
 
 impl std::ops::Deref for Gpu {
-    type Target = Raw;
+    type Target = StandIn;
 
-    fn deref(&self) -> &Raw {
-        &self.raw
+    fn deref(&self) -> &StandIn {
+        &self.driver
     }
 }
 
 impl Gpu {
-    /// Two simulated GPUs of this test's own; in a child that loads the simulation, its.
-    fn simulated() -> Self {
-        match is_set() {
-            true => Self::open(StandIn::loaded()),
-            false => Self::open(Some(StandIn::gpus(Driver::Cuda12_8))),
-        }
+    fn simulated(driver: Driver) -> Self {
+        Self::open(Some(StandIn::gpus(driver)))
     }
 
     /// The first of a machine, or that of the driver which this process loads, one test at a time.
     fn open(stand_in: Option<StandIn>) -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
-        let raw = stand_in.clone().map_or_else(Raw::of_this_process, Raw);
-        let alone = (stand_in.is_none() || is_set())
-            .then(|| ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
-        let mut gpu = Self { raw, stand_in, context: 0, _alone: alone };
+        let driver = stand_in.clone().unwrap_or_else(StandIn::of_this_process);
+        let alone =
+            stand_in.is_none().then(|| ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        let mut gpu = Self { driver, stand_in, context: 0, _alone: alone };
         assert_eq!(gpu.call("cuInit", &[0]), 0);
         gpu.context = gpu.made("cuDevicePrimaryCtxRetain", &[gpu.ordinal(0)]);
         gpu.current(gpu.context);

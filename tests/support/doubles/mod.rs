@@ -43,7 +43,7 @@ pub fn required_device(device: &str) -> bool {
 /// In a process that is to use the machine's own driver there are no simulated GPUs beside it, since a context that is
 /// adopted does not say of which driver it is. There this thread's test runs in a process of its own, and is over.
 pub fn simulated_elsewhere() -> bool {
-    if !required() || StandIn::loaded().is_some() {
+    if !required() {
         return false;
     }
     let thread = std::thread::current();
@@ -73,24 +73,16 @@ pub fn simulation() -> Option<PathBuf> {
 
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
 pub fn again(test: &str, environment: &[(&str, &str)]) {
-    let Some(library) = named_or_built() else {
-        skip!("the simulated libcuda is not beside the executable; {PATH} can name one");
-        return;
-    };
+    let Some(library) = simulation() else { return };
     let library = library.to_str().expect("a path in UTF-8");
     passes(test, &[&[(PATH, library)], environment].concat(), 20 * HANG);
 }
 
-/// Runs the body of a test on two simulated GPUs of its own; in a child that loads the simulation, on those.
+/// Runs the body of a test on two simulated GPUs of its own.
 pub fn on_stand_in(body: impl FnOnce(&StandIn)) {
     panicking::install_if_asked();
-    if simulated_elsewhere() {
-        return;
-    }
-    match StandIn::loaded() {
-        None if is_set() => skip!("the library that is named is no stand-in"),
-        None => body(&StandIn::gpus(cuda::Driver::Cuda12_8)),
-        Some(stand_in) => body(&stand_in),
+    if !simulated_elsewhere() {
+        body(&StandIn::gpus(cuda::Driver::Cuda12_8));
     }
 }
 
@@ -112,7 +104,7 @@ pub fn is_set() -> bool {
 /// The machine's own driver, ready for use, with a line that says which it is. `Err`: there is none, and why.
 pub fn real_driver() -> Result<(PathBuf, String), String> {
     let path = named(PATH).unwrap_or_else(|| "libcuda.so.1".into());
-    let library = StandIn::any(&path, "sim_cuda")?;
+    let library = StandIn::any(&path)?;
     if library.has("sim_cuda") {
         return Err(format!("{} is the stand-in", path.display()));
     }
@@ -133,7 +125,6 @@ pub fn real_driver() -> Result<(PathBuf, String), String> {
     Ok((path, text))
 }
 
-/// The report of the stand-in.
 #[derive(Debug, Default)]
 pub struct Report {
     /// `ID text`.
@@ -203,8 +194,7 @@ pub fn rules(column: usize) -> Option<BTreeSet<String>> {
 #[derive(Clone)]
 pub enum StandIn {
     Own(Machine),
-    /// A library, and the name of its entry point for commands.
-    Loaded(Arc<Library>, &'static str),
+    Loaded(Arc<Library>),
 }
 
 thread_local! {
@@ -255,13 +245,8 @@ impl StandIn {
 
     /// The libcuda that this process has loaded, which its environment names. `None`: none is named, or a real one.
     pub fn loaded() -> Option<Self> {
-        Self::loaded_by(PATH, "sim_cuda")
-    }
-
-    /// The same of a library that another variable names, and that has another entry point for commands.
-    pub fn loaded_by(variable: &str, command: &'static str) -> Option<Self> {
-        let library = Self::any(&named(variable)?, command).expect("the library can be loaded");
-        library.has(command).then_some(library)
+        let library = Self::any(&named(PATH)?).expect("the library can be loaded");
+        library.has("sim_cuda").then_some(library)
     }
 
     /// Calls of this thread that name nothing and have no current context are made to this machine from now on.
@@ -273,17 +258,17 @@ impl StandIn {
     }
 
     /// Any library, a real driver among them: for what both have.
-    pub fn any(path: &Path, command: &'static str) -> Result<Self, String> {
+    pub fn any(path: &Path) -> Result<Self, String> {
         // SAFETY: the simulation has no initialisers that ask for anything; a real driver's have no preconditions.
         let library = unsafe { Library::new(path) };
         let library = library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?;
-        Ok(Self::Loaded(Arc::new(library), command))
+        Ok(Self::Loaded(Arc::new(library)))
     }
 
     fn find(&self, name: &str) -> Option<*const std::ffi::c_void> {
         match self {
             Self::Own(machine) => machine.symbol(name),
-            Self::Loaded(library, _) => {
+            Self::Loaded(library) => {
                 // SAFETY: only looked up.
                 unsafe { library.get::<*const _>(name.as_bytes()) }.ok().map(|at| *at)
             }
@@ -323,10 +308,10 @@ impl StandIn {
     pub fn command(&self, text: &str) -> String {
         match self {
             Self::Own(machine) => machine.command(text),
-            Self::Loaded(_, command) => {
+            Self::Loaded(_) => {
                 type Ask = unsafe extern "C" fn(*const std::ffi::c_char, *mut u8, usize) -> usize;
                 // SAFETY: the simulation has this signature.
-                let ask = unsafe { self.get::<Ask>(command) };
+                let ask = unsafe { self.get::<Ask>("sim_cuda") };
                 let text = CString::new(text).expect("a command without zeros");
                 let mut answer = vec![0; 1 << 20];
                 // SAFETY: a string, and room for that many bytes.

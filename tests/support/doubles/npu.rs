@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use pinpool_sim::acl::Library;
 
 use super::{Report, StandIn, library, named};
-use crate::support::skip;
 
 /// The variable that pinpool reads.
 pub const PATH: &str = "PINPOOL_LIBASCENDCL";
@@ -54,11 +53,6 @@ pub fn report_of(path: &Path) -> Option<Report> {
     std::fs::read_to_string(path).ok().map(|text| Report::parse(&text))
 }
 
-/// The simulation that this process has loaded. `None`: it uses something else.
-pub fn stand_in() -> Option<StandIn> {
-    StandIn::loaded_by(PATH, "sim_acl")
-}
-
 impl Way {
     /// The commands that make a machine such a one: a value of [`SETUP`](super::SETUP).
     pub fn setup(self) -> String {
@@ -73,19 +67,12 @@ impl Way {
     }
 }
 
-/// Runs the body of a test in each of the ways, and checks afterwards that no rule was broken and nothing is left. In a
-/// child that loads the simulation, on that.
+/// Runs the body of a test in each of the ways, and checks afterwards that no rule was broken and nothing is left.
 pub fn on_each(ways: &[Way], body: impl Fn(&StandIn)) {
-    let on = |machine: &StandIn| {
-        body(machine);
+    for way in ways {
+        println!("{}", way.name);
+        let machine = way.machine();
+        body(&machine);
         machine.no_trace();
-    };
-    match stand_in() {
-        Some(loaded) => on(&loaded),
-        None if is_set() => skip!("the library that is named is no stand-in"),
-        None => ways.iter().for_each(|way| {
-            println!("{}", way.name);
-            on(&way.machine());
-        }),
     }
 }

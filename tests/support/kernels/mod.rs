@@ -12,7 +12,7 @@
 
 use std::ffi::{CStr, CString, c_char};
 
-use crate::support::doubles::gpu::Raw;
+use crate::support::doubles::StandIn;
 
 /// The kernels' sources. The device's heap has a module of its own: loading it fixes the heap's size.
 const PATTERN: &str = include_str!("pattern.ptx");
@@ -28,7 +28,6 @@ fn word(seed: u64, index: u64) -> u64 {
     v ^ (v >> 29)
 }
 
-/// Writes the pattern of a seed.
 pub fn fill(bytes: &mut [u8], seed: u64) {
     let mut words = bytes.chunks_exact_mut(8);
     let mut index = 0;
@@ -53,22 +52,14 @@ pub fn wrong(bytes: &[u8], seed: u64) -> usize {
 }
 
 /// What `check_pattern` adds up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Counts {
     pub wrong: u64,
     pub bytes: u64,
     pub launches: u64,
 }
 
-impl std::ops::AddAssign for Counts {
-    fn add_assign(&mut self, other: Self) {
-        self.wrong += other.wrong;
-        self.bytes += other.bytes;
-        self.launches += other.launches;
-    }
-}
-
-impl Raw {
+impl StandIn {
     /// The driver's word for a code.
     pub fn word(&self, code: u32) -> String {
         let mut text: *const c_char = std::ptr::null();
@@ -79,7 +70,7 @@ impl Raw {
     }
 
     /// Retains a GPU's primary context and makes it current here.
-    pub fn enter(&self, device: usize) -> usize {
+    pub fn retain(&self, device: usize) -> usize {
         let context = self.made("cuDevicePrimaryCtxRetain", &[device]);
         self.current(context);
         context
@@ -108,16 +99,16 @@ impl Raw {
 
 /// The kernels of one context, which is current wherever they are used.
 pub struct Kernels<'a> {
-    raw: &'a Raw,
+    raw: &'a StandIn,
     check: usize,
-    fill: usize,
     spin: usize,
 }
 
 impl<'a> Kernels<'a> {
-    pub fn load(raw: &'a Raw) -> Self {
-        let [check, fill] = [c"check_pattern", c"fill_pattern"].map(|name| raw.kernel(PATTERN, name));
-        Self { raw, check, fill, spin: raw.kernel(SPIN, c"spin") }
+    pub fn load(raw: &'a StandIn) -> Self {
+        let [check, spin] =
+            [(PATTERN, c"check_pattern"), (SPIN, c"spin")].map(|(text, name)| raw.kernel(text, name));
+        Self { raw, check, spin }
     }
 
     fn blocks(len: usize) -> u32 {
@@ -127,10 +118,6 @@ impl<'a> Kernels<'a> {
     /// Compares memory with the pattern and adds to the counts at `counts`.
     pub fn check(&self, at: u64, len: usize, seed: u64, counts: u64, stream: usize) {
         self.raw.start(self.check, Self::blocks(len), THREADS, stream, &[at, len as u64, seed, counts]);
-    }
-
-    pub fn fill(&self, at: u64, len: usize, seed: u64, stream: usize) {
-        self.raw.start(self.fill, Self::blocks(len), THREADS, stream, &[at, len as u64, seed]);
     }
 
     /// Keeps a stream busy.

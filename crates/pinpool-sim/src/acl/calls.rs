@@ -26,7 +26,6 @@ thread_local! {
     static SHOWN: RefCell<[u8; TEXT]> = const { RefCell::new([0; TEXT]) };
 }
 
-/// Stores an error's text, if it is an error.
 pub(crate) fn note_error(name: &str, code: u32) {
     if code != 0 {
         let text = format!("E{code}: {name} failed on thread {}", thread());
@@ -64,57 +63,6 @@ impl World {
             of.into_iter().for_each(|stream| self.drain(stream));
         }
         Ok(())
-    }
-
-    fn malloc(&mut self, len: usize, policy: c_uint) -> Outcome<usize> {
-        let device = self.current_device()?;
-        // How large the pages are, in the lower bits.
-        let (largest, flags) = if self.acl.old { (5, 0) } else { (7, 0x10_1100) };
-        if len == 0 || policy & !flags > largest {
-            return self.broken("ARG-2", INVALID_PARAM);
-        }
-        // On a multiple of 64 and, every other one, of no more.
-        let offset = if self.random().is_multiple_of(2) { 64 } else { 0 };
-        self.allocate(device, 0, len, offset)
-    }
-
-    fn malloc_host(&mut self, len: usize) -> Outcome<usize> {
-        let device = self.current_device()?;
-        if len == 0 {
-            return self.broken("ARG-2", INVALID_PARAM);
-        }
-        if self.acl.on_device && !self.fits(device, len) {
-            return Err(MEMORY_ALLOCATION);
-        }
-        let promised = if self.acl.on_device { 16 } else { 64 };
-        self.allocate_host((device, 0, false), len, [promised, 3 * promised])
-    }
-
-    fn host_register(&mut self, at: usize, len: usize, kind: c_uint) -> Outcome<usize> {
-        self.current()?;
-        // The other types are reserved.
-        if kind != 0 {
-            return self.broken("ARG-2", INVALID_PARAM);
-        }
-        // The product cannot, which is no mistake of the caller's: there is no other way to ask.
-        if self.acl.on_device {
-            return Err(NOT_SUPPORTED);
-        }
-        if at == 0 || len == 0 || at.checked_add(len).is_none() {
-            return self.broken("MEM-3", PARAM_INVALID);
-        }
-        if !at.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
-            return self.broken("REG-1", DRIVER_INTERNAL);
-        }
-        if self.is_registered_in_part(at, len) {
-            return self.broken("MEM-1", ALREADY_REGISTERED);
-        }
-        if !is_mapped(at, len, true) {
-            return self.broken("HST-5", PARAM_INVALID);
-        }
-        let mapped = self.made_up(len, 0);
-        self.registered.insert(at, Registered { len, read_only: false, mapped });
-        Ok(mapped)
     }
 }
 
@@ -220,7 +168,15 @@ entries! {
     }
 
     fn aclrtMalloc(start: *mut usize, len: usize, policy: c_uint) in Here, |w| {
-        let at = w.malloc(len, policy)?;
+        let device = w.current_device()?;
+        // How large the pages are, in the lower bits.
+        let (largest, flags) = if w.acl.old { (5, 0) } else { (7, 0x10_1100) };
+        if len == 0 || policy & !flags > largest {
+            return w.broken("ARG-2", INVALID_PARAM);
+        }
+        // On a multiple of 64 and, every other one, of no more.
+        let offset = if w.random().is_multiple_of(2) { 64 } else { 0 };
+        let at = w.allocate(device, 0, len, offset)?;
         w.give(start, at)
     }
 
@@ -236,7 +192,15 @@ entries! {
     }
 
     fn aclrtMallocHost(start: *mut usize, len: usize) in Here, |w| {
-        let at = w.malloc_host(len)?;
+        let device = w.current_device()?;
+        if len == 0 {
+            return w.broken("ARG-2", INVALID_PARAM);
+        }
+        if w.acl.on_device && !w.fits(device, len) {
+            return Err(MEMORY_ALLOCATION);
+        }
+        let promised = if w.acl.on_device { 16 } else { 64 };
+        let at = w.allocate_host((device, 0, false), len, [promised, 3 * promised])?;
         w.give(start, at)
     }
 
@@ -257,7 +221,30 @@ entries! {
     }
 
     fn aclrtHostRegister(start: usize, len: u64, kind: c_uint, mapped: *mut usize) in Here, |w| {
-        let at = w.host_register(start, len as usize, kind)?;
+        let len = len as usize;
+        w.current()?;
+        // The other types are reserved.
+        if kind != 0 {
+            return w.broken("ARG-2", INVALID_PARAM);
+        }
+        // The product cannot, which is no mistake of the caller's: there is no other way to ask.
+        if w.acl.on_device {
+            return Err(NOT_SUPPORTED);
+        }
+        if start == 0 || len == 0 || start.checked_add(len).is_none() {
+            return w.broken("MEM-3", PARAM_INVALID);
+        }
+        if !start.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
+            return w.broken("REG-1", DRIVER_INTERNAL);
+        }
+        if w.is_registered_in_part(start, len) {
+            return w.broken("MEM-1", ALREADY_REGISTERED);
+        }
+        if !is_mapped(start, len, true) {
+            return w.broken("HST-5", PARAM_INVALID);
+        }
+        let at = w.made_up(len, 0);
+        w.registered.insert(start, Registered { len, read_only: false, mapped: at });
         w.give(mapped, at)
     }
 
@@ -312,7 +299,6 @@ entries! {
     }
 }
 
-/// The entry point with this name. `None`: there is none.
 pub(crate) fn symbol(name: &str) -> Option<*const std::ffi::c_void> {
     files(name).or_else(|| super::copies::files(name))
 }

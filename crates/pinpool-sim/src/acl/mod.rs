@@ -30,7 +30,6 @@ mod copies;
 
 pub(crate) use calls::{note_error, symbol};
 
-/// What only a machine with Ascend devices has.
 #[derive(Default)]
 pub(crate) struct Own {
     /// The library is an older one.
@@ -64,7 +63,6 @@ pub(crate) const DRIVER_INTERNAL: u32 = 507_899;
 pub(crate) const ALREADY_REGISTERED: u32 = 507_910;
 pub(crate) const NOT_REGISTERED: u32 = 507_911;
 
-/// Which calls a library has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
     Today,

@@ -39,7 +39,6 @@ thread_local! {
     static DESTRUCTOR: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread calls destructors.
 pub fn is_destructor() -> bool {
     DESTRUCTOR.get()
 }
@@ -69,7 +68,6 @@ pub fn run_due(number: usize) {
 }
 
 impl Graphs {
-    /// How many graphs there are, and how many user objects.
     pub fn count(&self) -> [usize; 2] {
         [self.graphs.len() + self.executables.len(), self.objects.len()]
     }

@@ -14,10 +14,8 @@ use super::*;
 use crate::common::entries;
 use crate::world::{Op, Place, Stream};
 
-/// The shape of each launch.
 const BLOCKS: [c_uint; 3] = [16, 1, 1];
 const THREADS: [c_uint; 3] = [512, 1, 1];
-/// The most runs of a launch.
 const RUNS: usize = 32;
 /// Bytes of a row's description, to which tables are aligned.
 const ROW: usize = 16;
@@ -58,7 +56,6 @@ pub struct Run {
     rows: u32,
 }
 
-/// A kernel that is queued.
 #[derive(Clone, Debug)]
 pub struct Launch {
     context: usize,

@@ -35,7 +35,6 @@ pub(crate) use kernels::Launch;
 /// Another stream on each thread. (Handles below it are the legacy default stream's.)
 pub(crate) const PER_THREAD: usize = 2;
 
-/// What only a machine with GPUs has.
 #[derive(Default)]
 pub(crate) struct Own {
     pub version: i32,
@@ -47,9 +46,9 @@ pub(crate) struct Own {
     pub first_pin: Duration,
     /// Threads that call the destructors of user objects and have not ended.
     pub calling: usize,
-    graphs: graphs::Graphs,
+    pub graphs: graphs::Graphs,
+    pub modules: kernels::Modules,
     pointers: pointers::Pointers,
-    modules: kernels::Modules,
 }
 
 impl Own {
@@ -57,15 +56,6 @@ impl Own {
     pub(crate) fn forget(&mut self, context: usize) {
         self.per_thread.retain(|(of, _), _| *of != context);
         self.modules.forget(context);
-    }
-
-    pub(crate) fn modules(&self, is: impl Fn(usize) -> bool) -> usize {
-        self.modules.count(is)
-    }
-
-    /// How many graphs and user objects there are.
-    pub(crate) fn graphs(&self) -> [usize; 2] {
-        self.graphs.count()
     }
 }
 
@@ -131,14 +121,12 @@ impl World {
     }
 }
 
-/// The entry point with this name. `None`: there is none.
 pub(crate) fn symbol(name: &str) -> Option<*const c_void> {
     let files =
         [calls::symbol, batches::symbol, graphs::symbol, host::symbol, kernels::symbol, pointers::symbol];
     files.into_iter().find_map(|symbol| symbol(name))
 }
 
-/// Which calls a driver has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Driver {
     Cuda11_0,

@@ -27,7 +27,6 @@ pub struct Pointers {
     loaded: BTreeSet<usize>,
 }
 
-/// What is known of an address.
 #[derive(Default)]
 struct Known {
     context: usize,

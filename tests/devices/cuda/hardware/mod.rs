@@ -4,8 +4,6 @@
 //! Each test has a process of its own, so that a broken context, a setting of the whole process or a crash
 //! stays with its test and is reported. Where there is no GPU they are skipped and say so, which fails while
 //! `PINPOOL_REQUIRE` names one; only the processes that end run on the simulated driver then.
-//! `PINPOOL_HARDWARE_CHECKOUTS` says how many checkouts the longest test makes (20,000; the full run is
-//! 1,000,000).
 //!
 //! pinpool is used through its public face, and the driver beside it by plain calls
 //! (`tests/support/kernels`).
@@ -13,7 +11,6 @@
 #![allow(unsafe_code, reason = "calling the driver")]
 
 mod churn;
-mod pointers;
 mod poison;
 mod runtime;
 mod short;
@@ -22,25 +19,24 @@ mod two;
 use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Result, Stream, cuda};
 
 use crate::cuda::rig::{in_a_child, round_trip};
-use crate::support::doubles::gpu::{Raw, until};
-use crate::support::doubles::{self, HANG};
+use crate::support::doubles::gpu::until;
+use crate::support::doubles::{self, HANG, StandIn};
 use crate::support::exits::{self, REST, WAYS};
 use crate::support::kernels::{self, Kernels};
 
 /// Runs the body of a test in a child, with the driver that pinpool loads there.
-fn on_gpu(test: &str, body: impl FnOnce(&Raw)) {
+fn on_gpu(test: &str, body: impl FnOnce(&StandIn)) {
     if in_a_child(test, true).is_some() {
-        body(&Raw::of_this_process());
+        body(&StandIn::of_this_process());
     }
 }
 
 /// The kernels, loaded into a GPU's context, which is current here from now on.
-fn kernels_of(raw: &Raw, device: usize) -> Kernels<'_> {
-    raw.enter(device);
+fn kernels_of(raw: &StandIn, device: usize) -> Kernels<'_> {
+    raw.retain(device);
     Kernels::load(raw)
 }
 
-/// A checked-out buffer with the pattern of a seed.
 fn filled(pool: &Pool, len: usize, seed: u64) -> PinnedBuf {
     let mut buf = pool.checkout_timeout(len, HANG).expect("the pool has room");
     // SAFETY: the segment is mapped memory of this function alone, and all of `len` is written before it
@@ -53,7 +49,6 @@ fn filled(pool: &Pool, len: usize, seed: u64) -> PinnedBuf {
     buf
 }
 
-/// The driver's handle of a stream.
 fn raw_stream(stream: &Stream) -> usize {
     cuda::raw_stream(stream).expect("a stream of a GPU") as usize
 }
@@ -84,7 +79,6 @@ macro_rules! tests {
 
 tests! {
     every_byte_is_checked_while_the_host_refills churn::sixteen_threads;
-    memory_of_the_devices_heap_is_refused pointers::heap;
     an_illegal_address_poisons_and_nothing_hangs poison::illegal_address;
     the_runtime_api_works_beside_the_pool runtime::beside;
     one_pool_for_two_gpus two::both;

@@ -3,9 +3,9 @@
 
 use pinpool::{Copier, DeviceSlice};
 
-use super::{Raw, open};
+use super::{StandIn, open};
 
-pub fn thousands(_: &Raw) {
+pub fn thousands(_: &StandIn) {
     const LEN: usize = 1 << 10;
     const COUNT: usize = 1 << 18;
     let device = open(0);

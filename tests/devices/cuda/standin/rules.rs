@@ -1,6 +1,5 @@
 //! The rules by the ids of the simulation's page, each with a script that breaks it and does what is allowed.
 
-/// See `script.rs`.
 pub const RULES: &str = "
 INIT-1
     bare
@@ -235,7 +234,9 @@ HST-9
     here sim attribute 89 0
     here 0 MemAllocManaged & 4096 1 ! HST-9
 PTR-1
+    0 PointerGetAttributes 1 kind places m; _ holds 2
     heap = malloc 64
+    0 PointerGetAttributes 1 kind places heap; _ holds 0
     1 up heap page 64 s ! PTR-1
 PTR-2
     1 PointerGetAttributes 1 names places 64 ! PTR-2

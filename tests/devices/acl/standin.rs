@@ -1,7 +1,22 @@
-//! Scripts that break each rule of `crates/pinpool-sim/src/rules.rs` once, with what leads up to it. (What is allowed the
-//! other tests here do.) See `tests/devices/script.rs`.
+//! The simulated library keeps its rules: scripts break each rule of `crates/pinpool-sim/src/rules.rs` once, with what
+//! leads up to it. (What is allowed the other tests here do.) See `tests/devices/script.rs`.
 
-pub const SCRIPTS: &str = "
+use pinpool_sim::acl::Library;
+
+use crate::script::{Script, are_listed, scripts};
+use crate::support::doubles::StandIn;
+
+#[test]
+fn each_rule_is_broken_by_a_script() {
+    for (name, script) in scripts(SCRIPTS) {
+        println!("{name}");
+        Script::run(StandIn::npus(Library::Today), false, &script);
+    }
+    let broken = SCRIPTS.lines().filter_map(|line| line.split_once(" ! "));
+    are_listed(broken.flat_map(|(_, ids)| ids.split(' ')), 3);
+}
+
+const SCRIPTS: &str = "
 the library is initialised and ended
     bare
     n = GetDeviceCount ! INIT-1
