@@ -3,9 +3,8 @@
 use std::io::Write;
 
 use bytes::BufMut;
-use pinpool::Error;
 
-use crate::{host, pool};
+use super::*;
 
 #[test]
 fn what_is_written_is_what_there_is() {

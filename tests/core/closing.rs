@@ -1,14 +1,10 @@
 //! `Device::close` where not everything comes back: devices that fail, hang and die. (The contract's suite has what
 //! every device does when all goes well.)
 
-use std::time::Duration;
+use pinpool::InFlight;
 
-use pinpool::host::{Call, Failure, Fault, HostNode};
-use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
-
-use crate::support::own_process;
+use super::*;
 use crate::support::process::threads;
-use crate::{builder, filled, host, hosts, pool};
 
 /// Longer than anything takes: what is waited for so long hangs the test.
 const FOREVER: Duration = Duration::from_secs(24 * 60 * 60);

@@ -1,8 +1,6 @@
 //! What errors say: whose a thing is, and the remedy of that very case.
 
-use pinpool::{Copier, Error};
-
-use crate::{filled, hosts, pool};
+use super::*;
 
 const LEN: usize = 4096;
 

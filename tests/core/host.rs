@@ -1,12 +1,9 @@
 //! The host device's own rules. `tests/contract` has those of all devices.
 
-use std::time::Duration;
+use pinpool::ErrorClass;
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
-use pinpool::{Device, ErrorClass};
-
-use crate::support::own_process;
-use crate::{filled, host, on, pool, until};
+use super::*;
+use crate::support::process::threads;
 
 #[test]
 fn what_is_not_there_is_refused_and_addresses_are_never_used_again() {
@@ -50,13 +47,11 @@ fn streams_are_counted_whatever_the_device_did_before() {
     first.synchronize().unwrap();
     let _second = device.stream().unwrap();
     let names = || {
-        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-        let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
-        let mut names: Vec<_> = names.filter(|name| name.starts_with("pinpool-host-")).collect();
+        let mut names = threads("pinpool-host-");
         names.sort();
         names
     };
-    until(|| names() == ["pinpool-host-1\n", "pinpool-host-2\n"], || format!("{:?}", names()));
+    until(|| names() == ["pinpool-host-1", "pinpool-host-2"], || format!("{:?}", names()));
 }
 
 #[test]

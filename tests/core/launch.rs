@@ -1,14 +1,10 @@
 //! Host functions on the streams of host devices, which stand for a server's kernels.
 
 use std::slice::from_ref;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
-use std::time::Duration;
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, launch};
-use pinpool::{Device, DeviceSlice, Error, Stream};
+use pinpool::host::launch;
 
-use crate::{HANG, filled, on, pool};
+use super::*;
 
 struct Rig {
     node: HostNode,

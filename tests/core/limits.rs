@@ -6,10 +6,8 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use crate::support::{own_process, skip};
-use crate::{HANG, builder, host};
+use super::*;
 
 /// A new control group below this process's own, which this process is in for as long as the value lives.
 struct Group(PathBuf);

@@ -20,13 +20,18 @@ mod scale;
 mod support;
 mod threads;
 
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, PinnedBuf, Pool, PoolBuilder, PoolStats, Request, Unpinned};
-
-/// Longer than anything takes here.
-const HANG: Duration = Duration::from_secs(60);
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
+use pinpool::telemetry::Sampler;
+use pinpool::{
+    Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, PoolBuilder, PoolStats, Request, Stream, Unpinned,
+};
+use support::{HANG, own_process, skip};
 
 /// A host device, and the node that it is of.
 fn host() -> (HostNode, Device) {

@@ -1,63 +1,39 @@
 //! What happens when the system refuses to lock pages.
 //!
-//! Each test has a process of its own that gives up CAP_IPC_LOCK, and may lock 16 pages then. A plain `mlock` of 1 MiB must
-//! fail there first; where it does not, the test could show nothing, and says so.
+//! Each test has a process of its own that is not root's any more, and may lock 16 pages then. A plain `mlock` of 1 MiB
+//! must fail there first; where it does not, the test could show nothing, and says so.
 
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code)]
 
-use pinpool::host::HostUsage;
-use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Request};
-
-use crate::support::{own_process, skip};
-use crate::{HANG, checked, host, until};
+use super::*;
+use crate::support::process;
 
 /// Pages that may be locked.
 const LIMIT: usize = 16;
-const CAP_IPC_LOCK: u32 = 14;
+/// No user of a process here.
+const NOBODY: libc::uid_t = 65_533;
 
 fn pages(n: usize) -> usize {
     // SAFETY: sysconf only reads a value.
     n * usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap()
 }
 
-/// Gives up CAP_IPC_LOCK, for this thread and those that it starts, and lowers the process's limit.
-fn give_up_locking() {
-    // _LINUX_CAPABILITY_VERSION_3 and this thread. The sets are the effective, the permitted and the inheritable
-    // one of the first 32 capabilities, and then those of the others.
-    let (mut header, mut sets) = ([0x2008_0522_u32, 0], [0_u32; 6]);
-    let limit = libc::rlimit { rlim_cur: pages(LIMIT) as u64, rlim_max: pages(LIMIT) as u64 };
-    // SAFETY: the pointers are to live values of the layouts that these calls read and write.
+/// Gives up what root may do, and lowers the limit. Whether this process may still lock more than that.
+fn can_lock_after_all() -> bool {
+    process::limit(libc::RLIMIT_MEMLOCK, pages(LIMIT) as u64);
+    let bytes = vec![0_u8; 1 << 20];
+    // SAFETY: a number, and memory of this function's own, which stays locked for as long as it is mapped.
     unsafe {
-        if libc::syscall(libc::SYS_capget, header.as_mut_ptr(), sets.as_mut_ptr()) == 0 {
-            sets[..3].iter_mut().for_each(|set| *set &= !(1 << CAP_IPC_LOCK));
-            libc::syscall(libc::SYS_capset, header.as_mut_ptr(), sets.as_ptr());
-        }
-        assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit), 0);
+        libc::setuid(NOBODY);
+        libc::mlock(bytes.as_ptr().cast(), bytes.len()) == 0
     }
 }
 
-/// Whether this thread may lock more than the limit.
-fn can_lock() -> bool {
-    const LEN: usize = 1 << 20;
-    // SAFETY: a new mapping of our own, locked and unmapped.
-    unsafe {
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let base = libc::mmap(std::ptr::null_mut(), LEN, prot, flags, -1, 0);
-        assert_ne!(base, libc::MAP_FAILED);
-        let locked = libc::mlock(base, LEN);
-        libc::munmap(base, LEN);
-        locked == 0
-    }
-}
-
-/// Runs `body` with a device on a thread that may lock next to nothing, nor the threads that it starts, in a process of the
-/// test's own. All that the body had is given back then.
+/// Runs `body` with a device in this process, which may lock next to nothing. All that the body had is given back then.
 fn limited(body: impl FnOnce(&Device)) {
-    give_up_locking();
-    if can_lock() {
-        return skip!("a plain mlock of 1 MiB succeeds without CAP_IPC_LOCK and over the limit");
+    if can_lock_after_all() {
+        return skip!("a plain mlock of 1 MiB succeeds over the limit, for a user that is not root");
     }
     let locked = locked_bytes();
     let (node, device) = host();

@@ -2,21 +2,15 @@
 
 #![allow(unsafe_code, reason = "sandboxes and signals")]
 
-use std::future::Future;
 use std::os::unix::process::ExitStatusExt;
-use std::pin::Pin;
 use std::process::ExitStatus;
-use std::sync::{Arc, mpsc};
-use std::task::{Context, Wake, Waker};
-use std::time::Duration;
+use std::task::Context;
 
-use pinpool::telemetry::Sampler;
-use pinpool::{Copier, Device, Error, PinnedBuf, Pool, Request};
-
+use super::*;
 use crate::running_out::Waiter;
 use crate::support::hand::Machine;
-use crate::support::{own_process, process};
-use crate::{HANG, builder, checked, filled, host, hosts, pool, until};
+use crate::support::panicking::Bomb;
+use crate::support::{is_pending, process, waker};
 
 /// A device that runs nothing by itself.
 fn by_hand() -> (Machine, Device) {
@@ -25,24 +19,10 @@ fn by_hand() -> (Machine, Device) {
     (machine, device)
 }
 
-/// A waker whose drop panics.
-struct Bomb;
-
-impl Wake for Bomb {
-    fn wake(self: Arc<Self>) {
-        std::mem::forget(self);
-    }
-}
-
-impl Drop for Bomb {
-    fn drop(&mut self) {
-        panic!("a waker's drop");
-    }
-}
-
-/// Polls once with a waker of which the future then has the only one.
+/// Polls once with a waker whose drop panics, and of which the future then has the only one.
 fn poll_with_a_bomb<F: Future + Unpin>(future: &mut F) {
-    let waker = Waker::from(Arc::new(Bomb));
+    let bomb = Bomb(1);
+    let waker = waker(move || _ = &bomb);
     assert!(Pin::new(future).poll(&mut Context::from_waker(&waker)).is_pending());
     caught(|| drop(waker));
 }
@@ -79,7 +59,7 @@ fn a_waker_whose_drop_panics_frees_nothing_early() {
     let held = pool.checkout(60 << 10).unwrap();
     let mut wait = pool.checkout_async(60 << 10);
     poll_with_a_bomb(&mut wait);
-    caught(|| assert!(Pin::new(&mut wait).poll(&mut Context::from_waker(Waker::noop())).is_pending()));
+    caught(|| assert!(is_pending(&mut wait)));
     drop(wait);
     assert_eq!(pool.stats().waiting, 0);
     drop(held);
@@ -160,16 +140,12 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
     drop(grows.checkout(3 << 20).unwrap());
 
     // A waker that the thread which pins calls may ask for what only that thread makes.
-    struct Allocates(Device, mpsc::SyncSender<()>);
-    impl Wake for Allocates {
-        fn wake(self: Arc<Self>) {
-            drop((self.0.alloc(1).unwrap(), self.0.stream().unwrap()));
-            let _ = self.1.try_send(());
-        }
-    }
     let empty = builder(&device, 256 << 10).initial(0).build().unwrap();
     let (tell, told) = mpsc::sync_channel(1);
-    let waker = Waker::from(Arc::new(Allocates(device, tell)));
+    let waker = waker(move || {
+        drop((device.alloc(1).unwrap(), device.stream().unwrap()));
+        let _ = tell.try_send(());
+    });
     let mut wait = empty.checkout_async(4096);
     if Pin::new(&mut wait).poll(&mut Context::from_waker(&waker)).is_pending() {
         told.recv_timeout(HANG).expect("the worker waits for itself");

@@ -3,11 +3,10 @@
 
 use std::sync::Barrier;
 
-use pinpool::Pool;
 use pinpool::telemetry::ClassStats;
 
+use super::*;
 use crate::threads::all_idle;
-use crate::{checked, filled, host, pool};
 
 /// The thread caches of most ended threads leave their pool, and what they had counted stays.
 #[test]
@@ -40,25 +39,8 @@ fn what_ended_threads_have_counted_stays() {
     all_idle(&pool, &[]);
 }
 
-/// Large sizes that have no room in a thread cache together take the room of each other, and not that of small ones.
-#[test]
-fn many_large_sizes_leave_the_small_ones_their_room_in_a_threads_cache() {
-    let pool = pool(&host().1, 256 << 20);
-    for round in 0..20 {
-        for size in 0..9 {
-            drop(pool.checkout((128 << 10) * (size + 4) / 4).unwrap());
-            for len in [100, 1000, 4096, 10_000] {
-                let before = pool.stats().misses;
-                drop(pool.checkout(len).unwrap());
-                assert!(round < 2 || pool.stats().misses == before, "round {round}: {len} bytes missed");
-            }
-        }
-    }
-    checked(&pool);
-}
-
-/// A thread finds its caches of four pools at once. With more it takes a longer way, but its own cache serves
-/// all the same, and what is returned goes to the pool that it is of.
+/// A thread finds the cache of the pool that it used last at once. With others it takes a longer way, but its own cache
+/// serves all the same, and what is returned goes to the pool that it is of.
 #[test]
 fn more_pools_than_a_thread_has_at_hand_serve_it_from_its_caches() {
     let device = host().1;

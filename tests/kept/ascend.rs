@@ -1,10 +1,8 @@
 //! What only Ascend has, on each library and in both run modes: on a host (EP) and on the device itself (RC).
 
-use pinpool::{Backing, HostAllocFlags, Pool, acl};
+use pinpool::acl;
 
-use crate::support::bytes;
-use crate::support::doubles::HANG;
-use crate::{On, filled, on_each_npu, round_trip, until};
+use super::*;
 
 /// Whether the program runs on the device itself.
 fn is_rc(on: &On) -> bool {

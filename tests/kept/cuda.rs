@@ -1,16 +1,11 @@
 //! What only CUDA has.
 
-use crate::support::doubles::gpu_name;
 use std::ffi::c_void;
-use std::sync::Arc;
 
 use pinpool::cuda::{adopt_context, adopt_stream, device_heap_limit, raw_context, set_device_heap_limit};
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, Stream, SubmitError};
+use pinpool::{PoolBuilder, SubmitError};
 
-use crate::support::bytes;
-use crate::support::doubles::gpu::Gpu;
-use crate::support::doubles::{HANG, StandIn, on_stand_in};
-use crate::{calls, filled, flags, on_each_gpu, on_every_device, round_trip, until};
+use super::*;
 
 const PAGE: usize = 64 << 10;
 

@@ -25,13 +25,18 @@ mod support;
 mod trouble;
 mod waiting;
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Error, Pool, Stream, Unpinned};
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, Request, Stream, Unpinned};
 use pinpool_sim::cuda::Driver;
 use support::doubles::gpu::{Gpu, calls, filled, on_driver, on_gpu, round_trip, until};
 use support::doubles::npu::{self, WAYS};
-use support::doubles::{self, HANG, StandIn, gpu_name, npu_name};
-use support::{own_process, skip};
+use support::doubles::{self, HANG, StandIn, gpu_name, npu_name, on_stand_in};
+use support::process::forked;
+use support::rig::block_on;
+use support::{bytes, own_process, skip};
 
 /// Devices of each machine, each with so many bytes of memory.
 const DEVICES: u32 = 6;

@@ -1,17 +1,14 @@
 //! Host memory and copies, on every kind of device.
 
 use std::io::Write;
+use std::sync::Mutex;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 
 use memmap2::{Mmap, MmapMut};
-use pinpool::{Backing, Error, HostAllocFlags, HugePages, Pool, Request, Unpinned};
+use pinpool::{HugePages, SubmitError};
 
-use crate::support::bytes;
-use crate::support::doubles::HANG;
-use crate::support::rig::block_on;
+use super::*;
 use crate::support::value::Value;
-use crate::{On, filled, flags, on_every_device, round_trip, until};
 
 const PAGE: usize = 64 << 10;
 
@@ -52,13 +49,21 @@ fn registers(on: &On) -> bool {
     !on.is_npu() || on.stand_in().is_some_and(can)
 }
 
-/// Whether the process may lock too little memory to go on; then the test says so.
-fn is_limited(error: &Error) -> bool {
-    let limited = matches!(error, Error::MemLock { .. });
-    if limited {
-        crate::skip!("{error}");
+/// What came of registering or adopting these bytes. `None`: the process may lock too little, which the test says; or the
+/// device, if it is not one that `can`, does not have it, and the value comes back as it was.
+fn had<T, V>(on: &On, can: bool, got: Result<T, SubmitError<V>>, content: &[u8]) -> Option<T>
+where
+    V: std::ops::Deref<Target = [u8]>,
+{
+    match got {
+        Ok(got) => return Some(got),
+        Err(SubmitError { error: error @ Error::MemLock { .. }, .. }) => crate::skip!("{error}"),
+        Err(SubmitError { error, buffer }) => {
+            assert!(!can && on.lacks(&error), "{error}");
+            assert!(*buffer.unwrap() == *content, "the value comes back");
+        }
     }
-    limited
+    None
 }
 
 #[test]
@@ -67,14 +72,8 @@ fn a_registered_value_is_copied_from_where_it_is_and_comes_back() {
         let (stream, memory) = (on.stream(), on.device.alloc(100_000).unwrap());
         let (value, dropped) = Value::watched(bytes(1, 100_000));
         let at = value.as_ptr();
-        let value = match on.device.register(value) {
-            Ok(value) => value,
-            Err(refused) if is_limited(&refused.error) => return,
-            Err(refused) => {
-                assert!(!registers(on) && on.lacks(&refused.error), "{}", refused.error);
-                return assert!(*refused.buffer.unwrap() == *bytes(1, 100_000), "the value comes back");
-            }
-        };
+        let registered = had(on, registers(on), on.device.register(value), &bytes(1, 100_000));
+        let Some(value) = registered else { return };
         assert!(registers(on) && value.as_ptr() == at);
         assert_eq!(on.device.stats().registered_bytes, 100_000);
         // Up, and down into it.
@@ -112,14 +111,8 @@ fn what_is_registered_read_only_is_uploaded_and_never_written() {
         file.write_all(&content).unwrap();
         // SAFETY: no other code has the file.
         let map = unsafe { Mmap::map(&file) }.unwrap();
-        let value = match on.device.register_read_only(map) {
-            Ok(value) => value,
-            Err(refused) if is_limited(&refused.error) => return,
-            Err(refused) => {
-                assert!(on.lacks(&refused.error), "{}", refused.error);
-                return assert!(*refused.buffer.unwrap() == *content);
-            }
-        };
+        let registered = had(on, !on.is_npu(), on.device.register_read_only(map), &content);
+        let Some(value) = registered else { return };
         assert!(value.is_read_only() && !on.is_npu());
         let value = stream.upload(value, &memory).unwrap().wait().unwrap();
         let mut back = vec![0; LEN];
@@ -180,13 +173,8 @@ fn memory_of_the_program_becomes_a_region_of_the_pool() {
         let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
         let (value, dropped) = Value::watched(bytes(1, 5 * PAGE));
         let whole = value.as_ptr_range();
-        let info = match pool.adopt(value) {
-            Ok(info) => info,
-            Err(refused) => {
-                assert!(!registers(on) && on.lacks(&refused.error), "{}", refused.error);
-                return assert!(*refused.buffer.unwrap() == *bytes(1, 5 * PAGE));
-            }
-        };
+        let adopted = had(on, registers(on), pool.adopt(value), &bytes(1, 5 * PAGE));
+        let Some(info) = adopted else { return };
         // Its whole pages, and nothing else.
         assert!(info.len > 4 * PAGE && whole.contains(&info.base.as_ptr().cast_const()));
         assert_eq!(pool.regions(), [info]);

@@ -2,11 +2,7 @@
 
 use std::path::Path;
 
-use pinpool::telemetry::{DeviceStats, Snapshot, StreamStats};
-use pinpool::{Pinning, PoolStats};
-
-use crate::support::bytes;
-use crate::{filled, on_every_device};
+use super::*;
 
 /// All source files below a folder, in one text.
 fn source(folder: &Path) -> String {
@@ -58,67 +54,37 @@ fn a_snapshot_has_its_fields() {
         on.hang(true);
         let flight = stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
         let held = pool.checkout(3000).unwrap();
-        let Snapshot { pool: stats, classes, devices, pinning, waiting, holding, flight: flights, .. } =
-            pool.snapshot();
-        let PoolStats {
-            pinned_bytes,
-            unpinned_bytes,
-            free_bytes,
-            cached_bytes,
-            checked_out_bytes,
-            in_flight_bytes,
-            claimed_bytes,
-            quarantined_bytes,
-            cut_bytes,
-            requested_bytes,
-            granted_bytes,
-            rounding_bytes,
-            largest_free_bytes,
-            capacity_bytes,
-            checkouts,
-            returns,
-            misses,
-            reclaims,
-            growths,
-            growth_failures,
-            waits,
-            timeouts,
-            waiting: waiting_now,
-            errors: _,
-            ..
-        } = stats;
-        assert_eq!((pinned_bytes + unpinned_bytes, capacity_bytes), (CAPACITY, CAPACITY));
-        let parts = free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes;
-        assert_eq!(parts, CAPACITY, "{stats:?}");
-        assert!(checked_out_bytes >= 3000 && in_flight_bytes >= 1000 && claimed_bytes == 0, "{stats:?}");
-        assert!(cached_bytes <= free_bytes && largest_free_bytes <= free_bytes, "{stats:?}");
-        assert_eq!((requested_bytes, granted_bytes), (4000, checked_out_bytes + in_flight_bytes));
-        assert_eq!((rounding_bytes, quarantined_bytes), (granted_bytes - requested_bytes, 0));
-        assert_eq!((checkouts, returns), (2, 0));
-        assert!((1..=2).contains(&misses), "{stats:?}");
-        assert_eq!([reclaims, growths, growth_failures, waits, timeouts, waiting_now as u64], [0; 6]);
+        let snapshot = pool.snapshot();
+        let (s, classes) = (snapshot.pool, &snapshot.classes);
+        assert_eq!((s.pinned_bytes + s.unpinned_bytes, s.capacity_bytes), (CAPACITY, CAPACITY));
+        let parts =
+            s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
+        assert_eq!(parts, CAPACITY, "{s:?}");
+        assert!(s.checked_out_bytes >= 3000 && s.in_flight_bytes >= 1000 && s.claimed_bytes == 0, "{s:?}");
+        assert!(s.cached_bytes <= s.free_bytes && s.largest_free_bytes <= s.free_bytes, "{s:?}");
+        assert_eq!((s.requested_bytes, s.granted_bytes), (4000, s.checked_out_bytes + s.in_flight_bytes));
+        assert_eq!((s.rounding_bytes, s.quarantined_bytes), (s.granted_bytes - s.requested_bytes, 0));
+        assert_eq!((s.checkouts, s.returns), (2, 0));
+        assert!((1..=2).contains(&s.misses), "{s:?}");
+        let none = [s.reclaims, s.growths, s.growth_failures, s.waits, s.timeouts, s.waiting as u64];
+        assert_eq!((none, s.errors.total()), ([0; 6], 0));
         let out: usize = classes.iter().map(|class| class.out_bytes).sum();
-        assert_eq!((out, classes.iter().map(|class| class.out).sum()), (granted_bytes, 2));
-        for class in &classes {
+        assert_eq!((out, classes.iter().map(|class| class.out).sum()), (s.granted_bytes, 2));
+        for class in classes {
             assert!(class.stride.is_some() && class.cached <= class.free, "{class:?}");
             assert_eq!(class.checkouts, class.returns + class.out, "{class:?}");
         }
-        let [DeviceStats { name, lost, registered_bytes, submitted, completed, streams, .. }] = &devices[..]
-        else {
-            panic!("{devices:?}")
-        };
-        assert_eq!((&**name, lost, *registered_bytes), (on.device.name(), &None, 0));
-        assert_eq!((*submitted, *completed), (1, 0));
-        let [StreamStats { stream: number, in_flight, in_flight_bytes: on_stream, lost: false, .. }] =
-            &streams[..]
-        else {
-            panic!("{streams:?}")
-        };
-        assert_eq!((*number, *in_flight, *on_stream), (stream.number(), 1, in_flight_bytes));
-        let Pinning { wanted, ready, made, error, .. } = pinning;
-        assert_eq!((wanted, ready, made, error), (CAPACITY, CAPACITY, CAPACITY, None));
-        assert_eq!((waiting.count(), flights.count()), (0, 0));
-        let _ = holding;
+        let [device] = &snapshot.devices[..] else { panic!("{:?}", snapshot.devices) };
+        assert_eq!((&*device.name, &device.lost, device.registered_bytes), (on.device.name(), &None, 0));
+        assert_eq!((device.submitted, device.completed), (1, 0));
+        let [of_stream] = &device.streams[..] else { panic!("{device:?}") };
+        assert_eq!((of_stream.stream, of_stream.lost), (stream.number(), false));
+        assert_eq!((of_stream.in_flight, of_stream.in_flight_bytes), (1, s.in_flight_bytes));
+        let pinning = &snapshot.pinning;
+        assert_eq!((pinning.wanted, pinning.ready, pinning.made), (CAPACITY, CAPACITY, CAPACITY));
+        assert_eq!(pinning.error, None);
+        assert_eq!([&snapshot.waiting, &snapshot.flight].map(|times| times.count()), [0, 0]);
+        _ = snapshot.holding;
         on.hang(false);
         drop((flight.wait().unwrap(), held));
         let snapshot = pool.snapshot();

@@ -1,15 +1,11 @@
 //! What goes wrong elsewhere: launches that failed, forks, and the end of the process.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
-use pinpool::{Device, Error, ErrorClass, Pool, Request, Unpinned};
+use pinpool::ErrorClass;
 
-use crate::support::bytes;
-use crate::support::doubles::{self, npu};
+use super::*;
 use crate::support::exits::{self, Way};
-use crate::support::process::forked;
-use crate::{DEVICES, filled, on_every_device, on_every_device_leaving, own_process, round_trip, until};
 
 /// "May also return error codes from previous, asynchronous launches": whichever call hears of it first.
 #[test]
@@ -29,35 +25,24 @@ fn errors_of_earlier_launches_surface_in_the_next_call() {
             let (stream, memory) = (device.stream().unwrap(), device.alloc(1000).unwrap());
             round_trip(&pool, &stream, &bytes(1, 1000));
             let buf = filled(&pool, &bytes(2, 1000));
-            match ordinal {
-                0 => {
-                    // In flight: never read as done.
-                    on.hang(true);
-                    let flight = stream.upload(buf, &memory).unwrap();
-                    on.kill(ordinal);
-                    on.hang(false);
-                    lost(&device, &flight.wait().unwrap_err());
-                    until("the buffer is quarantined", || pool.stats().in_flight_bytes == 0);
-                    assert!(pool.stats().quarantined_bytes >= 1000);
-                }
-                1 => {
-                    on.kill(ordinal);
-                    let refused = stream.upload(buf, &memory).unwrap_err();
-                    lost(&device, &refused.error);
-                }
-                2 => {
-                    on.kill(ordinal);
-                    lost(&device, &device.alloc(1).unwrap_err());
-                }
-                3 => {
-                    on.kill(ordinal);
-                    let made = Pool::builder(&device).capacity(1 << 20).build();
-                    lost(&device, &made.unwrap_err());
-                }
-                _ => {
-                    on.kill(ordinal);
-                    lost(&device, &stream.upload_blocking(&buf, &memory).unwrap_err());
-                }
+            // In flight there: never read as done.
+            let flight = (ordinal == 0).then(|| {
+                on.hang(true);
+                stream.upload(filled(&pool, &bytes(2, 1000)), &memory).unwrap()
+            });
+            on.kill(ordinal);
+            on.hang(false);
+            let heard = match (ordinal, flight) {
+                (_, Some(flight)) => flight.wait().unwrap_err(),
+                (1, _) => stream.upload(buf, &memory).unwrap_err().error,
+                (2, _) => device.alloc(1).unwrap_err(),
+                (3, _) => Pool::builder(&device).capacity(1 << 20).build().unwrap_err(),
+                _ => stream.upload_blocking(&buf, &memory).unwrap_err(),
+            };
+            lost(&device, &heard);
+            if ordinal == 0 {
+                until("the buffer is quarantined", || pool.stats().in_flight_bytes == 0);
+                assert!(pool.stats().quarantined_bytes >= 1000);
             }
             // From then on everything is refused, and the pool's books are in order.
             lost(&device, &device.stream().unwrap_err());

@@ -1,15 +1,11 @@
 //! Requests that wait, handles that are waited for, and memory that is still in flight.
 
-use std::pin::pin;
-use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use pinpool::{Error, Request, SubmitError};
+use pinpool::SubmitError;
 
-use crate::support::bytes;
-use crate::support::doubles::HANG;
-use crate::support::rig::block_on;
-use crate::{On, filled, on_every_device, until};
+use super::*;
+use crate::support::is_pending;
 
 /// Of which a pool of 64 KiB has room for one.
 const LEN: usize = 60_000;
@@ -115,11 +111,6 @@ fn tasks_wait_for_buffers_and_for_copies() {
         }
         pool.check().unwrap();
     });
-}
-
-/// Polls a future once, with a waker that does nothing.
-fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
-    matches!(pin!(future).poll(&mut Context::from_waker(Waker::noop())), Poll::Pending)
 }
 
 #[test]

@@ -38,23 +38,35 @@ pub fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
+/// A waker that makes a call.
+pub fn waker(call: impl Fn() + Send + Sync + 'static) -> Waker {
+    struct Calls<F>(F);
+    impl<F: Fn() + Send + Sync + 'static> Wake for Calls<F> {
+        fn wake(self: Arc<Self>) {
+            (self.0)();
+        }
+    }
+    Waker::from(Arc::new(Calls(call)))
+}
+
+/// Whether a future is ready yet, polled with a waker that does nothing.
+pub fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
+    pin!(future).poll(&mut Context::from_waker(Waker::noop())).is_pending()
+}
+
 /// Polls a future until it is ready, after each wake-up only; `pump` waits a little, or makes what does not move by itself
 /// do a step.
 pub fn block_on<F: Future>(pump: impl Fn(), future: F) -> F::Output {
-    struct Wakes(AtomicUsize);
-    impl Wake for Wakes {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::SeqCst);
-        }
-    }
-    let wakes = Arc::new(Wakes(AtomicUsize::new(0)));
-    let (waker, mut future, since) = (Waker::from(wakes.clone()), pin!(future), Instant::now());
+    let wakes = Arc::new(AtomicUsize::new(0));
+    let count = wakes.clone();
+    let waker = waker(move || _ = count.fetch_add(1, Ordering::SeqCst));
+    let (mut future, since) = (pin!(future), Instant::now());
     loop {
-        let before = wakes.0.load(Ordering::SeqCst);
+        let before = wakes.load(Ordering::SeqCst);
         if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
             return output;
         }
-        while wakes.0.load(Ordering::SeqCst) == before {
+        while wakes.load(Ordering::SeqCst) == before {
             assert!(since.elapsed() < 3 * HANG, "a future hangs");
             pump();
         }

@@ -126,9 +126,10 @@ impl Vendor {
     }
 
     /// The report of a loaded library when the process ends and other threads do not go on. `None`: one of them has
-    /// the lock.
+    /// a lock. (In the child of a fork a thread that is missing may have it for ever.)
     pub fn last_report(self) -> Option<String> {
-        let Some(world) = self.worlds().first().copied() else { return Some(String::new()) };
+        let worlds = WORLDS[self as usize].try_lock().ok()?;
+        let Some(world) = worlds.first() else { return Some(String::new()) };
         Some(world.try_lock().ok()?.report())
     }
 }

@@ -1,9 +1,8 @@
 //! Which threads move a transfer, and what code of the program's that runs on one of them may do.
 
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::task::{Context, Wake, Waker};
+use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use crate::support::downloaded;
@@ -37,15 +36,6 @@ impl Setup {
     }
 }
 
-/// What is called when a task is woken.
-struct Called<F>(F);
-
-impl<F: Fn() + Send + Sync + 'static> Wake for Called<F> {
-    fn wake(self: Arc<Self>) {
-        (self.0)();
-    }
-}
-
 /// Whether a waker ran on a thread of the copier's, and how its calls ended.
 type Told = (bool, Vec<Result<(), Error>>);
 
@@ -75,7 +65,7 @@ fn waker(s: &Setup) -> (Waker, Receiver<Told>) {
         let thread = std::thread::current();
         let _ = told.send((thread.name().is_some_and(|name| name.starts_with("pinpool-copy")), said));
     };
-    (Waker::from(Arc::new(Called(called))), hears)
+    (crate::support::waker(called), hears)
 }
 
 /// The calls of a waker: the first starts a transfer; the next two would wait for a thread such as the waker's.

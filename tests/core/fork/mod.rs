@@ -8,21 +8,14 @@
 mod threads;
 
 use std::cell::Cell;
-use std::future::Future;
-use std::pin::{Pin, pin};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::pin::pin;
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
 
-use pinpool::host::{HostConfig, HostNode};
-use pinpool::telemetry::Sampler;
-use pinpool::{CloseError, Copier, Device, Error, Pool, Result};
+use pinpool::{CloseError, Result};
 
+use super::*;
 use crate::support::process::forked;
 use crate::support::value::Value;
-use crate::support::{own_process, skip};
-use crate::{builder, filled, host, hosts, until};
 
 /// The first of these that does not hold, as an exit code; 0 if all do.
 fn first_wrong(checks: &[bool]) -> i32 {

@@ -1,19 +1,8 @@
 //! Forks beside threads that are at work, on the host device and inside of a GPU's driver.
 
-use std::cell::Cell;
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use pinpool::Checkout;
 
-use pinpool::copier::Copier;
-use pinpool::telemetry::Sampler;
-use pinpool::{Checkout, Device, DeviceSlice, Error, PinnedBuf, Pool, Request, Stream};
-
-use super::{first_wrong, forked, is_forked};
-use crate::support::own_process;
-use crate::{HANG, builder, checked, filled, host};
+use super::*;
 
 /// Threads of the parent's that have every lock of the crate now and then.
 fn busy(device: &Device, [pool, tracked, full]: [&Pool; 3], bulk: &Copier, stop: &AtomicBool) {

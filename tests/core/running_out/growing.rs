@@ -123,37 +123,24 @@ fn what_has_just_come_may_go_at_once() {
 /// A waker blocks until another request is served, for which it has given back what was in the way.
 #[test]
 fn memory_is_pinned_while_code_of_the_program_blocks() {
-    struct Blocks {
-        gives: Mutex<Option<PinnedBuf>>,
-        until: Arc<Bell>,
-        has_seen: AtomicUsize,
-    }
-    impl Wake for Blocks {
-        fn wake(self: Arc<Self>) {
-            drop(self.gives.lock().unwrap().take());
-            let since = Instant::now();
-            while self.until.0.load(Ordering::Relaxed) == 0 && since.elapsed() < HANG {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            self.has_seen.store(1 + self.until.0.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-    }
     let rig = Rig::threads();
     let pool = rig.builder(256 << 10).initial(128 << 10).region(128 << 10).build().unwrap();
     pool.wait_pinned(Some(HANG)).unwrap();
     let gives = Mutex::new(Some(pool.checkout(1).unwrap()));
     // It fits into a region that takes the place of the present one, when that is idle.
     let large = Waiter::new(pool.checkout_async(pages(33)));
-    let blocks = Arc::new(Blocks { gives, until: large.bell.clone(), has_seen: AtomicUsize::new(0) });
+    let (served, (saw, seen)) = (large.bell.clone(), std::sync::mpsc::channel());
+    let blocks = waker(move || {
+        drop(gives.lock().unwrap().take());
+        until(|| served.0.load(Ordering::Relaxed) > 0, || "the waker waits in vain".into());
+        saw.send(()).unwrap();
+    });
     // The timer wakes a task of another pool.
     let other = rig.pool(64 << 10);
     let held = other.checkout(pages(16)).unwrap();
     let mut late = Box::pin(other.checkout_async(pages(16)).timeout(Duration::from_millis(10)));
-    let waker = Waker::from(blocks.clone());
-    assert!(late.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
-    let seen = || blocks.has_seen.load(Ordering::Relaxed);
-    until(|| seen() > 0, || format!("{pool:?}"));
-    assert_eq!(seen(), 2, "the waker waited in vain");
+    assert!(late.as_mut().poll(&mut Context::from_waker(&blocks)).is_pending());
+    seen.recv_timeout(2 * HANG).expect("the waker waited in vain");
     drop((large.ready().unwrap(), held, late));
     drop((pool, other));
     rig.all_is_given_back();

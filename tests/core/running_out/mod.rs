@@ -10,19 +10,15 @@ mod trouble;
 mod waiting;
 mod windows;
 
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Barrier, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
-use std::time::{Duration, Instant};
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
-use pinpool::{Checkout, Device, Error, PinnedBuf, Pool, PoolBuilder, RegionInfo, Request, Stream, Unpinned};
+use pinpool::{Checkout, RegionInfo};
 
+use super::*;
 use crate::support::hand::Machine;
 use crate::support::rig::block_on;
-use crate::{HANG, checked, until};
+use crate::support::waker;
 
 const PAGE: usize = 4096;
 /// cuda.h: CUDA_ERROR_OUT_OF_MEMORY, which may pass.

@@ -10,35 +10,6 @@ fn held(rig: &Rig) -> (Pool, PinnedBuf) {
     (pool, tier)
 }
 
-type Way = fn(&Rig, &Pool) -> Result<(), Error>;
-
-/// The first growth would be of 16 pages, the second of the 12 that are needed; further ones come after pauses.
-#[test]
-fn a_refusal_that_passes_strands_nobody() {
-    let ways: [Way; 5] = [
-        |_, pool| pool.checkout_timeout(pages(12), HANG).map(drop),
-        |_, pool| pool.checkout_many(&[pages(6), pages(6)], Some(HANG)).map(drop),
-        |_, pool| block_on(pool.checkout_async(pages(12)).timeout(HANG)).map(drop),
-        |_, pool| block_on(pool.checkout_many_async([pages(6), pages(6)]).timeout(HANG)).map(drop),
-        |rig, pool| pool.checkout_on(&rig.device.stream()?, pages(12)).map(drop),
-    ];
-    for (number, way) in ways.into_iter().enumerate() {
-        for refusals in [1, 2, 4] {
-            let rig = Rig::threads();
-            let (pool, tier) = held(&rig);
-            rig.refuse_pins(refusals);
-            let since = Instant::now();
-            let got = way(&rig, &pool);
-            assert!(got.is_ok() && since.elapsed() < HANG, "way {number}, {refusals} refusals: {got:?}");
-            // Growths are as long as before once they succeed.
-            drop(pool.checkout_timeout(pages(12), HANG).unwrap());
-            assert_eq!(checked(&pool).growth_failures, refusals);
-            drop((tier, pool));
-            rig.all_is_given_back();
-        }
-    }
-}
-
 /// There is no room to grow for who came first, so what was refused is tried again for who can be served.
 #[test]
 fn a_refusal_strands_nobody_behind_one_that_growing_cannot_serve() {

@@ -14,18 +14,13 @@ fn waiting_ends_when_quarantine_has_made_it_impossible() {
     let hopeless = [vec![pages(7)], vec![pages(3), pages(4)], vec![pages(4), pages(4)]]
         .map(|requests| Waiter::new(pool.checkout_many_async(requests)));
     // A waker may do anything, looking at the pool included: none is called under a lock.
-    struct Looks(Pool, AtomicUsize);
-    impl Wake for Looks {
-        fn wake(self: Arc<Self>) {
-            self.1.store(self.0.stats().quarantined_bytes, Ordering::Relaxed);
-        }
-    }
-    let looks = Arc::new(Looks(pool.clone(), AtomicUsize::new(0)));
+    let (asked, seen) = (pool.clone(), Arc::new(AtomicUsize::new(0)));
+    let tell = seen.clone();
+    let looks = waker(move || tell.store(asked.stats().quarantined_bytes, Ordering::Relaxed));
     let mut looking = pool.checkout_async(pages(8));
-    let waker = Waker::from(looks.clone());
-    assert!(Pin::new(&mut looking).poll(&mut Context::from_waker(&waker)).is_pending());
+    assert!(Pin::new(&mut looking).poll(&mut Context::from_waker(&looks)).is_pending());
     rig.node.kill(0);
-    until(|| looks.1.load(Ordering::Relaxed) == 10 * PAGE, || format!("{pool:?}"));
+    until(|| seen.load(Ordering::Relaxed) == 10 * PAGE, || format!("{pool:?}"));
     for waiter in hopeless {
         until(|| waiter.rung() == 1, || "it is not woken".into());
         let error = waiter.ready().unwrap_err();

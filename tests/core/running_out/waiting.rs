@@ -67,40 +67,28 @@ fn the_longest_request_is_an_extent() {
     }
 }
 
+/// What the first waits for is given neither to those behind it nor to new ones, in whatever way it comes back.
 #[test]
 fn first_come_first_served() {
     let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
-    let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
-    let first = Waiter::new(pool.checkout_async(pages(6)));
-    let mut second = Waiter::new(pool.checkout_async(pages(8)));
-    let third = Waiter::new(pool.checkout_async(pages(2)));
-    assert_eq!(pool.stats().waiting, 3);
-    drop(a);
-    // The third fits beside the first, and needs nothing that the second waits for.
-    let (first, third) = (first.ready().unwrap(), third.ready().unwrap());
-    second.still_waits();
-    // Nor may a new request take what the second waits for.
-    drop(first);
-    drop(b);
-    drop((second.ready().unwrap(), third));
-    // What the first waits for is given neither to those behind it nor to new ones.
-    let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
+    let (small, most) = (pool.checkout(100).unwrap(), pool.checkout(pages(14)).unwrap());
     let mut all = Waiter::new(pool.checkout_async(pages(16)));
-    let mut second = Waiter::new(pool.checkout_async(pages(2)));
-    drop(a);
-    all.still_waits();
-    second.still_waits();
+    let mut behind = Waiter::new(pool.checkout_async(pages(2)));
+    let mut like = Waiter::new(pool.checkout_async(100));
+    assert_eq!(pool.stats().waiting, 3);
+    drop(small);
+    [&mut all, &mut behind, &mut like].into_iter().for_each(Waiter::still_waits);
     assert!(matches!(pool.try_checkout(pages(1)), Err(Error::Exhausted(_))));
-    drop(b);
+    drop(most);
     let all = all.ready().unwrap();
     // Several of a class at once are not served before as many are free.
     let several = Waiter::new(pool.checkout_many_async([Request::new(32); 3]));
     let last = Waiter::new(pool.checkout_async(32));
     drop(all);
-    drop((second.ready().unwrap(), several.ready().unwrap(), last.ready().unwrap()));
+    drop((behind.ready().unwrap(), like.ready().unwrap(), several.ready().unwrap(), last.ready().unwrap()));
     let stats = checked(&pool);
-    assert_eq!((stats.waiting, stats.waits, stats.checked_out_bytes), (0, 7, 0));
+    assert_eq!((stats.waiting, stats.waits, stats.checked_out_bytes), (0, 5, 0));
 }
 
 /// Many requests together can ask for more bytes than there are addresses.
@@ -257,18 +245,15 @@ fn a_bounded_queue_is_exact_however_many_come_at_once() {
 /// A task's waker may own the task, and the task buffers.
 #[test]
 fn a_waker_may_own_buffers_of_the_pool() {
-    struct Task(Mutex<Option<PinnedBuf>>);
-    impl Wake for Task {
-        fn wake(self: Arc<Self>) {
-            self.0.lock().unwrap().take();
-        }
-    }
+    let owner = |buf: PinnedBuf| {
+        let owned = Mutex::new(Some(buf));
+        waker(move || drop(owned.lock().unwrap().take()))
+    };
     let rig = Rig::by_hand();
     let pool = rig.pool(64 << 10);
     let stream = rig.device.stream().unwrap();
     for way in 0..4 {
-        let task = Arc::new(Task(Mutex::new(Some(pool.checkout(pages(1)).unwrap()))));
-        let waker = Waker::from(task);
+        let waker = owner(pool.checkout(pages(1)).unwrap());
         let all = pool.checkout(pages(15)).unwrap();
         let mut future: Pin<Box<Checkout>> = Box::pin(pool.checkout_async(pages(15)));
         assert!(future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
@@ -283,7 +268,7 @@ fn a_waker_may_own_buffers_of_the_pool() {
             _ => {
                 // The same for a future that waits for a stream.
                 drop(future);
-                let waker = Waker::from(Arc::new(Task(Mutex::new(Some(all)))));
+                let waker = owner(all);
                 let mut sent = Box::pin(stream.hold(pool.checkout(100).unwrap()).unwrap());
                 assert!(sent.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
                 drop(waker);
@@ -294,46 +279,6 @@ fn a_waker_may_own_buffers_of_the_pool() {
         assert_eq!(pool.stats().waiting, usize::from(way == 1));
     }
     assert_eq!(checked(&pool).checked_out_bytes, 0);
-}
-
-/// The upload of a segment that is claimed may end before the claim is used, waited for or given up.
-#[test]
-fn a_claim_may_outlast_the_work_that_it_waits_for() {
-    const LEN: usize = 4096;
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let (stream, memory) = (rig.device.stream().unwrap(), rig.device.alloc(LEN).unwrap());
-    let mut buf = pool.checkout(LEN).unwrap();
-    let _others: Vec<_> = std::iter::from_fn(|| pool.try_checkout(LEN).ok()).collect();
-    let in_flight = || checked(&pool).in_flight_bytes;
-    for way in ["used", "waited for", "given up", "given up early"] {
-        buf.clear();
-        buf.extend_from_slice(&[7; LEN]);
-        drop(stream.upload(buf, &memory).unwrap());
-        let claimed = pool.checkout_on(&stream, LEN).unwrap();
-        assert!(claimed.was_claimed() && claimed.capacity() == LEN && in_flight() == 4160, "{way}");
-        if way != "given up early" {
-            rig.drain();
-            assert_eq!(in_flight(), 0, "the upload has ended, and the claim stays");
-        }
-        buf = match way {
-            "used" => {
-                let back = stream.download(&memory, claimed).unwrap();
-                assert_eq!(in_flight(), 4160);
-                back.wait().unwrap()
-            }
-            "waited for" => claimed.wait().unwrap(),
-            _ => {
-                drop(claimed);
-                // It goes back to the flight, or to the pool if the flight is over.
-                assert_eq!(in_flight(), if way == "given up" { 0 } else { 4160 });
-                rig.drain();
-                pool.try_checkout(LEN).unwrap()
-            }
-        };
-        assert!(*buf == [7; LEN][..if way == "used" { LEN } else { 0 }], "{way}");
-        assert_eq!(in_flight(), 0, "{way}");
-    }
 }
 
 /// Adopted memory counts as being pinned from the call on, and a callback may keep the thread that pins for long.

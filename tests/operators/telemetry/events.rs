@@ -1,16 +1,9 @@
 //! Each event that an operator acts on, and each span, by its documented target, level and fields.
 
-use std::pin::Pin;
-use std::task::{Context, Waker};
-use std::time::Duration;
-
-use pinpool::telemetry::Sampler;
-use pinpool::{Backing, Device, HostAllocFlags, Pool, Request, Unpinned};
-use tracing::Level;
+use pinpool::{Backing, HostAllocFlags};
 
 use super::sampler::poll;
-use super::{Bench, until};
-use crate::record::{all, clear, event, events, span};
+use super::*;
 
 #[test]
 fn setting_up_and_ending() {
@@ -58,7 +51,7 @@ fn waiting_and_what_is_out() {
     let kept = bench.pool.checkout(Request::new(900 << 10).tag("kv-cache")).unwrap();
     // A client that hangs up has not waited in vain: the report is left for a wait that has.
     let mut gone = bench.pool.checkout_async(512 << 10);
-    assert!(Pin::new(&mut gone).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert!(crate::support::is_pending(&mut gone));
     drop(gone);
     assert!(bench.pool.try_checkout(512 << 10).is_err() && events("pinpool::pool::stuck").is_empty());
     let late = bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5));

@@ -13,9 +13,15 @@ mod sampler;
 mod stuck;
 mod transfers;
 
-use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
+use std::sync::Arc;
+use std::time::Duration;
 
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::telemetry::Sampler;
+use pinpool::{Copier, Device, DeviceSlice, Error, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
+use tracing::Level;
+
+use crate::record::{Record, all, clear, event, events, span, spans};
 use crate::support::hand::Machine;
 use crate::support::until;
 

@@ -1,16 +1,13 @@
 //! The sampler: what each poll sends, as events and to a recorder, and what it logs.
 
 use std::collections::BTreeSet;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use metrics_exporter_prometheus::PrometheusBuilder;
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::telemetry::{Histogram, METRICS, Sampler};
-use pinpool::{Device, Error, Request};
-use tracing::Level;
+use pinpool::host::{Call, Failure, Fault};
+use pinpool::telemetry::{Histogram, METRICS};
 
-use super::{Bench, until};
-use crate::record::{Record, all, clear, event, events};
+use super::*;
 
 /// What one poll has given to a recorder: the text of an exporter for Prometheus, and whether a pool is left.
 pub struct Sent(String, bool);

@@ -1,13 +1,10 @@
 //! The report on buffers that are out: each state, what it waits for, and which code checked it out.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pinpool::telemetry::{BufferState, EventState, StuckBuffer};
-use pinpool::{Copier, PoolBuilder, Request};
 
-use super::{Bench, until};
-use crate::record::{Record, events};
+use super::*;
 use crate::support::rig::block_on;
 
 fn all<N>(bench: &Bench<N>) -> Vec<StuckBuffer> {

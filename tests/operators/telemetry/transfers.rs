@@ -1,16 +1,12 @@
 //! The span of a copier's transfer: one for each, with how it went, also where it failed or was cancelled.
 
 use std::io;
-use std::sync::Arc;
 
+use pinpool::copier::{FileSource, Priority, Reading};
+
+use super::*;
 use crate::support::downloaded;
 use crate::support::process::limit;
-use pinpool::copier::{FileSource, Priority, Reading};
-use pinpool::{Copier, DeviceSlice, Error};
-use tracing::Level;
-
-use super::{Bench, until};
-use crate::record::{Record, clear, events, spans};
 
 const BYTES: usize = 1 << 20;
 

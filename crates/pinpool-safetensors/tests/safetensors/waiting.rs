@@ -2,15 +2,14 @@
 
 use std::future::Future;
 use std::pin::pin;
-use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
-use std::task::{Context, Poll, Wake, Waker};
+use std::sync::mpsc::channel;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use pinpool::Error;
 use pinpool_safetensors::{Checkpoint, DeviceTensor, Load};
 
-use super::support::in_use;
+use super::support::{in_use, waker};
 use super::{Folder, HANG, Made, Rig, arrived, block_on, made, shards, until};
 
 const SOON: Duration = Duration::from_millis(30);
@@ -83,17 +82,11 @@ fn a_load_that_is_dropped_is_cancelled() {
 /// A task whose waker panics sleeps on, and the others do not.
 #[test]
 fn a_waker_that_panics_keeps_no_other_task_asleep() {
-    struct Panics;
-    impl Wake for Panics {
-        fn wake(self: Arc<Self>) {
-            panic!("a waker");
-        }
-    }
     let (rig, folder) = (Rig::plain(), Folder::new());
     let copier = rig.builder().rate(2 << 20).build().unwrap();
     let (_, checkpoint) = checkpoint(&folder);
     let load = checkpoint.loader(&copier).start().unwrap();
-    let waker = Arc::new(Panics).into();
+    let waker = waker(|| panic!("a waker"));
     let mut asleep = pin!(load.take_async("t22"));
     assert!(asleep.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     assert!(block_on(load.take_async("t23")).unwrap().is_some());
@@ -105,18 +98,13 @@ fn a_waker_that_panics_keeps_no_other_task_asleep() {
 /// A waker that goes through a load gets what is there, is told once that it must not wait, and comes to an end.
 #[test]
 fn an_iteration_ends_on_a_thread_that_must_not_wait() {
-    struct Loops(Load, Sender<Vec<Result<DeviceTensor, Error>>>);
-    impl Wake for Loops {
-        fn wake(self: Arc<Self>) {
-            self.1.send(self.0.blocking().collect()).unwrap();
-        }
-    }
     let (rig, folder) = (Rig::plain(), Folder::new());
     let copier = rig.builder().rate(1 << 20).build().unwrap();
     let (_, checkpoint) = checkpoint(&folder);
     let load = checkpoint.loader(&copier).start().unwrap();
     let (sender, told) = channel();
-    let waker = Waker::from(Arc::new(Loops(load.clone(), sender)));
+    let own = load.clone();
+    let waker = waker(move || sender.send(own.blocking().collect::<Vec<_>>()).unwrap());
     let mut first = Box::pin(load.take_async("t01"));
     assert!(first.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     let got = told.recv_timeout(HANG).unwrap();

@@ -1,15 +1,10 @@
 //! Files, up and down.
 
 use std::fs::{File, OpenOptions};
-use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 
-use crate::support::downloaded;
-use pinpool::copier::{CopyRange, FileSink, FileSource, Fill, Reading, Sink, Source};
-use pinpool::{Copier, DeviceSlice, Error};
-
-use super::{Rig, file_of, pattern, with};
+use super::*;
 use crate::support::{cold, own_process, skip};
 
 /// What takes no bytes, or none at that place: the error says so, and a file stays as it is.

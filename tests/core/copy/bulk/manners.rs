@@ -2,16 +2,11 @@
 //! there is nothing to do.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
 
-use crate::support::{downloaded, in_use};
-use pinpool::copier::{Fill, Priority, Transfer};
-use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::{Copier, Error};
+use pinpool::copier::Transfer;
 
-use super::{Rig, pattern, sink, source, until};
+use super::*;
+use crate::support::in_use;
 
 #[test]
 fn settings_that_make_no_sense_are_refused_and_say_why() {

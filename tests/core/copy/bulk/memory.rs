@@ -1,14 +1,8 @@
 //! Bytes in memory, up and down, and what the caller's own thread reads and writes.
 
-use std::io::{self, Read};
 use std::sync::mpsc::channel;
-use std::time::Duration;
 
-use crate::support::downloaded;
-use pinpool::Error;
-use pinpool::copier::{CopyRange, Priority};
-
-use super::{HANG, Rig, pattern, reader, with, writer};
+use super::*;
 
 #[test]
 fn what_cannot_work_is_refused_and_gives_the_source_back() {

@@ -15,10 +15,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use pinpool::copier::{Fill, Sink, Source};
-use pinpool::{Copier, DeviceSlice};
+use pinpool::copier::{CopyRange, FileSink, FileSource, Fill, Priority, Reading, Sink, Source};
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::{Copier, DeviceSlice, Error};
 
 use super::setup::{HANG, until};
+use crate::support::downloaded;
 pub use crate::support::rig::{Rig, Whole, pattern};
 
 /// A rig's copier, bytes, and device memory of their length.

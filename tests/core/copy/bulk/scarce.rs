@@ -1,16 +1,12 @@
 //! Transfers by a pool that others hold: what is free in shorter pieces than a chunk is used, and a deadline ends what
 //! finds none; and who has room when others wait.
 
-use std::sync::{Arc, mpsc};
-use std::time::{Duration, Instant};
+use std::sync::mpsc;
 
-use pinpool::copier::{FileSink, FileSource, Fill, Priority};
-use pinpool::host::HostConfig;
-use pinpool::{Copier, DeviceSlice, Error, PinnedBuf, Pool, Request, Unpinned, Waited};
+use pinpool::{PinnedBuf, Pool, Request, Unpinned, Waited};
 
-use crate::support::{Random, downloaded};
-
-use super::{Blocks, HANG, Rig, Whole, file_of, pattern, reader, source, until};
+use super::*;
+use crate::support::Random;
 
 const PAGE: usize = 4096;
 const CHUNK: usize = 256 << 10;

@@ -1,11 +1,9 @@
 //! Any lengths, any places, any pieces: what arrives is what was sent, where it was sent to, and nothing else is
 //! touched.
 
-use crate::support::downloaded;
-use pinpool::copier::{CopyRange, FileSink, FileSource, Reading};
 use proptest::prelude::*;
 
-use super::{Rig, file_of, pattern};
+use super::*;
 
 /// Bytes of the device memory and of the source that the cases use.
 const ROOM: usize = 700_000;

@@ -1,22 +1,9 @@
 //! What goes wrong: a clear error each, no wrong byte reported as right, and nothing left behind.
 
-use std::time::Duration;
+use pinpool::ErrorClass;
 
-use crate::support::downloaded;
-use pinpool::copier::{CopyRange, FileSource, Fill, Reading};
-use pinpool::host::{Call, Failure, Fault};
-use pinpool::{Error, ErrorClass};
-
-use super::{Blocks, HANG, Rig, Whole, file_of, io, pattern, reader, source, until, with, writer};
-
-/// What a source or sink panics with: dropping it panics as well.
-struct Bomb;
-
-impl Drop for Bomb {
-    fn drop(&mut self) {
-        panic!("on purpose, when what it panicked with is dropped");
-    }
-}
+use super::*;
+use crate::support::panicking::Bomb;
 
 /// A source that ends in some way at a place of its bytes. Its transfer ends with that place, and no thread
 /// does, of which there are as few as can be.

@@ -1,12 +1,6 @@
 //! Accelerators: what opening one says, and a GPU of the stand-in driver on a fabricated bus.
 
-use super::findings;
-use super::machine::Machine;
-#[cfg(feature = "cuda")]
-use super::machine::{BUS, GPU};
-use crate::support::skip;
-#[cfg(feature = "cuda")]
-use crate::{doubles, simulation};
+use super::*;
 
 /// Opening the device has the cause and the remedy.
 #[test]

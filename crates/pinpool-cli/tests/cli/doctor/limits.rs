@@ -1,11 +1,7 @@
 //! Limits of the process and of the kernel: fabricated, and set for real.
 
-use std::process::Command;
-
-use super::machine::{Machine, status};
-use super::{doctor, findings};
+use super::*;
 use crate::limit;
-use crate::support::skip;
 
 const IPC_LOCK: u64 = 1 << 14;
 

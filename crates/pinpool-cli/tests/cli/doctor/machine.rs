@@ -2,10 +2,8 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::Path;
-use std::process::Command;
 
-use super::{Findings, doctor, findings};
+use super::*;
 
 /// A machine with nothing wrong, until a test breaks it: 64 GiB on one node, no container, no accelerator, no limits.
 pub struct Machine(tempfile::TempDir);

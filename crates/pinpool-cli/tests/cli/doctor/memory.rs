@@ -1,9 +1,6 @@
 //! Memory: the machine's, the control groups', huge pages and NUMA.
 
-use super::findings;
-#[cfg(feature = "cuda")]
-use super::machine::{GIB, status};
-use super::machine::{Machine, THP, meminfo};
+use super::*;
 
 const V1: &str = "4:cpu,cpuacct:/\n3:memory:/docker/1234\n0::/\n";
 const SLICE: &str = "/sys/fs/cgroup/user.slice";
@@ -101,13 +98,13 @@ fn the_trial_takes_a_part_of_what_is_left() {
 #[cfg(feature = "cuda")]
 #[test]
 fn memory_and_processors_next_to_the_device() {
-    let Some(library) = crate::simulation() else { return };
+    let Some(library) = simulation() else { return };
     let machine = Machine::healthy();
     machine.node(0, 40 * GIB, "0-7").node(1, 2 * GIB, "8-15");
     let gpu = |node: i32, capacity: &str, told: &str| {
         machine.pci(node);
         let mut command = machine.doctor("cuda:0", capacity);
-        findings(command.env(crate::doubles::PATH, &library)).is("numa", told);
+        findings(command.env(doubles::PATH, &library)).is("numa", told);
     };
     gpu(0, "4GiB", "ok: ffff:ff:00.7 is on node 0");
     gpu(1, "4GiB", "warn: on node 1, which has 2 GiB => a capacity of 2 GiB or less");

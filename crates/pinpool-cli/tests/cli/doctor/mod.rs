@@ -11,10 +11,15 @@ mod memory;
 mod output;
 mod parse;
 
+use std::path::Path;
 use std::process::Command;
 
+use machine::*;
 use serde_json::Value;
 
+use crate::support::skip;
+#[cfg(feature = "cuda")]
+use crate::{doubles, simulation};
 use crate::{keys, object, pinpool, stderr, stdout};
 
 /// Every check, in order.

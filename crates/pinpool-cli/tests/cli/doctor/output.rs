@@ -1,16 +1,8 @@
 //! The form of what is said, exit statuses, and machines that show nothing or nonsense.
 
 use std::fs;
-#[cfg(feature = "cuda")]
-use std::io::Read;
-use std::path::Path;
-#[cfg(feature = "cuda")]
-use std::process::Stdio;
 
-#[cfg(feature = "cuda")]
-use super::machine::{BUS, GPU};
-use super::machine::{Machine, THP, meminfo};
-use super::{NAMES, stdout};
+use super::*;
 
 #[test]
 fn a_healthy_machine_is_well() {
@@ -66,18 +58,18 @@ fn text_is_aligned_and_cannot_steer_a_terminal() {
 #[cfg(feature = "cuda")]
 #[test]
 fn what_needs_no_trial_is_printed_before_the_trial() {
-    let Some(library) = crate::simulation() else { return };
+    let Some(library) = simulation() else { return };
     let machine = Machine::healthy();
     machine.pci(0);
     // The trial ends with a look at the link, which nobody answers here.
     let pipe = machine.root().join(&BUS[1..]).join(GPU).join("current_link_speed");
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let mut command = machine.doctor("cuda:0", "1MiB");
-    let mut child = command.env(crate::doubles::PATH, library).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = command.env(doubles::PATH, library).stdout(std::process::Stdio::piped()).spawn().unwrap();
     let (mut text, mut lines) = (String::new(), child.stdout.take().unwrap());
     while !text.contains("  pin  ") {
         let mut piece = [0; 4096];
-        let len = lines.read(&mut piece).unwrap();
+        let len = std::io::Read::read(&mut lines, &mut piece).unwrap();
         assert!(len > 0, "it ended: {text}");
         text += &String::from_utf8_lossy(&piece[..len]);
     }
