@@ -28,14 +28,18 @@ pub(crate) struct Copier(pinpool::Copier);
 
 #[pymethods]
 impl Copier {
-    /// `share`: the bytes of the pool that loads may use, half of it unless given.
+    /// `share`: the bytes of the pool that loads may use, half of it unless given. `threads` read
+    /// files, by default one for each processor, at most 8.
     #[new]
-    #[pyo3(signature = (pool, share = None))]
-    fn new(py: Python<'_>, pool: &Pool, share: Option<usize>) -> Result<Self, Fault> {
+    #[pyo3(signature = (pool, share = None, threads = None))]
+    fn new(py: Python<'_>, pool: &Pool, share: Option<usize>, threads: Option<usize>) -> Result<Self, Fault> {
         check_fork()?;
         let mut builder = pinpool::Copier::builder(&pool.0, &pool.0.devices()[0]);
         if let Some(bytes) = share {
             builder = builder.share(bytes);
+        }
+        if let Some(threads) = threads {
+            builder = builder.threads(threads);
         }
         Ok(Self(py.detach(|| builder.build())?))
     }

@@ -154,7 +154,9 @@ class Buffer:
 class Copier:
     """Used by `pinpool.safetensors`."""
 
-    def __new__(cls, pool: Pool, share: int | None = None) -> Copier: ...
+    def __new__(
+        cls, pool: Pool, share: int | None = None, threads: int | None = None
+    ) -> Copier: ...
     @property
     def device(self) -> str: ...
 

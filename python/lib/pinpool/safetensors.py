@@ -150,7 +150,9 @@ class _Host:
 
 @functools.cache
 def _shared(name: str) -> Copier:
-    return Copier(Pool(name, _POOL), _POOL)
+    # The kernel copies some 4 GB a second from the page cache on each.
+    threads = min(len(os.sched_getaffinity(0)), 16)
+    return Copier(Pool(name, _POOL), _POOL, threads)
 
 
 class _Gpu:

@@ -139,6 +139,11 @@ impl FileSource {
         self.range.is_empty()
     }
 
+    /// The open file, as a number that sources of the same one have in common.
+    pub(super) fn identity(&self) -> usize {
+        Arc::as_ptr(&self.file).addr()
+    }
+
     /// Reads `len` bytes from `at` on into an empty buffer with room for two pages more. The buffer
     /// begins with the page of `at`, so that any page can be read straight to its place.
     pub(super) fn read(&self, at: u64, len: usize, buf: &mut PinnedBuf, counters: &Counters) -> Result<()> {

@@ -34,6 +34,11 @@ pub(super) trait Plan: Send + Sync {
         Kind::Staged
     }
 
+    /// The open file that it reads, as a number that plans which read the same one have in common.
+    fn file(&self) -> Option<usize> {
+        None
+    }
+
     /// What keeps the bytes of a chunk in place, and nothing else: all of it is quarantined with a
     /// lost stream. `None`: it is gone.
     fn lend(&self, _chunk: &Chunk) -> Option<Vec<Arc<dyn Retain>>> {
@@ -133,6 +138,8 @@ pub(super) struct Start {
 pub(super) struct Job {
     pub(super) of: Start,
     pub(super) kind: Kind,
+    /// [`Plan::file`].
+    pub(super) file: Option<usize>,
     since: Instant,
     plan: Arc<dyn Plan>,
     state: Mutex<JobState>,
@@ -211,7 +218,8 @@ impl Job {
     pub(super) fn new(mut of: Start, plan: Arc<dyn Plan>) -> Arc<Self> {
         let (cursor, trace) = (Cursor { left: of.total, ..Cursor::default() }, of.trace.take());
         let state = Mutex::new(JobState { cursor, trace, ..JobState::default() });
-        let job = Arc::new(Self { of, kind: plan.kind(), since: Instant::now(), plan, state });
+        let job =
+            Arc::new(Self { of, kind: plan.kind(), file: plan.file(), since: Instant::now(), plan, state });
         job.settle(job.state.lock());
         job
     }

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::chunk::{Chunk, Cursor, Cut, Stretch};
 use super::engine::Engine;
-use super::file::{file_of, lies_at};
+use super::file::{FileSource, file_of, lies_at};
 use super::job::{Plan, Values};
 use super::pieces::{Piece, Survey, cut, fill_parts};
 use super::source::{self, Fill, Sink, Source, leaves, read_error, shrunk, write_error};
@@ -255,6 +255,10 @@ impl<S: Source> Plan for Reads<S> {
     fn kind(&self) -> Kind {
         let may_block = self.source.share().is_ok_and(|source| source.may_block(KEY));
         if may_block { Kind::Blocking } else { Kind::Staged }
+    }
+
+    fn file(&self) -> Option<usize> {
+        self.source.share().ok().and_then(|source| file_of(&**source).map(FileSource::identity))
     }
 
     fn next(&self, cursor: &mut Cursor, most: usize) -> Chunk {

@@ -196,11 +196,13 @@ impl Worker {
     }
 
     /// Whether a job's chunk has to wait until others have ended. A call that blocks holds up the
-    /// worker's other chunks, so these are of the same job. An owned upload's chunk was filled.
+    /// worker's other chunks, so these are of the same job, or read the same file. An owned
+    /// upload's chunk was filled.
     fn has_to_wait(&self, job: &Arc<Job>) -> bool {
         let blocks = |job: &Job| job.kind == Kind::Blocking;
         let holds_up = |other: &Job| blocks(job) || blocks(other) && other.of.direction == Direction::Down;
-        self.owned.iter().any(|Owned { job: other, .. }| holds_up(other) && !Arc::ptr_eq(other, job))
+        let apart = |other| !Arc::ptr_eq(other, job) && (job.file.is_none() || other.file != job.file);
+        self.owned.iter().any(|Owned { job: other, .. }| holds_up(other) && apart(other))
     }
 
     /// Wakes another worker before a call that may block: this one looks for no work for a while.

@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 
 use super::*;
+use crate::support::hand::Machine;
 use crate::support::{cold, own_process, skip};
 
 /// What takes no bytes, or none at that place: the error says so, and a file stays as it is.
@@ -285,4 +286,29 @@ fn short_ranges_of_a_cold_file_are_read_alone() {
     let expected: Vec<u8> = (0..count).flat_map(|n| bytes[place(n)..place(n) + len].to_vec()).collect();
     assert!(downloaded(&copier, memory.slice(..len * count)) == expected);
     rig.all_is_back();
+}
+
+/// A worker takes the next load of the same file while its copies of the one before are in flight: between others
+/// it waits for them, since a file that blocks would hold them up.
+#[test]
+fn loads_of_one_file_follow_each_other_without_a_pause() {
+    let machine = Machine::new(1, 32 << 20, 1);
+    let device = machine.device(0);
+    let pool = crate::builder(&device, 4 << 20).build().unwrap();
+    let copier = Copier::builder(&pool, &device).build().unwrap();
+    let written = [5, 6].map(|seed| file_of(&pattern(8192, seed)));
+    let [file, other] = written.each_ref().map(|file| Arc::new(file.reopen().unwrap()));
+    let upload = |file: &Arc<File>| {
+        let source = FileSource::new(file.clone(), "a file").unwrap();
+        copier.upload(source, device.alloc(8192).unwrap()).unwrap()
+    };
+    let mut transfers = Vec::new();
+    let in_flight = [&file, &file, &other].map(|file| {
+        transfers.push(upload(file));
+        pool.stats().in_flight_bytes
+    });
+    assert!(in_flight[0] > 0 && in_flight[1..] == [2 * in_flight[0]; 2], "{in_flight:?}");
+    for transfer in transfers {
+        transfer.wait().unwrap();
+    }
 }
