@@ -12,7 +12,7 @@ The names and arguments are those of safetensors 0.8 and 0.9. On a GPU tensors a
 of torch's own memory. A copy begins after what torch's current stream was given before, and a
 tensor that was handed out is complete: any stream may use it.
 
-Loads of a device share one pool of 128 MiB, which stays pinned until the process ends, so that the
+Loads of a device share one pool of 256 MiB, which stays pinned until the process ends, so that the
 next load need not pin again. With an argument `pool` they use that one.
 """
 
@@ -61,10 +61,11 @@ _TYPES = {
 }
 
 # What the pool that loads share may pin.
-_POOL = 128 << 20
-# The device memory that a load has ahead of the program, in windows of so many bytes.
-_WINDOW = 512 << 20
-_AHEAD = 3
+_POOL = 256 << 20
+# The device memory that a load has beside what the program took, in windows of so many bytes: the
+# one that it takes from, and those ahead. Long ones keep the link busier.
+_WINDOW = 1 << 30
+_AHEAD = 1
 
 
 def _type(module: Any, name: str) -> Any:
@@ -509,7 +510,7 @@ def weights(
     *,
     keep: Callable[[str], bool] | None = None,
     window: int = _WINDOW,
-    ahead: int = 2,
+    ahead: int = _AHEAD,
     pool: Pool | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """The tensors of several files, one by one, for a program that copies each and drops it.

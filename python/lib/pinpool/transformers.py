@@ -158,7 +158,7 @@ def _device(device_map: dict[str, Any] | None) -> str | None:
 _replaced: list[tuple[Any, str, Any]] = []
 
 
-def install(*, window: int = 512 << 20, ahead: int = 2) -> None:
+def install(*, window: int = safetensors._WINDOW, ahead: int = safetensors._AHEAD) -> None:
     """From now on `from_pretrained` loads through pinpool. A second call changes the options.
 
     window, ahead: the device memory beside the model's own, (ahead + 1) windows of so many bytes.
