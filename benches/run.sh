@@ -254,12 +254,12 @@ tensors() {
     # In one run, by turns: each first load is that of a process.
     for _ in 1 2 3; do
         run 20 "$bin/tensors" --first "$files/large.safetensors"
-        for folder in "$bin"/safetensors-0.9*; do
+        for folder in pinpool "$bin"/safetensors-0.9*; do
             peer 40 python3 "$here/peers/safetensors_load.py" "$folder" first-8 "$files/large.safetensors"
         done
     done
-    for folder in "$bin"/safetensors-*; do
-        [ -d "$folder" ] || folder=$installed
+    for folder in pinpool "$bin"/safetensors-*; do
+        [ -d "$folder" ] || [ "$folder" = pinpool ] || folder=$installed
         [[ "$folder" == *-0.9* ]] &&
             peer 40 python3 "$here/peers/safetensors_load.py" "$folder" first-16 "$files/large.safetensors"
         peer 90 python3 "$here/peers/safetensors_load.py" "$folder" 2 "$files/large.safetensors" "$files/small.safetensors"
