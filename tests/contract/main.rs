@@ -33,6 +33,7 @@ use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Device, DeviceSlice, Error, PinnedBuf, Pool, Stream, SubmitError, Unpinned};
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles;
+use support::doubles::gpu::filled;
 use support::{HANG, block_on, bytes, in_use, skip};
 
 struct Subject {
@@ -162,7 +163,6 @@ const TESTS: &[Test] = &[
     ("registered values", memory::registered),
     ("a registered value outlives its copies", memory::registered_is_kept),
     ("mapped files and shared memory", memory::mapped),
-    ("addresses on the device", memory::addresses),
     ("order of transfers and streams", transfers::order),
     ("transfers and their copier are dropped in every order", transfers::drops),
     ("a host tier of many threads", tier::storm),
@@ -292,12 +292,6 @@ fn on_ascend(way: doubles::npu::Way) {
         stand_in.no_trace();
         assert_eq!(run, devices, "the simulated machine has two NPUs");
     }
-}
-
-fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
-    let mut buf = pool.checkout(bytes.len()).unwrap();
-    buf.extend_from_slice(bytes);
-    buf
 }
 
 fn fetch(pool: &Pool, stream: &Stream, memory: &DeviceSlice) -> Vec<u8> {

@@ -67,6 +67,7 @@ pub fn backings(on: &Subject) {
         let own = backing == Backing::Registered;
         assert_eq!(lengths, if own { vec![4 * PAGE] } else { vec![2 * PAGE; 2] }, "{backing:?}");
         assert!(regions.iter().all(|r| r.base.as_ptr().addr() % 4096 == 0), "{regions:?}");
+        have_addresses(on, &pool, backing);
         let (stream, memory) = (on.stream(), on.alloc(PAGE));
         // Enough for the pool to grow.
         let bufs: Vec<PinnedBuf> = (0..14).map(|i| filled(&pool, &bytes(i, PAGE - 4096))).collect();
@@ -90,6 +91,32 @@ pub fn backings(on: &Subject) {
         assert_eq!(pool.regions(), []);
         drop(filled(&pool, b"again"));
         assert!(pool.shutdown(HANG).drained);
+    }
+}
+
+/// Buffers of a new pool have addresses on the device, and of a pool of two devices on both.
+fn have_addresses(on: &Subject, pool: &Pool, backing: Backing) {
+    let bufs = [filled(pool, b"one"), filled(pool, b"another")];
+    match bufs.each_ref().map(|buf| buf.device_address(&on.device)) {
+        [Ok(a), Ok(b)] => {
+            let on_host = bufs.each_ref().map(|buf| buf.as_ptr().addr() as u64);
+            assert!(a % 64 == 0 && a > 0, "{a:#x}");
+            let apart = on_host[0].wrapping_sub(on_host[1]);
+            assert_eq!(a.wrapping_sub(b), apart, "as far apart as on the host");
+        }
+        // Ascend: what the library allocates has none.
+        [Err(error), Err(_)] if on.cannot(&error) && matches!(backing, Backing::HostAlloc(_)) => {}
+        [_, Err(error)] | [Err(error), _] => {
+            let unpinned = bufs.iter().any(|buf| !buf.is_pinned());
+            assert!(unpinned && backing != Backing::Managed, "{error}");
+        }
+    }
+    if let Some(other) = &on.other {
+        let both = Pool::builder(&on.device).device(other).capacity(2 * PAGE).backing(backing);
+        let buf = filled(&both.unpinned(Unpinned::Allow).build().unwrap(), b"both");
+        let (a, b) = (buf.device_address(&on.device), buf.device_address(other));
+        // Ascend: an address is the registering device's alone.
+        assert!(a.is_ok() == b.is_ok() || b.is_err_and(|error| on.cannot(&error)));
     }
 }
 
@@ -181,6 +208,10 @@ pub fn registered(on: &Subject) {
     let vec = content.clone();
     let at = vec.as_ptr();
     let Some(mut value) = register(on, vec, false) else { return };
+    assert!(value.device_address(&on.device).unwrap() > 0);
+    if let Some(Err(error)) = on.other.as_ref().map(|other| value.device_address(other)) {
+        assert!(on.cannot(&error), "{error}");
+    }
     assert!(value.as_ptr() == at && *value.as_ref() == *content && !value.is_read_only());
     assert_eq!(on.device.stats().registered_bytes - before, 300_000);
     assert_eq!(pool.stats().pinned_bytes + pool.stats().unpinned_bytes, 4 << 20, "outside of every pool");
@@ -317,46 +348,4 @@ pub fn mapped(on: &Subject) {
     let buf = upload(&stream, filled(&adopting, b"seen by others"), &memory);
     let offset = buf.as_ptr().addr() - base(&info);
     assert_eq!(&other[offset..offset + 14], b"seen by others");
-}
-
-pub fn addresses(on: &Subject) {
-    for backing in [Backing::Registered, Backing::HostAlloc(HostAllocFlags::default()), Backing::Managed] {
-        let allocated = matches!(backing, Backing::HostAlloc(_));
-        let pool = Pool::builder(&on.device).capacity(8 * PAGE).backing(backing).unpinned(Unpinned::Allow);
-        let pool = match pool.build() {
-            Err(error) if on.cannot(&error) && !allocated => continue,
-            pool => pool.unwrap(),
-        };
-        let bufs = [filled(&pool, b"one"), filled(&pool, b"another")];
-        match bufs.each_ref().map(|buf| buf.device_address(&on.device)) {
-            [Ok(a), Ok(b)] => {
-                let on_host = bufs.each_ref().map(|buf| buf.as_ptr().addr() as u64);
-                assert!(a % 64 == 0 && a > 0, "{a:#x}");
-                assert_eq!(
-                    a.wrapping_sub(b),
-                    on_host[0].wrapping_sub(on_host[1]),
-                    "as far apart as on the host"
-                );
-            }
-            // Ascend: what the library allocates has none.
-            [Err(error), Err(_)] if on.cannot(&error) && allocated => {}
-            [_, Err(error)] | [Err(error), _] => {
-                let unpinned = bufs.iter().any(|buf| !buf.is_pinned());
-                assert!(unpinned && backing != Backing::Managed, "{error}");
-            }
-        }
-        if let Some(other) = &on.other {
-            mismatch(&bufs[0].device_address(other).unwrap_err());
-            let both = Pool::builder(&on.device).device(other).capacity(2 * PAGE).backing(backing);
-            let buf = filled(&both.unpinned(Unpinned::Allow).build().unwrap(), b"both");
-            let (a, b) = (buf.device_address(&on.device), buf.device_address(other));
-            // Ascend: an address is the registering device's alone.
-            assert!(a.is_ok() == b.is_ok() || b.is_err_and(|error| on.cannot(&error)));
-        }
-    }
-    let Some(value) = register(on, bytes(1, 5000), false) else { return };
-    assert!(value.device_address(&on.device).unwrap() > 0);
-    if let Some(Err(error)) = on.other.as_ref().map(|other| value.device_address(other)) {
-        assert!(on.cannot(&error), "{error}");
-    }
 }

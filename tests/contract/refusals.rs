@@ -1,5 +1,7 @@
 //! What a device or a stream refuses, with the buffer given back.
 
+use pinpool::Copier;
+
 use super::*;
 
 pub fn refusals(on: &Subject) {
@@ -35,31 +37,51 @@ pub fn refusals(on: &Subject) {
     assert_eq!(pool.stats().quarantined_bytes, 0);
 }
 
-/// Only where there is another device.
+/// Only where there is another device. The error says whose the thing is, whose was wanted, and the
+/// remedy of that case and of no other.
 pub fn foreign(on: &Subject) {
     let Some(other) = &on.other else { return };
+    let (here, there) = (on.device.name(), other.name());
+    let wrong = |error: Error, whose: &str, with: &str| {
+        mismatch(&error);
+        let text = error.to_string();
+        assert!(text.contains(whose) && text.contains(&format!("with {with}")), "{text}");
+        assert_eq!(text.contains("PoolBuilder::device"), whose.starts_with("pool"), "{text}");
+    };
+    let of_memory = |error: Error| wrong(error, &format!("device memory of {there}"), here);
+    let of_pool = |error: Error| wrong(error, &format!("pool of {here}"), there);
+    let of_stream = |error: Error| wrong(error, &format!("stream of {there}"), here);
     let (pool, stream) = (on.pool(1 << 20), on.stream());
     let (stranger, far) = (other.stream().unwrap(), other.alloc(100).unwrap());
     let sent = bytes(0, 100);
-    let wrong = |error: Error| mismatch(&error);
-    wrong(refusal(stream.upload(filled(&pool, &sent), &far), &sent));
-    wrong(refusal(stream.download(&far, filled(&pool, &sent)), &sent));
-    wrong(stream.copy(&far, on.alloc(100)).unwrap_err());
-    wrong(stream.upload_blocking(&sent, &far).unwrap_err());
-    wrong(stream.download_blocking(&far, &mut [0; 100]).unwrap_err());
-    let (from, to) = (filled(&pool, &sent), pool.checkout(100).unwrap());
-    wrong(stranger.copy_host(from, to).unwrap_err().error);
+    of_memory(refusal(stream.upload(filled(&pool, &sent), &far), &sent));
+    of_memory(refusal(stream.download(&far, filled(&pool, &sent)), &sent));
+    of_memory(stream.copy(&far, on.alloc(100)).unwrap_err());
+    of_memory(stream.upload_blocking(&sent, &far).unwrap_err());
+    of_memory(stream.download_blocking(&far, &mut [0; 100]).unwrap_err());
     // SAFETY: refused.
     let error = unsafe { on.device.raw_memory(far.address(), 100, ()) }.unwrap_err().error;
-    argument(&error, &format!("that is memory of {}", other.name()));
+    argument(&error, &format!("that is memory of {there}"));
+    let copier = Copier::builder(&pool, &on.device).build().unwrap();
+    of_memory(copier.upload_slice(&sent, &far).unwrap_err());
+    let near = on.alloc(100);
+    let block = (filled(&pool, &sent), near.slice(..).unwrap());
+    let transfer = copier.upload_pages(vec![block]).unwrap();
+    of_stream(transfer.order(&stranger).unwrap_err());
+    of_stream(copier.wait_for(&stranger).unwrap_err());
+    of_stream(stream.wait_for(&stranger).unwrap_err());
+    drop(transfer.wait().unwrap());
     // The pool does not serve the other device.
-    wrong(refusal(stranger.upload(filled(&pool, &sent), &far), &sent));
-    wrong(refusal(stranger.hold(filled(&pool, &sent)), &sent));
-    wrong(pool.checkout_on(&stranger, 100).unwrap_err());
+    of_pool(refusal(stranger.upload(filled(&pool, &sent), &far), &sent));
+    of_pool(refusal(stranger.hold(filled(&pool, &sent)), &sent));
+    of_pool(pool.checkout_on(&stranger, 100).unwrap_err());
+    of_pool(filled(&pool, &sent).device_address(other).unwrap_err());
+    of_pool(Copier::builder(&pool, other).build().unwrap_err());
+    let (from, to) = (filled(&pool, &sent), pool.checkout(100).unwrap());
+    of_pool(stranger.copy_host(from, to).unwrap_err().error);
     let both =
         Pool::builder(&on.device).device(other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let buf = stranger.upload(filled(&both, &sent), &far).unwrap().wait().unwrap();
-    let near = on.alloc(100);
     drop(stream.upload(buf, &near).unwrap());
     assert!(fetch(&both, &stream, &near) == sent && fetch(&both, &stranger, &far) == sent);
 }

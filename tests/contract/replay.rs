@@ -144,7 +144,7 @@ fn replay(on: &Subject, workers: usize, round: impl Fn(&mut Worker<'_>) + Sync) 
     for (exact, capacity) in [(true, 64 << 10), (false, 24 << 10)] {
         let pool = on.pool(capacity);
         std::thread::scope(|scope| {
-            for number in 0..workers {
+            let start = |number| {
                 let (pool, round) = (&pool, &round);
                 scope.spawn(move || {
                     let mut worker = Worker {
@@ -166,8 +166,11 @@ fn replay(on: &Subject, workers: usize, round: impl Fn(&mut Worker<'_>) + Sync) 
                     // Early reuse can only show where there is reuse.
                     let (checkouts, places) = (worker.checkouts, worker.places.len());
                     assert!(checkouts > places * 3 / 2, "{checkouts} checkouts of {places} buffers");
-                });
-            }
+                })
+            };
+            // Joined, unlike at the scope's end, a thread has given up what it caches of the pool.
+            let threads: Vec<_> = (0..workers).map(start).collect();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
         });
         all_back(on, &pool);
         let stats = pool.stats();

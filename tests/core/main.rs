@@ -5,7 +5,6 @@ mod async_server;
 mod buffers;
 mod closing;
 mod copy;
-mod errors;
 mod fork;
 mod host;
 mod launch;
@@ -15,7 +14,6 @@ mod memlock;
 mod regressions;
 #[cfg(feature = "cuda")]
 mod running_out;
-mod scale;
 #[path = "../support/mod.rs"]
 mod support;
 mod threads;

@@ -3,8 +3,9 @@
 #![allow(unsafe_code, reason = "sandboxes and signals")]
 
 use std::os::unix::process::ExitStatusExt;
+use std::panic::panic_any;
 use std::process::ExitStatus;
-use std::task::Context;
+use std::task::{Context, RawWaker, RawWakerVTable, Waker};
 
 use super::*;
 use crate::running_out::Waiter;
@@ -32,13 +33,28 @@ fn caught(call: impl FnOnce()) {
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call));
 }
 
+/// Polls twice with a waker that cannot be cloned, and so is not called.
+fn poll_with_one_that_cannot_be_cloned<F: Future + Unpin>(future: &mut F) {
+    fn bomb(_: *const ()) -> RawWaker {
+        panic_any(Bomb(1))
+    }
+    fn no(_: *const ()) {}
+    static TABLE: RawWakerVTable = RawWakerVTable::new(bomb, no, no, no);
+    // SAFETY: the waker has no data to point at.
+    let bad = unsafe { Waker::new(std::ptr::null(), &TABLE) };
+    for _ in 0..2 {
+        assert!(Pin::new(&mut *future).poll(&mut Context::from_waker(&bad)).is_pending());
+    }
+}
+
 /// A handle whose drop panicked in the caller's waker dropped its buffer as if the device were done with it.
 #[test]
-fn a_waker_whose_drop_panics_frees_nothing_early() {
+fn a_waker_that_panics_when_it_is_dropped_or_cloned_frees_nothing_early() {
     let (machine, device) = by_hand();
     let pool = pool(&device, 256 << 10);
     let stream = device.stream().unwrap();
     let mut flight = stream.upload(filled(&pool, 4096, 7), device.alloc(4096).unwrap()).unwrap();
+    poll_with_one_that_cannot_be_cloned(&mut flight);
     poll_with_a_bomb(&mut flight);
     caught(|| drop(flight));
     assert_eq!(checked(&pool).in_flight_bytes, 4160);
@@ -55,15 +71,18 @@ fn a_waker_whose_drop_panics_frees_nothing_early() {
     let fits = Waiter::new(pool.checkout_async(Request::new(20 << 10).align(4096)));
     caught(|| drop(large));
     drop((fits.ready().unwrap(), held));
-    // Nor is a wait, whose waker is replaced, left in the queue with nothing to end it.
-    let held = pool.checkout(60 << 10).unwrap();
-    let mut wait = pool.checkout_async(60 << 10);
-    poll_with_a_bomb(&mut wait);
-    caught(|| assert!(is_pending(&mut wait)));
-    drop(wait);
-    assert_eq!(pool.stats().waiting, 0);
-    drop(held);
-    pool.checkout(60 << 10).unwrap();
+    // Nor is a wait, whose waker is replaced or cannot be cloned, left in the queue for ever.
+    for poll in [poll_with_a_bomb, poll_with_one_that_cannot_be_cloned] {
+        let held = pool.checkout(60 << 10).unwrap();
+        let mut wait = pool.checkout_async(60 << 10);
+        poll(&mut wait);
+        caught(|| assert!(is_pending(&mut wait)));
+        assert_eq!(pool.stats().waiting, 1);
+        drop(wait);
+        assert_eq!(pool.stats().waiting, 0);
+        drop(held);
+        pool.checkout(60 << 10).unwrap();
+    }
 }
 
 /// What is in flight on a device that was named twice is not counted twice; and a request that misses is one

@@ -47,13 +47,18 @@ fn is(found: &[u8], stamp: u64) -> bool {
 }
 
 /// All users have ended: nothing may be in use.
-pub fn all_idle(pool: &Pool, streams: &[Stream]) {
+fn all_idle(pool: &Pool, streams: &[Stream]) {
     streams.iter().for_each(|s| s.synchronize().unwrap());
     let stats = checked(pool);
     let used = (stats.checked_out_bytes, stats.in_flight_bytes, stats.claimed_bytes, stats.quarantined_bytes);
     assert_eq!(used, (0, 0, 0, 0), "{stats:?}");
     assert_eq!((stats.requested_bytes, stats.waiting), (0, 0), "{stats:?}");
     assert_eq!(stats.checkouts, stats.returns, "{stats:?}");
+    // What threads have counted that ended is counted still.
+    let classes = pool.snapshot().classes;
+    let sum = |of: fn(&ClassStats) -> u64| classes.iter().map(of).sum::<u64>();
+    let counted = (sum(|class| class.checkouts), sum(|class| class.returns));
+    assert_eq!(counted, (stats.checkouts, stats.returns), "{stats:?}");
 }
 
 #[test]
@@ -203,6 +208,29 @@ fn a_thread_hits_for_each_size_that_it_uses() {
         let made = (50 * lens.len() * together) as u64;
         assert_eq!((after.checkouts - before.checkouts, after.misses - before.misses), (made, 0));
         all_idle(&pool, &[]);
+    }
+}
+
+/// A thread finds the cache of the pool that it used last at once. With others it takes a longer way,
+/// but its own cache serves all the same, and what is returned goes to the pool that it is of.
+#[test]
+fn more_pools_than_a_thread_has_at_hand_serve_it_from_its_caches() {
+    let device = host().1;
+    let pools: Vec<Pool> = (0..9).map(|_| pool(&device, 1 << 20)).collect();
+    let round = || {
+        let mut held: Vec<_> = pools.iter().map(|pool| filled(pool, 1000, 1)).collect();
+        while !held.is_empty() {
+            drop(held.swap_remove(held.len() * 3 / 7));
+        }
+    };
+    (0..3).for_each(|_| round());
+    let misses = || pools.iter().map(|pool| pool.stats().misses).collect::<Vec<_>>();
+    let before = misses();
+    (0..100).for_each(|_| round());
+    assert_eq!(misses(), before);
+    for pool in &pools {
+        all_idle(pool, &[]);
+        drop(pool.try_checkout(700 << 10).unwrap());
     }
 }
 

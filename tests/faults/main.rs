@@ -9,9 +9,9 @@
 //! quarantined only if the device was lost, what was reported as complete holds the right bytes, and when pool, streams
 //! and device are dropped the device has everything back (but for what the failing call itself was to give back).
 //!
-//! That is on a simulated GPU that is moved by hand, so the replay is exact: the same calls in the same order up to the
-//! one that fails. Beside threads, calls of the host device fail at random in `foreign::chaos`. On such GPUs, too, the
-//! pool runs against a plain model of it (`model`).
+//! That is on a simulated GPU that is moved by hand, so the replay is exact: the same calls in the
+//! same order up to the one that fails. Beside threads, calls of the host device fail at random in
+//! `foreign`. On such GPUs, too, the pool runs against a plain model of it (`model`).
 
 #![allow(unsafe_code, reason = "memory by its address")]
 

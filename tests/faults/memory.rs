@@ -3,13 +3,11 @@
 
 use std::ops::Deref;
 
-use memmap2::MmapMut;
-use pinpool::host::{self, HostConfig, HostNode, HostUsage};
-use pinpool::{Backing, HostAllocFlags, Unpinned};
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::{Backing, HostAllocFlags};
 
 use super::*;
 use crate::scenario::Topic;
-use crate::support::doubles::gpu::until;
 use crate::support::skip;
 use crate::support::value::Value;
 
@@ -161,15 +159,9 @@ fn value(s: &mut Server<'_>, round: usize) -> Option<()> {
     Some(())
 }
 
-/// A node whose limits are not the system's: with too low a memlock limit the tests cannot run.
-fn node() -> HostNode {
-    HostNode::new(HostConfig::new().memory(4 << 20)).unwrap()
-}
-
 #[test]
 fn what_overlaps_is_refused_and_comes_back() {
-    let node = node();
-    let device = Device::on(&node, 0).unwrap();
+    let device = Device::on(&HostNode::new(HostConfig::new()).unwrap(), 0).unwrap();
     let value: Arc<[u8]> = bytes(1, 10_000).into();
     let Ok(first) = device.register(value.clone()) else { return skip!("the memlock limit") };
     let refused = device.register(value).unwrap_err();
@@ -183,26 +175,4 @@ fn what_overlaps_is_refused_and_comes_back() {
     assert_eq!(device.stats().registered_bytes, 100 * 100);
     drop(parts);
     assert!(device.register(value).is_ok(), "unregistered, it may be registered again");
-}
-
-/// Of two extents that went unpinned the driver then refuses the first for good.
-#[test]
-fn memory_that_can_never_be_pinned_keeps_no_other_memory_unpinned() {
-    let node = node();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(4 * PAGE).initial(0).extent(2 * PAGE);
-    let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
-    // Both are refused before the memory is adopted, and so before either is tried again.
-    for failure in [host::Failure::Transient, host::Failure::Transient, host::Failure::Argument] {
-        node.fail(host::Fault { device: 0, call: host::Call::Pin, nth: 0, failure });
-    }
-    let info = pool.adopt(MmapMut::map_anon(4 * PAGE).unwrap()).unwrap();
-    assert_eq!((info.len, info.pinned), (4 * PAGE, 0));
-    until("one of the two is pinned", || pool.stats().pinned_bytes == 2 * PAGE);
-    std::thread::sleep(Duration::from_millis(300));
-    assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
-    pool.check().unwrap();
-    assert_eq!(pool.trim(0), 4 * PAGE);
-    drop((pool, device));
-    until("all is given back", || node.live(0) == HostUsage::default());
 }

@@ -1,11 +1,9 @@
 //! What goes wrong elsewhere: launches that failed, forks, and the end of the process.
 
-use std::path::PathBuf;
-
 use pinpool::ErrorClass;
 
 use super::*;
-use crate::support::exits::{self, Way};
+use crate::support::exits;
 
 /// "May also return error codes from previous, asynchronous launches": whichever call hears of it first.
 #[test]
@@ -95,31 +93,27 @@ fn a_child_of_a_fork_can_use_nothing_and_harms_nothing() {
 }
 
 /// Processes that end in the midst of their work, each with its own status; no driver is called after the exit began.
-fn ends(test: &str, device: &str, stand_in: Option<(&str, Option<PathBuf>)>) {
-    const WAYS: [Way; 3] = [Way::ReturnBusy, Way::ExitElsewhere, Way::Fork];
-    match stand_in {
-        // In the children, too, which end here.
-        None => exits::all(test, device, &WAYS, &[]),
-        Some((name, Some(library))) => {
-            exits::all(test, device, &WAYS, &[(name, library.to_str().expect("a path in UTF-8"))]);
-        }
-        Some((_, None)) => crate::skip!("the simulation is not beside the executable"),
+/// `library`: the variable that names the driver's, if there is one.
+fn ends(test: &str, device: &str, library: &str) {
+    // In the children, too, which end here.
+    if library.is_empty() || doubles::named(library).is_some() {
+        return exits::all(test, device, &[]);
     }
+    let Some(built) = doubles::simulation() else { return };
+    exits::all(test, device, &[(library, &built)]);
 }
 
 #[test]
 fn a_process_ends_while_the_host_device_works() {
-    ends("a_process_ends_while_the_host_device_works", "host:0", None);
+    ends("a_process_ends_while_the_host_device_works", "host:0", "");
 }
 
 #[test]
 fn a_process_ends_while_a_gpu_works() {
-    let built = (!doubles::is_set()).then(|| (doubles::PATH, doubles::named_or_built()));
-    ends("a_process_ends_while_a_gpu_works", "cuda:0", built);
+    ends("a_process_ends_while_a_gpu_works", "cuda:0", doubles::PATH);
 }
 
 #[test]
 fn a_process_ends_while_an_npu_works() {
-    let built = (!npu::is_set()).then(|| (npu::PATH, npu::named_or_built()));
-    ends("a_process_ends_while_an_npu_works", "acl:0", built);
+    ends("a_process_ends_while_an_npu_works", "acl:0", npu::PATH);
 }

@@ -22,7 +22,7 @@ const EXIT: &str = "PINPOOL_TEST_EXIT";
 const PLUGIN: &str = "PINPOOL_TEST_PLUGIN";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+enum Way {
     /// `main` returns. The pool was shut down before, and everything dropped.
     Return,
     /// `main` returns while everything is at work.
@@ -41,9 +41,7 @@ pub enum Way {
 }
 
 use Way::*;
-pub const WAYS: [Way; 8] = [Return, ReturnBusy, Exit, ExitElsewhere, Panic, Signal, Unload, Fork];
-/// Without those that `kept` has on simulated devices.
-pub const REST: [Way; 5] = [Return, Exit, Panic, Signal, Unload];
+const WAYS: [Way; 8] = [Return, ReturnBusy, Exit, ExitElsewhere, Panic, Signal, Unload, Fork];
 
 impl Way {
     /// The program's own exit status.
@@ -57,9 +55,9 @@ impl Way {
     }
 }
 
-/// Starts the test `test` as often as is asked for in each of these ways, with more in its environment, and checks how
-/// the processes end. `device` is opened there.
-pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)]) {
+/// Starts the test `test` as often as is asked for in each of the ways, with more in its
+/// environment, and checks how the processes end. `device` is opened there.
+pub fn all(test: &str, device: &str, environment: &[(&str, &str)]) {
     if let Ok(todo) = std::env::var(EXIT) {
         let (way, number) = todo.split_once(':').expect("a way and a number");
         let way = WAYS.into_iter().find(|known| format!("{known:?}") == way).expect("a way");
@@ -67,8 +65,8 @@ pub fn all(test: &str, device: &str, ways: &[Way], environment: &[(&str, &str)])
     }
     let times = super::variable("PINPOOL_EXITS", 4);
     let mut wrong = Vec::new();
-    for way in ways {
-        let plugin = if *way == Way::Unload { plugin() } else { Some(PathBuf::new()) };
+    for way in WAYS {
+        let plugin = if way == Way::Unload { plugin() } else { Some(PathBuf::new()) };
         let Some(plugin) = plugin else {
             crate::support::skip!("examples/plugin.rs is not built, and {PLUGIN} names none");
             continue;

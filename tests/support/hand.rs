@@ -134,7 +134,7 @@ impl Machine {
         self.gpus.fail(Fault { call: call.into(), left: nth, code, after: false });
     }
 
-    /// The same by the kind of failure. No name stands for any call: of that it is not known what it queues.
+    /// The same by the kind of failure.
     pub fn fault(&self, call: &str, nth: u64, failure: Failure) {
         let after = failure == Failure::Stall || (failure == Failure::RunsAnyway && queues(call));
         self.gpus.fail(Fault { call: call.into(), left: nth, code: failure.code(), after });

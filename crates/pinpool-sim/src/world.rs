@@ -165,7 +165,6 @@ pub struct Registered {
 
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// Its name; empty: any call.
     pub call: String,
     /// Fails when this comes to zero.
     pub left: u64,
@@ -279,7 +278,7 @@ impl World {
     /// Whether a call is to fail: the code, and whether it does its work all the same.
     pub fn strike(&mut self, name: &str) -> Option<(u32, bool)> {
         let mut due = None;
-        for fault in self.faults.iter_mut().filter(|f| f.left > 0 && (f.call == name || f.call.is_empty())) {
+        for fault in self.faults.iter_mut().filter(|f| f.left > 0 && f.call == name) {
             fault.left -= 1;
             if fault.left == 0 {
                 due = Some((fault.code, fault.after));

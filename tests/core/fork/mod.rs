@@ -22,10 +22,6 @@ fn first_wrong(checks: &[bool]) -> i32 {
     checks.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1)
 }
 
-fn pool(device: &Device) -> Pool {
-    crate::pool(device, 1 << 20)
-}
-
 fn is_forked<T, E: Into<Error>>(result: Result<T, E>) -> bool {
     result.map_err(Into::into).err() == Some(Error::Forked)
 }
@@ -49,7 +45,7 @@ fn works() -> bool {
 fn a_child_opens_nothing_once_its_parent_has_opened_a_device() {
     own_process!();
     let (node, [device, _]) = hosts();
-    let pool = pool(&device);
+    let pool = pool(&device, 1 << 20);
     // Cached by this thread, so that in the parent it would be a hit.
     drop(pool.checkout(1000).unwrap());
     let opens = || {

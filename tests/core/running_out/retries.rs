@@ -64,7 +64,7 @@ fn a_timeout_says_why_growing_failed_and_what_there_was() {
 }
 
 #[test]
-fn memory_that_went_unpinned_is_pinned_later() {
+fn memory_that_went_unpinned_is_pinned_later_unless_it_never_can_be() {
     let rig = Rig::threads();
     let builder = rig.builder(64 * PAGE).region(16 * PAGE).extent(8 * PAGE).initial(16 * PAGE);
     rig.refuse_pins(3);
@@ -83,5 +83,18 @@ fn memory_that_went_unpinned_is_pinned_later() {
     let pinned = checked(&pool).pinned_bytes;
     assert_eq!(rig.node.live(0).pinned_bytes, pinned);
     drop((buf, pool));
+    // Both extents are refused before the memory is adopted, and then the first of them for good.
+    let builder = rig.builder(16 * PAGE).initial(0).extent(8 * PAGE);
+    let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
+    rig.refuse_pins(2);
+    rig.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Argument });
+    let info = pool.adopt(memmap2::MmapMut::map_anon(16 * PAGE).unwrap()).unwrap();
+    assert_eq!((info.len, info.pinned), (16 * PAGE, 0));
+    until(|| pool.stats().pinned_bytes == 8 * PAGE, || format!("{pool:?}"));
+    std::thread::sleep(Duration::from_millis(300));
+    let stats = checked(&pool);
+    assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (8 * PAGE, 8 * PAGE), "{stats:?}");
+    assert_eq!(pool.trim(0), 16 * PAGE);
+    drop(pool);
     rig.all_is_given_back();
 }

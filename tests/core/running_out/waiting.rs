@@ -281,6 +281,46 @@ fn a_waker_may_own_buffers_of_the_pool() {
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
+/// Wakers that poll their task at once, where they are called: each serves the next. By a loop, so
+/// any number of them.
+#[test]
+fn wakers_that_poll_at_once_take_no_stack() {
+    struct Task(Mutex<Option<Checkout>>, Arc<AtomicUsize>);
+    impl Task {
+        fn run(self: Arc<Self>) {
+            let Some(mut checkout) = self.0.lock().unwrap().take() else { return };
+            let waker = self.clone().into();
+            match Pin::new(&mut checkout).poll(&mut Context::from_waker(&waker)) {
+                Poll::Ready(buf) => {
+                    self.1.fetch_add(1, Ordering::Relaxed);
+                    // Serves the next request of the queue.
+                    drop(buf.unwrap());
+                }
+                Poll::Pending => *self.0.lock().unwrap() = Some(checkout),
+            }
+        }
+    }
+    impl Wake for Task {
+        fn wake(self: Arc<Self>) {
+            self.run();
+        }
+    }
+    const TASKS: usize = 5_000;
+    let rig = Rig::threads();
+    let (pool, served) = (rig.pool(64 << 10), Arc::new(AtomicUsize::new(0)));
+    let first = pool.checkout(pages(16)).unwrap();
+    let tasks: Vec<_> = (0..TASKS)
+        .map(|_| Arc::new(Task(Mutex::new(Some(pool.checkout_async(pages(16)))), served.clone())))
+        .collect();
+    tasks.iter().for_each(|task| task.clone().run());
+    assert_eq!(pool.stats().waiting, TASKS);
+    // A stack for a few hundred frames of the crate.
+    let thread = std::thread::Builder::new().stack_size(256 << 10);
+    thread.spawn(move || drop(first)).unwrap().join().unwrap();
+    until(|| served.load(Ordering::Relaxed) == TASKS, || format!("{pool:?}"));
+    assert_eq!(checked(&pool).waiting, 0);
+}
+
 /// Adopted memory counts as being pinned from the call on, and a callback may keep the thread that pins for long.
 #[test]
 fn what_comes_back_serves_a_waiter_however_long_other_memory_is_being_pinned() {

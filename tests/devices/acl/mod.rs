@@ -10,7 +10,6 @@
 mod ending;
 mod failing;
 mod memory;
-mod opening;
 mod sharing;
 mod standin;
 
@@ -18,13 +17,8 @@ use crate::support::bytes;
 use crate::support::doubles::gpu::{calls, filled, pool, round_trip, until};
 use crate::support::doubles::npu::PATH;
 use crate::support::doubles::npu::{self, OF_2024, ON_DEVICE, TODAY, on_each};
-use crate::support::doubles::{self, HANG, StandIn, npu_name};
+use crate::support::doubles::{self, HANG, StandIn, npu_name, simulation};
 use pinpool::{Device, DeviceSlice, Error, ErrorClass, Pool, Stream, acl};
-
-/// The path of the simulation as a library. `None`, and said: it is not there.
-fn simulation() -> Option<String> {
-    doubles::simulation().map(|path| path.into_os_string().into_string().unwrap())
-}
 
 fn open(number: usize) -> Device {
     Device::open(&npu_name(number)).unwrap()
@@ -68,15 +62,26 @@ fn what_the_device_says() {
     });
 }
 
-/// In the middle of its work, in each way that `tests/support/exits.rs` has; on the simulated library in those that
-/// `kept` has not.
+/// In the middle of its work, in each way that `tests/support/exits.rs` has. (`kept` has them on the
+/// simulated library.)
 #[test]
 fn a_process_may_end_in_any_way() {
-    use crate::support::exits::{REST, WAYS, all};
-    let test = "a_process_may_end_in_any_way";
     if npu::required() {
-        return all(test, "acl:0", &WAYS, &[]);
+        crate::support::exits::all("a_process_may_end_in_any_way", "acl:0", &[]);
+    }
+}
+
+#[test]
+fn a_library_is_found_in_the_toolkits_home() {
+    const TEST: &str = "acl::a_library_is_found_in_the_toolkits_home";
+    const HOME: &str = "ASCEND_TOOLKIT_HOME";
+    if std::env::var_os("PINPOOL_TEST_HOME").is_some() {
+        return assert_eq!(Device::open("acl").unwrap().name(), "acl:0");
     }
     let Some(library) = simulation() else { return };
-    all(test, "acl:0", &REST, &[(PATH, &library)]);
+    let home = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(home.path().join("lib64")).unwrap();
+    std::fs::copy(library, home.path().join("lib64/libascendcl.so")).unwrap();
+    let environment = [("PINPOOL_TEST_HOME", "1"), (HOME, home.path().to_str().unwrap()), (PATH, "")];
+    doubles::passes(TEST, &environment, HANG);
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use pinpool::{Copier, Device, Error, ErrorClass, Stream, SubmitError, cuda};
 
 use crate::cuda::rig::{self, open, round_trip};
-use crate::support::doubles::gpu::{all_back, bytes, filled, on_gpu, on_stand_in, pool, until};
+use crate::support::doubles::gpu::{all_back, bytes, calls, filled, on_gpu, on_stand_in, pool, until};
 use crate::support::doubles::{HANG, gpu_name};
 
 const LEN: usize = 10_000;
@@ -220,9 +220,7 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
         });
         assert!(!flight.is_done().unwrap());
         // And a wait would be for the capture's end, which this thread may have to bring about.
-        until("the lies are over", || {
-            d.report().calls.iter().any(|c| c.0 == "cuStreamIsCapturing" && c.1 >= 1600)
-        });
+        until("the lies are over", || calls(d, "cuStreamIsCapturing") >= 1600);
         is_capturing(stream.synchronize());
         let flight = refused(flight.wait_timeout(HANG));
         gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);

@@ -8,7 +8,6 @@ mod cudarc;
 mod graphs;
 mod hardware;
 mod memory;
-mod nodes;
 mod per_thread;
 mod rig;
 mod spread;

@@ -1,9 +1,12 @@
 //! Systems where registering host memory is not what it is elsewhere: those that refuse it for a moment or
-//! for good, and those where the device has registered memory at another address (WSL2).
+//! for good, those where the device has registered memory at another address (WSL2), and those with
+//! several NUMA nodes.
 
-use pinpool::{Backing, Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Unpinned};
+use pinpool::{
+    Backing, Copier, Device, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, PoolBuilder, Unpinned,
+};
 
-use crate::cuda::rig::{self, PAGE, open, small};
+use crate::cuda::rig::{self, PAGE, both, open, small};
 use crate::record;
 use crate::support::bytes;
 use crate::support::doubles::gpu::{calls, filled};
@@ -130,4 +133,41 @@ fn where_memory_cannot_be_registered_the_driver_allocates_it() {
         drop(device);
         d.no_trace();
     });
+}
+
+/// The node that a pool lies on is that which is named, or its first device's.
+#[test]
+fn a_pool_lies_on_the_node_that_is_named_or_that_of_its_first_device() {
+    for nodes in [[0, 1], [-1, -1], [0, -1], [1, 0], [-1, 1]] {
+        on_stand_in(|d| {
+            for (device, node) in nodes.into_iter().enumerate() {
+                d.command(&format!("setup node {device} {node}"));
+            }
+            let (first, second) = both();
+            let builder = || {
+                let both = Pool::builder(&first).device(&second).thread_cache(64 << 10);
+                both.capacity(8 << 20).region(1 << 20).extent(512 << 10)
+            };
+            let own = u32::try_from(nodes[0]).ok();
+            for (named, expected) in [(None, own), (Some(0), Some(0)), (Some(1), Some(1))] {
+                let builder = named.into_iter().fold(builder(), PoolBuilder::numa_node);
+                let pool = builder.build().unwrap();
+                // Whichever device they are for, what the pool starts with, and what it grows by.
+                [&first, &second].into_iter().for_each(|device| round_trip(&pool, device));
+                let more = |_| pool.checkout_timeout(400_000, HANG).unwrap();
+                let held: Vec<_> = (0..12).map(more).collect();
+                let regions = pool.regions();
+                let is_there = regions.iter().all(|region| region.node == expected);
+                assert!(is_there, "{named:?}: {regions:?}");
+                drop(held);
+                // Where an adopted region lies is the program's choice.
+                assert_eq!(pool.adopt(vec![0; 64 << 10]).map_err(|e| e.error).unwrap().node, None);
+            }
+            // From a node that there is not pages come from elsewhere, and the pool works.
+            let pool = builder().numa_node(999).build().unwrap();
+            assert!(pool.checkout(300_000).unwrap().is_pinned());
+            drop((pool, first, second));
+            d.no_trace();
+        });
+    }
 }

@@ -5,7 +5,7 @@
 //! such a device has no threads, and the sequences follow from a seed. (Every call of the driver failing in
 //! every way is beside it.) The run fails if one of the transitions that it must take never was taken.
 //!
-//! Beside it, with threads and a clock, requests of all forms that wait (`liveness`).
+//! Beside it, with threads and a clock, whether a request starves (`liveness`).
 //!
 //! With `PINPOOL_SUBSCRIBER=panics` a subscriber panics meanwhile, and every waker once it has noted its call.
 

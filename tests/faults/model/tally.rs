@@ -35,6 +35,7 @@ const REQUIRED: &[&str] = &[
     "copy ran after another stream's",
     "copy lost with its device",
     "quarantine",
+    "request made anew",
     "ended quietly",
     "buffer used after its pool",
     "shut down while buffers were out",

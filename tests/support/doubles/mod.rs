@@ -62,20 +62,19 @@ pub fn library() -> Option<PathBuf> {
     path.filter(|path| path.exists())
 }
 
-/// The same. `None`, and said: it is not there.
-pub fn simulation() -> Option<PathBuf> {
+/// The same, as text. `None`, and said: it is not there.
+pub fn simulation() -> Option<String> {
     let library = library();
     if library.is_none() {
         skip!("the simulation is not beside the executable");
     }
-    library
+    library.map(|path| path.into_os_string().into_string().expect("a path in UTF-8"))
 }
 
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
 pub fn again(test: &str, environment: &[(&str, &str)]) {
     let Some(library) = simulation() else { return };
-    let library = library.to_str().expect("a path in UTF-8");
-    passes(test, &[&[(PATH, library)], environment].concat(), 20 * HANG);
+    passes(test, &[&[(PATH, &*library)], environment].concat(), 20 * HANG);
 }
 
 /// Runs the body of a test on two simulated GPUs of its own.

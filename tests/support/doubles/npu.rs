@@ -1,11 +1,11 @@
 //! An Ascend device as a test through pinpool has it: a simulated machine of its own in each of the ways in which
 //! libraries and devices differ, or the machine's own library where `PINPOOL_REQUIRE` names an Ascend device.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use pinpool_sim::acl::Library;
 
-use super::{Report, StandIn, library, named};
+use super::{Report, StandIn};
 
 /// The variable that pinpool reads.
 pub const PATH: &str = "PINPOOL_LIBASCENDCL";
@@ -36,16 +36,6 @@ pub const WAYS: [Way; 4] = [TODAY, ON_DEVICE, OF_2024, ON_DEVICE_2024];
 /// Whether `PINPOOL_REQUIRE` names an Ascend device: then the machine's own library is to be used.
 pub fn required() -> bool {
     super::required_device("acl")
-}
-
-/// Whether this process is a child that was started with a library.
-pub fn is_set() -> bool {
-    named(PATH).is_some()
-}
-
-/// The simulation that the environment names, or the one beside this executable.
-pub fn named_or_built() -> Option<PathBuf> {
-    named(PATH).or_else(library)
 }
 
 /// The report of a process that had [`REPORT`] set and has ended. `None`: there is none.

@@ -3,7 +3,7 @@
 //!
 //! Each test has a process of its own, so that a broken context, a setting of the whole process or a crash
 //! stays with its test and is reported. Where there is no GPU they are skipped and say so, which fails while
-//! `PINPOOL_REQUIRE` names one; only the processes that end run on the simulated driver then.
+//! `PINPOOL_REQUIRE` names one.
 //!
 //! pinpool is used through its public face, and the driver beside it by plain calls
 //! (`tests/support/kernels`).
@@ -13,7 +13,6 @@
 mod churn;
 mod poison;
 mod runtime;
-mod short;
 mod two;
 
 use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Result, Stream, cuda};
@@ -21,7 +20,7 @@ use pinpool::{Device, DeviceSlice, PinnedBuf, Pool, Result, Stream, cuda};
 use crate::cuda::rig::{in_a_child, round_trip};
 use crate::support::doubles::gpu::until;
 use crate::support::doubles::{self, HANG, StandIn};
-use crate::support::exits::{self, REST, WAYS};
+use crate::support::exits;
 use crate::support::kernels::{self, Kernels};
 
 /// Runs the body of a test in a child, with the driver that pinpool loads there.
@@ -83,14 +82,15 @@ tests! {
     the_runtime_api_works_beside_the_pool runtime::beside;
     one_pool_for_two_gpus two::both;
     a_dead_gpu_leaves_the_other_serving two::one_dies;
-    thousands_of_very_short_copies_leave_the_device_alive short::thousands;
+    thousands_of_very_short_copies_leave_the_device_alive churn::thousands;
 }
 
 /// In each way in which a program can end: `tests/support/exits.rs` says how often and under which command.
-/// (`kept` has three of them on the simulated driver.)
+/// (`kept` has them on the simulated driver.)
 #[test]
 fn a_process_may_end_in_every_way() {
     const TEST: &str = "a_process_may_end_in_every_way";
-    let Some(real) = in_a_child(TEST, false) else { return };
-    exits::all(TEST, "cuda:0", if real { &WAYS } else { &REST }, &[]);
+    if in_a_child(TEST, true).is_some() {
+        exits::all(TEST, "cuda:0", &[]);
+    }
 }

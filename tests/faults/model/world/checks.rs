@@ -57,7 +57,7 @@ impl World<'_> {
     /// Ends the case, and takes everything back.
     pub fn end(mut self) {
         match self.setup.end {
-            End::Quiet => {}
+            End::Quiet => self.made_anew(),
             End::DropPool => self.drop_pool(),
             End::Shutdown => self.shutdown(),
         }
@@ -96,6 +96,28 @@ impl World<'_> {
         let (wrong, may_keep) = (self.machine.wrong(), self.may_lose || self.trouble);
         let is_wrong = |line: &&str| !may_keep || !line.starts_with("leak");
         assert_eq!(wrong.lines().find(is_wrong), None, "a rule was broken, or something was kept");
+    }
+
+    /// What waits, however often the queue is looked at, is not served when it is made anew either,
+    /// if nothing comes back meanwhile.
+    fn made_anew(&mut self) {
+        self.drain();
+        self.poll_waiting();
+        // A growth that was refused is tried again.
+        let Some(waiting) = self.waiting.pop().filter(|_| !self.trouble) else { return };
+        let pool = self.pool();
+        let requests: Vec<_> = waiting.sizes.iter().map(|size| Self::request(*size)).collect();
+        let is_served = || pool.checkout_many(&requests, Some(Duration::ZERO)).is_ok();
+        // Each 64 requests have the queue looked at.
+        let served = (0..520).any(|_| is_served());
+        assert!(!served, "a request is served before an equal one: {requests:?}");
+        if !waiting.woken() {
+            drop(waiting);
+            // What was withheld for it may have served another.
+            let another = self.waiting.iter().any(Waiting::woken);
+            assert!(another || !is_served(), "waited, and is served when made anew: {requests:?}");
+            self.tally.note("request made anew");
+        }
     }
 
     pub(super) fn drop_pool(&mut self) {

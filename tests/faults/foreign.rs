@@ -1,8 +1,14 @@
-//! All of it at once: random work, under a subscriber, a recorder, wakers, values, sources and sinks that at a random
-//! call panic, block for a short time, or call the pool.
+//! Foreign code: subscribers, recorders, wakers, values of the program's, sources and sinks that panic
+//! (with payloads whose drop panics, too), block, and call back into the pool. None of it costs a
+//! byte, a thread of the crate's, or a statistic.
 //!
-//! The owner of a buffer fills it, and compares it before it is dropped or sent; uploads are compared with downloads.
+//! All of it at once: random work, in which foreign code misbehaves at a random call. The owner of a
+//! buffer fills it, and compares it before it is dropped or sent; uploads are compared with downloads.
 //! At the end everything is back, by the pool's count and by the device's.
+//!
+//! Each test has a process of its own, since a process has one subscriber.
+
+#![cfg(target_os = "linux")]
 
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -11,7 +17,7 @@ use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::task::{Context, Poll, Wake};
 use std::time::{Duration, Instant};
 
@@ -23,9 +29,11 @@ use pinpool::{
     Unpinned,
 };
 
+use crate::support::doubles::gpu::filled;
 use crate::support::panicking::{self, Bomb};
+use crate::support::rig::Rig;
 use crate::support::value::Value;
-use crate::support::{HANG, Random, own_process, variable};
+use crate::support::{HANG, Random, own_process, until, variable};
 
 const THREADS: usize = 4;
 const MEMORY: u64 = 256 << 10;
@@ -47,16 +55,6 @@ struct Mischief {
 }
 
 impl Mischief {
-    fn new(pool: &Pool, seed: u64) -> Arc<Self> {
-        Arc::new(Self {
-            pool: pool.clone(),
-            on: AtomicBool::new(true),
-            calls: AtomicU64::new(0),
-            misdeeds: AtomicU64::new(0),
-            seed,
-        })
-    }
-
     /// A random number below that one: each thread has its own.
     fn draw(&self, end: u64) -> u64 {
         let fresh = || Random::new(self.seed ^ (self.calls.fetch_add(1, Ordering::Relaxed) << 20));
@@ -434,7 +432,8 @@ fn chaos(faults: bool) {
         .build()
         .unwrap();
     let copier = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(512 << 10).build().unwrap();
-    let mischief = Mischief::new(&pool, seed);
+    let (on, calls, misdeeds) = (AtomicBool::new(true), AtomicU64::new(0), AtomicU64::new(0));
+    let mischief = Arc::new(Mischief { pool: pool.clone(), on, calls, misdeeds, seed });
     _ = known.set(Arc::downgrade(&mischief));
     let own = mischief.clone();
     panicking::act(move |_, _| own.happens(40));
@@ -519,4 +518,39 @@ fn random_work_among_misdeeds() {
 fn random_work_among_misdeeds_on_a_failing_device() {
     own_process!();
     chaos(true);
+}
+
+/// A subscriber asks the pool when an event reports that a stream is lost, and gets its answer.
+/// (Above it asks when pinning fails, too.)
+#[test]
+fn a_subscriber_asks_the_pool_when_a_stream_is_lost() {
+    own_process!();
+    panicking::install();
+    let (tell, told) = mpsc::channel();
+    std::thread::spawn(move || {
+        let Rig { node, device, pool } = Rig::new(HostConfig::new(), 1 << 20);
+        let (asked, answered) = (pool.clone(), Arc::new(AtomicU64::new(0)));
+        let count = answered.clone();
+        panicking::act(move |call, what| {
+            if call == panicking::Call::Event
+                && what.is_some_and(|what| *what.level() <= tracing::Level::WARN)
+            {
+                drop((asked.stats(), asked.snapshot(), asked.stuck(Duration::ZERO)));
+                drop((asked.check(), asked.trim(0), asked.try_checkout(64)));
+                drop((asked.pinning(), asked.regions()));
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let (stream, small) = (device.stream().unwrap(), device.alloc(64).unwrap());
+        node.hang(0);
+        let flight = stream.upload(filled(&pool, &[1; 64]), &small).unwrap();
+        node.kill(0);
+        let lost = flight.wait_timeout(HANG).unwrap_err();
+        assert!(lost.error.is_device_lost(), "{}", lost.error);
+        until("the subscriber has had its answer", || answered.load(Ordering::Relaxed) > 0);
+        _ = pool.stats();
+        panicking::quiet();
+        tell.send(())
+    });
+    told.recv_timeout(HANG).expect("a question hangs, or panicked");
 }
