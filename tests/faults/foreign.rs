@@ -528,7 +528,8 @@ fn a_subscriber_asks_the_pool_when_a_stream_is_lost() {
     panicking::install();
     let (tell, told) = mpsc::channel();
     std::thread::spawn(move || {
-        let Rig { node, device, pool } = Rig::new(HostConfig::new(), 1 << 20);
+        let rig = Rig::new(HostConfig::new(), 1 << 20);
+        let Rig { node, device, pool, .. } = &rig;
         let (asked, answered) = (pool.clone(), Arc::new(AtomicU64::new(0)));
         let count = answered.clone();
         panicking::act(move |call, what| {
@@ -543,7 +544,7 @@ fn a_subscriber_asks_the_pool_when_a_stream_is_lost() {
         });
         let (stream, small) = (device.stream().unwrap(), device.alloc(64).unwrap());
         node.hang(0);
-        let flight = stream.upload(filled(&pool, &[1; 64]), &small).unwrap();
+        let flight = stream.upload(filled(pool, &[1; 64]), &small).unwrap();
         node.kill(0);
         let lost = flight.wait_timeout(HANG).unwrap_err();
         assert!(lost.error.is_device_lost(), "{}", lost.error);

@@ -94,7 +94,6 @@ fn a_waker_starts_transfers_and_does_not_wait() {
                 sent.wait().unwrap();
             }
         }
-        s.all_is_back();
     });
 }
 
@@ -111,7 +110,6 @@ fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
     let (_, said) = hears.recv_timeout(HANG).expect("it does not wait for itself");
     are_as_due(&said);
     drop(sent);
-    s.all_is_back();
 }
 
 /// A worker that is about to call what may block leaves other work to one that sleeps. Here all that are
@@ -178,7 +176,6 @@ fn sources_and_sinks_wait_for_another_transfer() {
                 until("it goes on", is_over);
                 assert!(downloaded(&s.copier, &other) == slice);
             }
-            s.all_is_back();
         });
     }
 }
@@ -220,7 +217,6 @@ fn short_slices_need_no_memory_of_the_pool() {
         taken.clear();
         longer.join().unwrap().unwrap();
     });
-    s.all_is_back();
 }
 
 /// An error of the driver's is that call's alone.

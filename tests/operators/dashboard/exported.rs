@@ -1,11 +1,11 @@
 //! Every metric that a dashboard, a rule, the page or `pinpool top` names is one that the server exports.
 
 use std::collections::BTreeSet;
-use std::time::Instant;
 
 use pinpool::telemetry::METRICS;
 
-use super::{PATIENCE, example, get, server};
+use super::{example, get, server};
+use crate::support::until;
 
 /// The names in a text that begin as the crate's metrics do, without the endings of histograms.
 fn named(text: &str) -> BTreeSet<String> {
@@ -17,19 +17,17 @@ fn named(text: &str) -> BTreeSet<String> {
 /// What the server exports, once everything that it ever will has been counted: histograms begin with their first
 /// value.
 fn exported() -> BTreeSet<String> {
-    let start = Instant::now();
-    loop {
-        let text = get(&server().url("/metrics")).unwrap();
-        let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
-        let names: BTreeSet<String> = types.map(str::to_owned).collect();
-        let all = METRICS.iter().map(|metric| metric.name.replace('.', "_"));
-        let missing: Vec<String> = all.filter(|name| !names.contains(name)).collect();
-        if missing.is_empty() {
-            return names;
-        }
-        assert!(start.elapsed() < PATIENCE, "never exported: {missing:?}");
-        std::thread::sleep(std::time::Duration::from_millis(200));
+    let mut names = BTreeSet::new();
+    let all = METRICS.iter().map(|metric| metric.name.replace('.', "_"));
+    for metric in all {
+        until(&format!("{metric} is exported"), || {
+            let text = get(&server().url("/metrics")).unwrap();
+            let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+            names = types.map(str::to_owned).collect();
+            names.contains(&metric)
+        });
     }
+    names
 }
 
 #[test]

@@ -37,19 +37,9 @@ struct Server {
 fn server() -> &'static Server {
     static SERVER: OnceLock<Server> = OnceLock::new();
     SERVER.get_or_init(|| {
-        let options = ["dashboard", "--listen", "127.0.0.1:0", "--capacity", "16", "--interval", "100"];
-        let options = Options::parse_from(options);
-        let dashboard = Dashboard::start(&options).unwrap();
-        let listener = std::net::TcpListener::bind(options.listen).unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let (address, metrics) = (listener.local_addr().unwrap(), dashboard.metrics());
-        std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
-            runtime.block_on(async {
-                let listener = tokio::net::TcpListener::from_std(listener).unwrap();
-                axum::serve(listener, router(metrics)).await.unwrap();
-            });
-        });
+        let options = ["dashboard", "--capacity", "16", "--interval", "100"];
+        let dashboard = Dashboard::start(&Options::parse_from(options)).unwrap();
+        let address = fake::serve(router(dashboard.metrics()));
         Server { address, _dashboard: dashboard }
     })
 }
@@ -79,9 +69,7 @@ fn path(name: &str) -> PathBuf {
 /// The first of these programs that is in `PATH`. Without it the test is skipped and says so, or fails where
 /// `PINPOOL_REQUIRE` names `kind`.
 fn program(kind: &str, names: &[&str]) -> Option<Command> {
-    let folders = std::env::var_os("PATH").unwrap_or_default();
-    let is_there = |name: &&&str| std::env::split_paths(&folders).any(|folder| folder.join(name).is_file());
-    let found = names.iter().find(is_there);
+    let found = names.iter().find(|name| Command::new(name).arg("--version").output().is_ok());
     if found.is_none() {
         let why = format!("none of {names:?} is in PATH ({kind})");
         assert!(!doubles::required_device(kind), "PINPOOL_REQUIRE names {kind}: {why}");

@@ -4,6 +4,7 @@
 
 use std::future::Future;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pinpool::copier::CopierBuilder;
@@ -18,6 +19,8 @@ pub struct Rig {
     pub node: HostNode,
     pub device: Device,
     pub pool: Pool,
+    /// Whether copies are made never to end, so that their memory stays quarantined.
+    pub loses: AtomicBool,
 }
 
 impl Rig {
@@ -25,7 +28,7 @@ impl Rig {
         let node = HostNode::new(config.memory(1 << 30)).unwrap();
         let device = Device::on(&node, 0).unwrap();
         let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
-        Self { node, device, pool }
+        Self { node, device, pool, loses: AtomicBool::new(false) }
     }
 
     pub fn plain() -> Self {
@@ -59,6 +62,16 @@ impl Rig {
             in_use(&self.pool) + self.pool.stats().quarantined_bytes == 0
         });
         self.pool.check().unwrap();
+    }
+}
+
+/// A test that passes leaves nothing behind, unless it has lost the device or a copy.
+impl Drop for Rig {
+    fn drop(&mut self) {
+        let loses = self.loses.load(Ordering::Relaxed) || self.device.lost().is_some();
+        if !loses && !std::thread::panicking() {
+            self.all_is_back();
+        }
     }
 }
 

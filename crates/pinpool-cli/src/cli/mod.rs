@@ -9,12 +9,12 @@
 mod amount;
 pub mod args;
 pub mod bench;
-mod doctor;
+pub mod doctor;
 mod escape;
 pub mod load;
 mod sample;
 mod spread;
-mod top;
+pub mod top;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};

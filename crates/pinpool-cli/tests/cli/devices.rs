@@ -3,7 +3,7 @@
 #![cfg(any(feature = "acl", feature = "cuda"))]
 
 use super::checkpoints::checkpoint;
-use super::{Files, doubles, pinpool, report, simulation, stderr, stdout};
+use super::{Folder, doubles, pinpool, report, simulation, stderr, stdout};
 
 /// Tensors that start and end anywhere.
 const LENS: [usize; 8] = [700_000, 0, 3, 16_384, 16_384, 3_000_000, 1, 77_777];
@@ -14,7 +14,7 @@ const LENS: [usize; 8] = [700_000, 0, 3, 16_384, 16_384, 3_000_000, 1, 77_777];
 #[cfg(feature = "cuda")]
 fn the_backing_is_chosen_or_what_the_device_can_do() {
     let Some(library) = simulation() else { return };
-    let files = Files::new();
+    let files = Folder::new();
     let file = files.make("model", (1 << 20) + 77);
     let load = ["load", "--verify", "--unpinned", "refuse", "--capacity", "8MiB", file.to_str().unwrap()];
     let bench = ["bench", "--size", "1MiB", "--threads", "2"];
@@ -30,7 +30,7 @@ fn the_backing_is_chosen_or_what_the_device_can_do() {
         (&doctor, "attribute 99 0", "", true, true),
         (&load, "attribute 99 0", "--backing=registered", true, false),
     ] {
-        let report = files.path("report");
+        let report = files.path().join("report");
         let mut run = pinpool();
         run.args(command).args(["--device", "cuda:0"]).args((!backing.is_empty()).then_some(backing));
         run.env(doubles::PATH, &library).env(doubles::SETUP, setup).env(doubles::npu::REPORT, &report);
@@ -55,7 +55,7 @@ fn every_command_leaves_an_npu_in_order() {
     use doubles::npu;
     use doubles::npu::{PATH, REPORT, report_of};
 
-    let files = Files::new();
+    let files = Folder::new();
     let file = files.make("model", (9 << 20) + 77);
     let tensors = files.put("model.safetensors", checkpoint(&LENS));
     let bytes = (9 << 20) + 77 + LENS.iter().sum::<usize>();
@@ -70,7 +70,7 @@ fn every_command_leaves_an_npu_in_order() {
     ] {
         for (way, device) in [(npu::TODAY, "acl:0"), (npu::ON_DEVICE, "acl:1")] {
             let device = if npu::required() { "acl:0" } else { device };
-            let (written, mut run) = (files.path("report"), pinpool());
+            let (written, mut run) = (files.path().join("report"), pinpool());
             run.args(command).args(["--device", device]);
             if !npu::required() {
                 let Some(library) = simulation() else { return };
@@ -92,11 +92,11 @@ fn every_command_leaves_an_npu_in_order() {
                 break;
             }
             let report = report_of(&written).expect("the stand-in wrote what it had seen");
-            assert!(report.violations.is_empty() && report.leaks.is_empty(), "{what} {report:?}");
-            assert!(report.over, "the device is still set: {what} {report:?}");
+            println!("{what}");
+            report.no_trace();
             let made = |name: &str| report.calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1);
-            let found = ["aclFinalize", "aclrtSetDevice", "aclrtResetDevice"].map(made);
-            assert_eq!((found, report.last.as_deref()), ([0, 1, 1], Some("aclrtResetDevice")), "{what}");
+            let found = ["aclrtSetDevice", "aclrtResetDevice"].map(made);
+            assert_eq!((found, report.last.as_deref()), ([1, 1], Some("aclrtResetDevice")), "{what}");
             assert!(command != load || made("aclrtMemcpyAsync") + made("aclrtMemcpy") > 90, "{what}");
         }
     }

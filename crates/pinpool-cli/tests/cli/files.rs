@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::{
-    Files, fails, limit, load, object, pinpool, refuses, report, skip, stderr, stdout, succeeds, verifies,
+    Folder, fails, limit, load, object, pinpool, refuses, report, skip, stderr, stdout, succeeds, verifies,
 };
 #[cfg(feature = "cuda")]
 use super::{doubles, simulation};
@@ -19,7 +19,7 @@ use super::{doubles, simulation};
 /// measured is null.
 #[test]
 fn files_go_up_and_back() {
-    let files = Files::new();
+    let files = Folder::new();
     // 20 chunks up and as many back, in segments that the copier keeps while a file is on its way.
     for (len, chunk, verify, checkouts) in [
         (5_000_003, "256KiB", true, 1..=40),
@@ -43,7 +43,7 @@ fn files_go_up_and_back() {
 
 #[test]
 fn a_pool_of_one_chunk_is_enough_for_many_threads() {
-    let files = Files::new();
+    let files = Folder::new();
     let file = files.make("model.bin", 1_234_567);
     // SAFETY: sysconf only reads a value.
     let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
@@ -64,7 +64,7 @@ fn a_pool_of_one_chunk_is_enough_for_many_threads() {
 /// The time of a small file is told, since its speed would be 0.00 GB/s.
 #[test]
 fn text_for_people() {
-    let files = Files::new();
+    let files = Folder::new();
     for (len, moved, back) in [
         (3, "file: 3 bytes to host:0 in ", " ms, back in "),
         (2_000_000, "file: 1.9 MiB to host:0 at ", " GB/s, back at "),
@@ -93,30 +93,30 @@ fn text_for_people() {
 
 #[test]
 fn a_sample_is_made_and_removed() {
-    let files = Files::new();
-    let left = || fs::read_dir(files.0.path()).unwrap().count();
-    verifies(load(["--sample", "3000001"]).env("TMPDIR", files.0.path()), 8 << 20, 3_000_001);
+    let files = Folder::new();
+    let left = || fs::read_dir(files.path()).unwrap().count();
+    verifies(load(["--sample", "3000001"]).env("TMPDIR", files.path()), 8 << 20, 3_000_001);
     assert_eq!(left(), 0);
 
     // Nor does one stay behind when the command is killed in the middle, at whatever time.
     for wait in [1, 30, 100] {
         let command = &mut load(["--sample", "1GiB"]);
-        let mut child = command.env("TMPDIR", files.0.path()).stdout(Stdio::null()).spawn().unwrap();
+        let mut child = command.env("TMPDIR", files.path()).stdout(Stdio::null()).spawn().unwrap();
         std::thread::sleep(Duration::from_millis(wait));
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(left(), 0);
     }
-    fails(load(["--sample", "1MiB"]).env("TMPDIR", files.path("nowhere")), "nowhere");
+    fails(load(["--sample", "1MiB"]).env("TMPDIR", files.path().join("nowhere")), "nowhere");
 }
 
 /// A device that is there and fails, or has no room, is no fault of the command line, and neither is a file
 /// that cannot be read.
 #[test]
 fn what_fails_is_told_from_what_cannot_be_obeyed() {
-    let files = Files::new();
+    let files = Folder::new();
     // Its first byte cannot be read, by any process.
-    let index = files.path("m.safetensors.index.json");
+    let index = files.path().join("m.safetensors.index.json");
     std::os::unix::fs::symlink("/proc/self/mem", &index).unwrap();
     fails(&mut load([&index]), "cannot be read at offset 0");
     // The kernel says a page, and has a line.
@@ -126,7 +126,7 @@ fn what_fails_is_told_from_what_cannot_be_obeyed() {
         fails(load([path]).args(["--capacity", "8MiB"]), &why);
     }
     // Nothing but a hole. If the file system does not take it, a smaller one that no memory holds either.
-    let large = files.path("large");
+    let large = files.path().join("large");
     let file = File::create(&large).unwrap();
     if [8u64 << 40, 2 << 40].iter().any(|&len| file.set_len(len).is_ok()) {
         let report = report(&fails(load([&large]).args(["--capacity", "8MiB", "--json"]), "no room"));
@@ -157,7 +157,7 @@ fn what_fails_is_told_from_what_cannot_be_obeyed() {
 
 #[test]
 fn a_file_that_changes_under_the_command_is_a_mismatch() {
-    let files = Files::new();
+    let files = Folder::new();
     let path = files.make("changing", 48 << 20);
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     let done = AtomicBool::new(false);
@@ -189,7 +189,7 @@ fn a_file_that_changes_under_the_command_is_a_mismatch() {
 
 #[test]
 fn a_closed_pipe_is_no_panic() {
-    let files = Files::new();
+    let files = Folder::new();
     let file = files.make("model.bin", 100_000);
     let loads = ["load", "--device", "host", "--capacity", "8MiB", file.to_str().unwrap()];
     let doctor = ["doctor", "--device", "host", "--capacity", "1MiB", "--pin", "1MiB"];
@@ -211,14 +211,14 @@ fn a_closed_pipe_is_no_panic() {
         let ends = code == Some(0) || command[0] == "doctor" && code == Some(1);
         assert!(ends && !errors.contains("panicked"), "{command:?} {code:?}: {errors}");
     }
-    let mut child = load([files.path("missing")]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = load([files.path().join("missing")]).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stderr.take());
     assert_eq!(child.wait().unwrap().code(), Some(2));
 }
 
 #[test]
 fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
-    let files = Files::new();
+    let files = Folder::new();
     let file = files.make("model.bin", 3 << 20);
     let limited = |mut command: Command| {
         limit(&mut command, libc::RLIMIT_MEMLOCK, 65_536);

@@ -1,11 +1,7 @@
 //! Files and names that mean harm.
 
-use super::{Files, fails, is_plain, limit, load, pinpool, refuses, stderr, stdout};
-
-/// A file of this header, and one byte.
-fn with_header(text: &str) -> Vec<u8> {
-    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0]].concat()
-}
+use super::folder::{Folder, with_header};
+use super::{fails, is_plain, limit, load, pinpool, refuses, stderr, stdout};
 
 /// As many things as fit: for the longest header that the format allows half a gigabyte of address space is enough to
 /// refuse them, and where that is not there either, it is said, and nothing aborts. (A fifth of that length,
@@ -16,7 +12,7 @@ fn a_hundred_megabytes_of_small_things_are_refused_in_half_a_gigabyte() {
         Some(_) => (100_000_000, 512, 90),
         None => (20_000_000, 130, 22),
     };
-    let files = Files::new();
+    let files = Folder::new();
     let (mut text, mut number) = (String::from(r#"{"__metadata__":{"#), 0);
     while text.len() < longest - 100 {
         text += &format!("\"{number:x}\":\"\",");
@@ -24,7 +20,7 @@ fn a_hundred_megabytes_of_small_things_are_refused_in_half_a_gigabyte() {
     }
     text.pop();
     // (One byte behind it that is nothing's.)
-    let path = files.put("a.safetensors", with_header(&(text + "}}")));
+    let path = files.put("a.safetensors", with_header(&(text + "}}"), [0]));
     let within = |mib: u64| {
         let mut command = load([&path]);
         limit(&mut command, libc::RLIMIT_AS, mib << 20);
@@ -38,7 +34,7 @@ fn a_hundred_megabytes_of_small_things_are_refused_in_half_a_gigabyte() {
 /// A name may be anything. What is printed of it is one line, which no terminal obeys.
 #[test]
 fn names_cannot_steer_a_terminal_or_forge_a_line() {
-    let files = Files::new();
+    let files = Folder::new();
     let name = "a\u{1b}]0;x\u{7}\u{9b}31m\u{202e}\u{200b}\nINFO forged.bin";
     let path = files.make(name, 5000);
     let output = load([&path]).args(["-vv", "--verify", "--capacity", "8MiB"]).output().unwrap();
@@ -52,11 +48,12 @@ fn names_cannot_steer_a_terminal_or_forge_a_line() {
     let log = stderr(&output);
     is_plain(&log);
     assert!(!log.lines().any(|line| line.starts_with("INFO forged")), "{log}");
-    refuses(&mut load([files.path("b\u{1b}[2J\nerror: forged")]), "b\\u{1b}[2J error: forged: No such file");
+    let missing = files.path().join("b\u{1b}[2J\nerror: forged");
+    refuses(&mut load([missing]), "b\\u{1b}[2J error: forged: No such file");
     // A tensor's.
     let text =
         "{\"a\\u001b[2J\u{202e}\\nx\":{\"dtype\":\"\\u001b[31m\",\"shape\":[],\"data_offsets\":[0,1]}}";
-    let lies = files.put("lies.safetensors", with_header(text));
+    let lies = files.put("lies.safetensors", with_header(text, [0]));
     refuses(&mut load([&lies]), "tensor \"a\\u{1b}[2J\\u{202e}\\nx\" is not described");
     let output = load([&lies]).output().unwrap();
     is_plain(&stderr(&output));

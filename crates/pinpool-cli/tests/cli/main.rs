@@ -6,17 +6,16 @@
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code)]
 
-#[allow(dead_code, reason = "what `top` shows uses a part of it")]
-#[path = "../../src/cli/amount.rs"]
-mod amount;
 mod bench;
 mod checkpoints;
+#[allow(dead_code, reason = "the built binary runs most of it")]
+#[path = "../../src/cli/mod.rs"]
+mod cli;
 mod devices;
 mod doctor;
-#[allow(dead_code, reason = "what `top` fetches uses a part of it")]
-#[path = "../../src/cli/escape.rs"]
-mod escape;
 mod files;
+#[path = "../../../pinpool-safetensors/tests/safetensors/files.rs"]
+mod folder;
 mod hostile;
 mod kept;
 mod refusals;
@@ -25,10 +24,11 @@ mod support;
 mod top;
 
 use std::ffi::OsStr;
+use std::io::Read;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
+use folder::Folder;
 use serde_json::Value;
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles::{self, simulation};
@@ -53,6 +53,16 @@ fn stderr(output: &Output) -> String {
 
 fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// Reads on until the text has these words.
+fn reads_until(from: &mut impl Read, text: &mut String, words: &str) {
+    while !text.contains(words) {
+        let mut piece = [0; 4096];
+        let len = from.read(&mut piece).unwrap_or(0);
+        assert!(len > 0, "no {words:?} in {text:?}");
+        *text += &String::from_utf8_lossy(&piece[..len]);
+    }
 }
 
 /// No terminal obeys the text.
@@ -130,29 +140,6 @@ fn fails(command: &mut Command, cause: &str) -> Output {
     let line = text.lines().find(|l| l.starts_with("error: ")).unwrap_or_default();
     assert!(line.contains(cause), "{command:?} should name {cause:?}: {text}");
     output
-}
-
-struct Files(tempfile::TempDir);
-
-impl Files {
-    fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    /// A file of bytes that differ from chunk to chunk.
-    fn make(&self, name: &str, len: usize) -> PathBuf {
-        self.put(name, support::bytes(len, len))
-    }
-
-    fn put(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
-        let path = self.path(name);
-        std::fs::write(&path, bytes).unwrap();
-        path
-    }
 }
 
 /// Runs the command under a limit of its own.

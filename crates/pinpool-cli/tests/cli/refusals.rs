@@ -1,12 +1,12 @@
 //! Command lines that cannot be obeyed: exit status 2, and one line that names the cause.
 
-use super::{Files, fails, load, object, pinpool, refuses, stderr, stdout};
+use super::{Folder, fails, load, object, pinpool, refuses, stderr, stdout};
 
 #[test]
 fn what_cannot_be_obeyed_is_refused() {
-    let files = Files::new();
-    let (file, missing) = (files.make("model.bin", 10_000), files.path("missing"));
-    let (file, folder) = (file.to_str().unwrap(), files.path(""));
+    let files = Folder::new();
+    let (file, missing) = (files.make("model.bin", 10_000), files.path().join("missing"));
+    let (file, folder) = (file.to_str().unwrap(), files.path());
     let no_checkpoint = "neither an index (*.safetensors.index.json) nor a file that ends in .safetensors";
     let below = "a --capacity of 1 MiB is below one segment: a --chunk of 4 MiB takes 4.0 MiB";
     for (args, cause) in [

@@ -8,11 +8,6 @@ use super::support::own_process;
 use super::support::process::limit;
 use super::{Folder, Made, Rig, arrived, file, made};
 
-/// Lets this process have at most so many open files.
-fn limit_files(most: u64) {
-    limit(libc::RLIMIT_NOFILE, most);
-}
-
 /// So many files, of one tensor each.
 fn shards(folder: &Folder, count: u64) -> Vec<Made> {
     let tensors: Vec<Made> = (0..count).map(|i| made(&format!("t{i:04}"), "U8", &[333], i)).collect();
@@ -48,16 +43,16 @@ fn a_system_that_opens_no_more_files_is_no_wrong_argument() {
     let (rig, folder) = (Rig::plain(), Folder::new());
     let tensors = shards(&folder, 100);
     let one = folder.path().join("t0000.safetensors");
-    limit_files(60);
+    limit(libc::RLIMIT_NOFILE, 60);
     let all = Checkpoint::open(folder.path()).map(drop);
-    limit_files(0);
+    limit(libc::RLIMIT_NOFILE, 0);
     for refused in [all, Checkpoint::open(&one).map(drop), FileSource::open(&one).map(drop)] {
         let error = refused.unwrap_err();
         assert!(error.to_string().contains("ulimit -n"), "{error}");
         assert_eq!(error.class(), ErrorClass::Transient, "{error}");
     }
     // A load has hardly more files open than there are.
-    limit_files(130);
+    limit(libc::RLIMIT_NOFILE, 130);
     let (copier, checkpoint) = (rig.copier(), Checkpoint::open(folder.path()).unwrap());
     arrived(&copier, &checkpoint.loader(&copier).load().unwrap(), &tensors);
 }

@@ -9,7 +9,7 @@ use pinpool::host::{Call, Failure, Fault};
 use pinpool::{Error, ErrorClass};
 use pinpool_safetensors::{Checkpoint, DeviceTensor};
 
-use super::{Folder, Made, Rig, arrived, block_on, drained, file, made, one, shards, until};
+use super::{Folder, Made, Rig, arrived, block_on, drained, file, made, next, one, shards, until};
 
 fn many() -> Vec<Made> {
     (0..40).map(|i| made(&format!("t{i:02}"), "F32", &[25_000 + i as usize % 3], i)).collect()
@@ -75,8 +75,7 @@ fn an_error_comes_once_for_each_tensor_and_ends_no_other_file() {
         let waits = std::thread::spawn(move || by_name.take(&last).map(drop));
         OpenOptions::new().write(true).open(&paths[number]).unwrap().set_len(100_000).unwrap();
         let (mut got, mut missing) = (Vec::new(), Vec::new());
-        let next = || if task { block_on(loading.next_tensor()) } else { loading.blocking().next() };
-        while let Some(next) = next() {
+        while let Some(next) = next(&loading, task) {
             let Err(error) = next else {
                 got.extend(next);
                 continue;
@@ -133,7 +132,6 @@ fn a_load_that_cannot_start_all_files_leaves_nothing_on_the_wire() {
         assert_eq!(rig.pool.stats().in_flight_bytes, 0, "its memory may be used again");
     });
     assert_eq!(blocks, 2);
-    rig.all_is_back();
 }
 
 #[test]
@@ -154,7 +152,6 @@ fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
         assert!(matches!(**cause, Error::Transfer { .. }), "{error}");
         assert_eq!(error.class(), ErrorClass::Transient, "{error}");
         arrived(&copier, &got, tensors.iter().take(got.len()));
-        rig.all_is_back();
     }
     // One that dies ends the load for threads and for tasks.
     for task in [false, true] {
@@ -180,10 +177,7 @@ fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
             let slow = rig.builder().rate(4 << 20).build().unwrap();
             let loading = checkpoint.loader(&slow).start().unwrap();
             write_to(path);
-            let results: Vec<_> = match task {
-                false => loading.blocking().take(before + 1).collect(),
-                true => (0..=before).map_while(|_| block_on(loading.next_tensor())).collect(),
-            };
+            let results: Vec<_> = (0..=before).map_while(|_| next(&loading, task)).collect();
             let (last, good) = results.split_last().unwrap();
             assert!(good.len() == before && good.iter().all(Result::is_ok), "{} came", good.len());
             let told = |what: &str| path.ends_with(what.rsplit('/').next().unwrap());
@@ -217,5 +211,4 @@ fn callbacks_that_panic_or_wait_leave_nothing_behind() {
         arrived(&copier, &[tensor.unwrap(), other], [&tensors[count], &tensors[39]]);
     }
     drop(loading);
-    rig.all_is_back();
 }

@@ -50,7 +50,6 @@ fn a_deadline_ends_a_load_that_finds_no_memory_however_it_is_waited_for() {
     rig.all_is_back();
     let loaded = checkpoint.loader(&copier.with_timeout(HANG)).load().unwrap();
     arrived(&copier, &loaded, &tensors);
-    rig.all_is_back();
 }
 
 /// Both files are under way from the start: the second one's copies go on no more than the first one's.
@@ -152,5 +151,4 @@ fn waits_by_name_and_iterations_share_a_load() {
         arrived(&rig.copier(), &got, &tensors);
         assert!(load.left() == 0 && load.progress().over && load.blocking().next().is_none());
     }
-    rig.all_is_back();
 }

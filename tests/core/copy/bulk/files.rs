@@ -44,7 +44,6 @@ fn a_target_that_takes_no_bytes_is_an_error_that_says_what_to_do() {
         assert!(name != "full" || *offset >= 1 << 30, "{said}");
     }
     assert!(std::fs::read(file.path()).unwrap() == bytes);
-    rig.all_is_back();
 }
 
 /// The file opened past the page cache. `None`: its file system refuses that.
@@ -109,7 +108,6 @@ fn parts_of_files_go_up_in_every_way_of_reading() {
     let stats = copier.stats();
     let read = stats.cached_bytes + stats.direct_bytes + stats.buffered_bytes;
     assert!(read >= 3 * 3 * 1_900_000, "{stats:?}");
-    rig.all_is_back();
 }
 
 #[test]
@@ -128,7 +126,6 @@ fn a_target_opened_past_the_cache_takes_whole_pages_and_says_what_it_does_not_ta
         assert!(said.contains("incomplete") && said.contains("O_DIRECT"), "{said}");
         assert!(matches!(failed.error, Error::Write { offset: 1_048_576, .. }), "{said}");
     }
-    rig.all_is_back();
 }
 
 #[test]
@@ -163,7 +160,6 @@ fn a_file_that_cannot_be_read_is_an_error_that_says_what_to_do() {
         "{}",
         empty.error
     );
-    rig.all_is_back();
 }
 
 #[test]
@@ -181,7 +177,6 @@ fn a_download_lands_in_a_file_and_can_be_waited_for_until_it_is_on_the_disk() {
     let sink = copier.download(&memory, FileSink::new(null, "null").at(7)).unwrap().wait().unwrap();
     let failed = sink.sync().unwrap_err();
     assert!(matches!(&failed, Error::Write { what, offset: 7, .. } if what == "null"), "{failed}");
-    rig.all_is_back();
 }
 
 /// A copier, bytes, a file on a disk with these that says how much of it is read, and device memory for them.
@@ -239,7 +234,6 @@ fn a_cold_file_is_read_once_and_only_buffered_reading_fills_the_page_cache() {
     let (read, cached, direct) = load(Reading::Auto);
     assert!(read <= BESIDE, "{read} bytes were read");
     assert_eq!((cached, direct), (len, 0));
-    rig.all_is_back();
 }
 
 #[test]
@@ -265,7 +259,6 @@ fn of_a_file_that_is_partly_cached_the_rest_is_read_and_stays_out_of_the_cache()
         "{read} bytes were read, {cold_bytes} were not cached: {stats:?}"
     );
     assert_eq!(stats.cached_bytes + stats.direct_bytes, bytes.len() as u64, "{stats:?}");
-    rig.all_is_back();
 }
 
 #[test]
@@ -285,7 +278,6 @@ fn short_ranges_of_a_cold_file_are_read_alone() {
     assert_eq!(cold::cached_pages(file.as_file()), 0);
     let expected: Vec<u8> = (0..count).flat_map(|n| bytes[place(n)..place(n) + len].to_vec()).collect();
     assert!(downloaded(&copier, memory.slice(..len * count)) == expected);
-    rig.all_is_back();
 }
 
 /// A worker takes the next load of the same file while its copies of the one before are in flight: between others

@@ -32,7 +32,6 @@ fn settings_that_make_no_sense_are_refused_and_say_why() {
         let (bytes, memory) = (pattern(3 << 20, 1), rig.device.alloc(3 << 20).unwrap());
         copier.upload_slice(&bytes, &memory).unwrap();
         assert!(downloaded(&copier, &memory) == bytes, "{capacity} {copier:?}");
-        rig.all_is_back();
     }
 }
 
@@ -52,7 +51,6 @@ fn a_load_stays_within_its_share_and_leaves_some_of_it_to_the_foreground() {
     let most = most.load(Ordering::Relaxed);
     assert!(most > 200_000, "several segments were in use: {most}");
     assert!(most <= (1 << 20) - 80_000, "one segment at least is not theirs: {most}");
-    rig.all_is_back();
 }
 
 /// The next so many copies get stuck on their streams. Returns a function that waits for a number of copies.
@@ -99,7 +97,6 @@ fn at_most_so_many_bulk_chunks_are_on_the_wire_and_one_beside_the_foreground_whi
     });
     load.wait().unwrap();
     sent.wait().unwrap();
-    rig.all_is_back();
 }
 
 #[test]
@@ -134,7 +131,6 @@ fn progress_says_how_far_it_is_and_what_has_landed_is_used_beside_the_rest() {
     let progress = load.progress();
     assert!(progress.over && progress.done == progress.total && progress.remaining() == Some(Duration::ZERO));
     load.wait().unwrap();
-    rig.all_is_back();
 }
 
 /// A worker that is about to call a source or a sink owns chunks of that job only: it lets its other chunks
@@ -183,7 +179,6 @@ fn neither_direction_keeps_sources_and_sinks_of_the_other_from_going() {
         let save = copier.download(&memory, sink(|_, _: &[u8]| Ok(()))).unwrap();
         beside(&upload, &|| save.is_over());
         save.wait().map(drop).map_err(|failed| failed.error).unwrap();
-        rig.all_is_back();
     }
 }
 
@@ -206,6 +201,5 @@ fn the_foreground_finds_a_segment_beside_all_that_wait_for_the_rate() {
         loads.iter().for_each(Transfer::cancel);
         sent.unwrap_or_else(|_| panic!("{threads} threads: the foreground waits for the rate")).unwrap();
         drop(loads);
-        rig.all_is_back();
     }
 }

@@ -133,9 +133,9 @@ fn what_is_free_in_pieces_shorter_than_a_chunk_moves_every_transfer() {
 /// The bound of the pool's queue is for requests of the program's own.
 #[test]
 fn one_short_piece_that_comes_back_moves_every_transfer_whatever_the_queues_bound() {
-    let rig = Rig::new(HostConfig::new(), 1 << 20);
+    let mut rig = Rig::new(HostConfig::new(), 1 << 20);
     let builder = Pool::builder(&rig.device).capacity(4 << 20).unpinned(Unpinned::Allow);
-    let rig = Rig { pool: builder.max_waiting(0).build().unwrap(), ..rig };
+    rig.pool = builder.max_waiting(0).build().unwrap();
     let (copier, bytes, memory) = (copier(&rig), pattern(BYTES, 3), rig.device.alloc(BYTES).unwrap());
     rig.device.stream().unwrap().upload_blocking(&bytes, &memory).unwrap();
     let memory = memory.slice(..).unwrap();
@@ -155,7 +155,6 @@ fn one_short_piece_that_comes_back_moves_every_transfer_whatever_the_queues_boun
         });
     }
     drop((piece, all));
-    rig.all_is_back();
 }
 
 /// When the pool has long pieces again, chunks are long again: short ones cost speed.
@@ -176,7 +175,6 @@ fn a_copier_that_has_used_short_pieces_goes_back_to_long_ones() {
     assert!(chunks(&copier) > 3 * usual);
     drop(all);
     assert!(chunks(&copier) < 2 * usual);
-    rig.all_is_back();
 }
 
 /// What is blocked has a segment, so the copier is not without any.
@@ -195,7 +193,6 @@ fn a_blocked_source_keeps_no_other_transfer_from_short_pieces() {
     blocks.go_on();
     blocked.wait().unwrap();
     drop(all);
-    rig.all_is_back();
 }
 
 // --- deadlines -------------------------------------------------------------------------------------------------------
@@ -236,7 +233,6 @@ fn a_deadline_ends_every_transfer_that_finds_no_memory() {
     // Nothing is lost, and a deadline that does not pass changes nothing.
     rig.all_is_back();
     all_forms_end(&rig, &copier.with_timeout(10 * HANG));
-    rig.all_is_back();
 }
 
 #[test]
@@ -259,7 +255,6 @@ fn a_deadline_says_what_was_waited_for() {
     let waited = late(Err(refused.error));
     assert!(waited.to_string().contains("what is held up had arrived"), "{waited}");
     assert!(waited.to_string().contains("a call of which has not returned"), "{waited}");
-    rig.all_is_back();
 }
 
 #[test]
@@ -276,7 +271,6 @@ fn a_deadline_ends_what_nobody_waits_for() {
     // What waits behind it goes on.
     drop(all);
     copier.upload_slice(&vec![3; BYTES], &memory).unwrap();
-    rig.all_is_back();
 }
 
 /// What the device has begun cannot be called back.
@@ -320,7 +314,6 @@ fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
     assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { done: 0, .. }));
     drop(all);
     assert!(downloaded(&copier, &memory[1]) == bytes);
-    rig.all_is_back();
 }
 
 /// A call does not take the last two segments of the pool: its reader may wait for a transfer that needs the
@@ -377,7 +370,6 @@ fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
         assert!(down.wait_timeout(HANG).is_ok() && up.wait_timeout(HANG).is_ok());
         assert!(std::fs::read(file.path()).unwrap() == bytes);
     }
-    rig.all_is_back();
 }
 
 /// Each copier asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile
@@ -408,5 +400,4 @@ fn copiers_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
             });
         }
     });
-    rig.all_is_back();
 }

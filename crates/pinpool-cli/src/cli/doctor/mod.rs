@@ -26,7 +26,7 @@ mod environment;
 mod limits;
 mod link;
 mod memory;
-mod parse;
+pub mod parse;
 mod probe;
 mod system;
 

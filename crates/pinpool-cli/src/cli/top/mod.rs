@@ -5,8 +5,8 @@
 //! and again. None of the library's code is used: everything shown is computed from the metrics
 //! that the other process exports, so a Prometheus server can show the same.
 
-mod scrape;
-mod view;
+pub mod scrape;
+pub mod view;
 
 use std::time::{Duration, Instant};
 

@@ -3,8 +3,6 @@
 use super::*;
 use crate::limit;
 
-const IPC_LOCK: u64 = 1 << 14;
-
 #[test]
 fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
     let machine = Machine::healthy();
@@ -19,8 +17,7 @@ fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
     machine.memlock("8388608/16777216").locks("fail: => sudo prlimit");
     // What is locked already counts.
     machine.memlock("268435456").locks("ok");
-    let locked = status(0).replace("VmLck:\t       0 kB", "VmLck:\t  131072 kB");
-    machine.file("/proc/self/status", &locked).locks("fail");
+    machine.status("VmLck:", "131072 kB").locks("fail");
     machine.host("128MiB").is("memlock", "ok");
 
     // In containers the remedy is the container's.
@@ -39,7 +36,7 @@ fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
 #[test]
 fn the_capability_sets_the_limit_aside_outside_of_user_namespaces() {
     let machine = Machine::healthy();
-    machine.memlock("65536").file("/proc/self/status", &status(IPC_LOCK));
+    machine.memlock("65536").status("CapEff:", "0000000000004000");
     // The user's own id alone; and the map of rootless containers: a range of subordinate numbers besides.
     let own = "         0       1000          1\n";
     for (map, told) in [
@@ -51,7 +48,7 @@ fn the_capability_sets_the_limit_aside_outside_of_user_namespaces() {
         machine.file("/proc/self/uid_map", map).locks(told);
     }
     // All but that one.
-    machine.file("/proc/self/status", &status(!IPC_LOCK)).locks("fail: no CAP_IPC_LOCK");
+    machine.status("CapEff:", "ffffffffffffbfff").locks("fail: no CAP_IPC_LOCK");
 }
 
 /// The doctor, on this very machine, under a limit of its own.

@@ -5,28 +5,10 @@ use std::os::unix::fs::symlink;
 
 use super::*;
 
-/// A machine with nothing wrong, until a test breaks it: 64 GiB on one node, no container, no accelerator, no limits.
+/// A machine with nothing wrong, until a test breaks it: the folder `healthy`, copied. It has 64 GiB
+/// on one node, no container, no accelerator and no limits.
 pub struct Machine(tempfile::TempDir);
 
-/// Lines of `/proc/self/status`, with these capabilities.
-pub fn status(capabilities: u64) -> String {
-    format!(
-        "Name:\tpinpool\nVmSize:\t   20000 kB\nVmLck:\t       0 kB\nVmData:\t    9000 kB\nCapEff:\t{capabilities:016x}\n\
-         Seccomp:\t0\nTHP_enabled:\t1\nCpus_allowed_list:\t0-15\nMems_allowed_list:\t0-1\n"
-    )
-}
-
-/// Bytes as `/proc/meminfo` has them.
-pub fn meminfo(available: u64) -> String {
-    format!(
-        "MemTotal:       67108864 kB\nMemFree:        {0:>8} kB\nMemAvailable:   {0:>8} kB\nMlocked:               0 kB\n\
-         CommitLimit:    33554432 kB\nCommitted_AS:    1000000 kB\nHugePages_Total:       0\nHugePages_Free:        0\n\
-         Hugepagesize:       2048 kB\n",
-        available >> 10
-    )
-}
-
-pub const GIB: u64 = 1 << 30;
 pub const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 /// Where the stand-in driver says that its first device is, and the bridge above it.
 pub const GPU: &str = "ffff:ff:00.7";
@@ -35,16 +17,8 @@ pub const BUS: &str = "/sys/devices/pci0000:64/0000:64:01.0";
 impl Machine {
     pub fn healthy() -> Self {
         let machine = Self(tempfile::tempdir().unwrap());
-        machine
-            .memlock("unlimited")
-            .file("/proc/self/status", &status(0))
-            .file("/proc/self/uid_map", "         0          0 4294967295\n")
-            .file("/proc/self/cgroup", "0::/user.slice/session-1.scope\n")
-            .file("/proc/meminfo", &meminfo(60 * GIB))
-            .file("/proc/sys/kernel/osrelease", "6.8.0-45-generic\n")
-            .file(&format!("{THP}/enabled"), "always [madvise] never\n")
-            .group("/sys/fs/cgroup/user.slice", &[("memory.max", "max"), ("memory.high", "max")])
-            .node(0, 60 * GIB, "0-15");
+        let healthy = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cli/doctor/healthy/.");
+        assert!(Command::new("cp").args(["-r", healthy]).arg(machine.root()).status().unwrap().success());
         machine
     }
 
@@ -63,11 +37,26 @@ impl Machine {
         self
     }
 
+    /// Another value in the line of a file that begins so.
+    pub fn set(&self, path: &str, key: &str, value: &str) -> &Self {
+        let text = fs::read_to_string(self.path(path)).unwrap();
+        let line = text.lines().find(|line| line.starts_with(key)).unwrap();
+        self.file(path, &text.replace(line, &format!("{key} {value}")))
+    }
+
+    pub fn status(&self, key: &str, value: &str) -> &Self {
+        self.set("/proc/self/status", key, value)
+    }
+
+    /// Bytes of memory that are available.
+    pub fn available(&self, bytes: u64) -> &Self {
+        self.set("/proc/meminfo", "MemAvailable:", &format!("{} kB", bytes >> 10))
+    }
+
     /// A limit of locked memory, and a hard one behind a slash.
     pub fn memlock(&self, value: &str) -> &Self {
         let (soft, hard) = value.split_once('/').unwrap_or((value, value));
-        let line = format!("{:<26}{soft:<21}{hard:<21}bytes\n", "Max locked memory");
-        self.file("/proc/self/limits", &line)
+        self.set("/proc/self/limits", "Max locked memory", &format!("{soft} {hard} bytes"))
     }
 
     /// What the doctor says about locking 256 MiB.

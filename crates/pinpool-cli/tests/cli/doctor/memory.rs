@@ -84,7 +84,7 @@ fn the_trial_takes_a_part_of_what_is_left() {
     is("2MiB", &["2 MiB"]);
     machine.group(SLICE, &[("memory.max", "max"), ("memory.high", &(33 * MIB).to_string())]);
     is("24MiB", &["4 MiB", "32 MiB of memory are left"]);
-    machine.group(SLICE, &[("memory.high", "max")]).file("/proc/meminfo", &meminfo(64 * MIB));
+    machine.group(SLICE, &[("memory.high", "max")]).available(64 * MIB);
     is("24MiB", &["8 MiB", "64 MiB of memory are left"]);
     // Version 1: so little that nothing is tried.
     machine.file("/proc/self/cgroup", V1);
@@ -100,7 +100,7 @@ fn the_trial_takes_a_part_of_what_is_left() {
 fn memory_and_processors_next_to_the_device() {
     let Some(library) = simulation() else { return };
     let machine = Machine::healthy();
-    machine.node(0, 40 * GIB, "0-7").node(1, 2 * GIB, "8-15");
+    machine.node(0, 40 << 30, "0-7").node(1, 2 << 30, "8-15");
     let gpu = |node: i32, capacity: &str, told: &str| {
         machine.pci(node);
         let mut command = machine.doctor("cuda:0", capacity);
@@ -127,10 +127,7 @@ fn memory_and_processors_next_to_the_device() {
         ("0-1", "0-3,6", "warn: whose processors this process may not use => AllowedCPUs=8-15"),
         ("0-1", "0-3,8", "ok"),
     ] {
-        let text = status(0)
-            .replace("Mems_allowed_list:\t0-1", &format!("Mems_allowed_list:\t{mems}"))
-            .replace("Cpus_allowed_list:\t0-15", &format!("Cpus_allowed_list:\t{cpus}"));
-        machine.file("/proc/self/status", &text);
+        machine.status("Mems_allowed_list:", mems).status("Cpus_allowed_list:", cpus);
         gpu(1, "1GiB", told);
     }
 }

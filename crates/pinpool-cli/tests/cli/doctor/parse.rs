@@ -1,16 +1,13 @@
-//! The doctor's parsing of the kernel's files, on nonsense: it never panics. Its files are compiled a second
-//! time here, since a run of the command for each of thousands of texts would take minutes.
+//! The doctor's parsing of the kernel's files, on nonsense: it never panics.
 
 #[allow(dead_code, reason = "only its parsing is tried here")]
 #[path = "../../../../../src/os/cgroup.rs"]
 mod groups;
-#[path = "../../../src/cli/doctor/parse.rs"]
-mod parser;
 
 use proptest::prelude::*;
 
+use crate::cli::doctor::parse::*;
 use groups::{group, stat};
-use parser::*;
 
 /// Whole lines of the files that are parsed here.
 const SEEDS: [&str; 8] = [

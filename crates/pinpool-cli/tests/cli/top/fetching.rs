@@ -11,8 +11,8 @@ use pinpool::telemetry::{Histogram, Sampler};
 use pinpool::{Device, Pool, Unpinned};
 
 use super::fake::{Fake, pool};
-use super::scrape::Server;
-use crate::{fails, is_plain, pinpool, stderr};
+use crate::cli::top::scrape::Server;
+use crate::{fails, is_plain, pinpool, reads_until, stderr};
 
 fn once(url: &str) -> Command {
     let mut command = pinpool();
@@ -82,12 +82,7 @@ fn the_screen_says_what_is_live_and_what_is_stale() {
     let mut child = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let (mut screen, mut seen) = (child.stdout.take().unwrap(), String::new());
     let mut shows = |text: &str| {
-        while !seen.contains(text) {
-            let mut piece = [0; 4096];
-            let len = screen.read(&mut piece).unwrap_or(0);
-            assert!(len > 0, "no {text:?} in {seen:?}");
-            seen += &String::from_utf8_lossy(&piece[..len]);
-        }
+        reads_until(&mut screen, &mut seen, text);
         seen = seen.split_once(text).unwrap().1.to_owned();
     };
     // The page is printed from the screen's corner on, and there is more than fits.

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::fake;
-use super::scrape::Scrape;
-use super::view::History;
+use crate::cli::top::scrape::Scrape;
+use crate::cli::top::view::History;
 use crate::is_plain;
 
 #[test]

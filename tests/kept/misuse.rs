@@ -1,13 +1,13 @@
 //! What the types rule out, on the compiler that runs the tests and on any other.
 //!
-//! Each misuse in `ui` says at the line of its error which it is (`//~ E0382`), and what a program writes in
+//! Each misuse in `misuses` says at the line of its error which it is (`//~ E0382`), and what a program writes in
 //! its place (`//= ...`), if anything. With all misuses replaced a file compiles. So a misuse fails to
 //! compile for the one reason that it is about, and no word of the compiler's prose matters, which changes
 //! with each version. A file has errors of one kind: a compiler that has found errors of types looks for no
 //! wrong owner.
 //!
 //! Cargo is asked for the library that this test was built with, which is there already. With
-//! `PINPOOL_UI_RUSTC=/path/to/rustc` that compiler is tested, which checks the library by itself first: the
+//! `PINPOOL_MISUSE_RUSTC=/path/to/rustc` that compiler is tested, which checks the library by itself first: the
 //! development dependencies may need a newer one.
 
 use std::collections::BTreeSet;
@@ -42,8 +42,8 @@ struct Compiler {
 impl Compiler {
     fn under_test() -> Self {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("ui");
-        let rustc = match std::env::var_os("PINPOOL_UI_RUSTC") {
+        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("misuses");
+        let rustc = match std::env::var_os("PINPOOL_MISUSE_RUSTC") {
             Some(rustc) => {
                 cargo.env("RUSTC", &rustc).args(["check", "--lib", "--target-dir"]).arg(out.join("target"));
                 rustc
@@ -110,7 +110,7 @@ impl Compiler {
 fn misuses_do_not_compile() {
     let compiler = Compiler::under_test();
     for (name, misuses) in [("types.rs", 11), ("owners.rs", 7), ("results.rs", 2)] {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ui").join(name);
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kept/misuses").join(name);
         let (expected, right) = read(&file);
         assert_eq!(expected.len(), misuses, "misuses in {name}");
         let (found, prose) = compiler.errors(&file);
