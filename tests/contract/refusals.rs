@@ -31,6 +31,13 @@ pub fn refusals(on: &Subject) {
         true => launched.unwrap().wait().unwrap(),
         false => assert!(matches!(launched, Err(Error::Unsupported(_))), "{launched:?}"),
     }
+    // What needs a capture.
+    argument(&refusal(stream.hold_captured(full()), &sent), "hold_captured needs");
+    let shared = Arc::new(full());
+    argument(&stream.hold_captured(shared.clone()).unwrap_err().error, "hold_captured needs");
+    assert_eq!(Arc::strong_count(&shared), 1);
+    drop(shared);
+    assert_eq!(pool.stats().checked_out_bytes, 0);
     // Nothing of that has harmed anything.
     stream.synchronize().unwrap();
     all_back(on, &pool);
@@ -84,15 +91,4 @@ pub fn foreign(on: &Subject) {
     let buf = stranger.upload(filled(&both, &sent), &far).unwrap().wait().unwrap();
     drop(stream.upload(buf, &near).unwrap());
     assert!(fetch(&both, &stream, &near) == sent && fetch(&both, &stranger, &far) == sent);
-}
-
-pub fn uncaptured(on: &Subject) {
-    let (pool, stream) = (on.pool(1 << 20), on.stream());
-    let sent = bytes(1, 1000);
-    let shared = Arc::new(filled(&pool, &sent));
-    argument(&refusal(stream.hold_captured(filled(&pool, &sent)), &sent), "hold_captured needs");
-    argument(&stream.hold_captured(shared.clone()).unwrap_err().error, "hold_captured needs");
-    assert_eq!(Arc::strong_count(&shared), 1);
-    drop(shared);
-    assert_eq!(pool.stats().checked_out_bytes, 0);
 }
