@@ -225,6 +225,11 @@ fn served(gpu: &Gpu) -> (Device, Pool, usize, Stream) {
     (device, pool, raw, stream)
 }
 
+/// While it is set, nothing runs on a simulated GPU.
+fn hang(gpu: &Gpu, hung: bool) {
+    gpu.stand_in.iter().for_each(|stand_in| stand_in.hang(hung));
+}
+
 /// Kernels and copies of the server's own on a stream of its own, which the crate does not know of.
 #[test]
 fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
@@ -233,19 +238,14 @@ fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
         let (_device, pool, raw, stream) = served(gpu);
         let (theirs, sent) = (gpu.memory(LEN), bytes(1, LEN));
         let buf = filled(&pool, &sent);
-        if let Some(stand_in) = &gpu.stand_in {
-            stand_in.hang(true);
-        }
+        hang(gpu, true);
         gpu.upload(theirs, buf.as_ptr(), LEN, raw);
         let held = stream.hold(buf).unwrap();
-        if gpu.stand_in.is_some() {
-            assert!(!held.is_done().unwrap());
-        }
+        let is_held = gpu.stand_in.is_some();
+        assert!(!is_held || !held.is_done().unwrap());
         drop(held);
-        if let Some(stand_in) = &gpu.stand_in {
-            assert!(pool.try_checkout(LEN).is_err(), "the device still reads it");
-            stand_in.hang(false);
-        }
+        assert!(!is_held || pool.try_checkout(LEN).is_err(), "the device still reads it");
+        hang(gpu, false);
         // Whoever gets the memory next overwrites it.
         drop(filled(&pool, &bytes(2, LEN)));
         assert!(gpu.read(theirs, LEN, raw) == sent);
@@ -264,9 +264,7 @@ fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
         let records = || gpu.stand_in.as_ref().map_or(0, |stand_in| calls(stand_in, "cuEventRecord"));
         let sent = bytes(1, LEN);
         let buf = Arc::new(filled(&pool, &sent));
-        if let Some(stand_in) = &gpu.stand_in {
-            stand_in.hang(true);
-        }
+        hang(gpu, true);
         // A copy of the program's, and many holds behind it, all of whose handles but one are dropped.
         gpu.upload(theirs, buf.as_ptr(), LEN, raw);
         let before = records();
@@ -277,11 +275,9 @@ fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
         // One event for sixteen holds, and those of threads that find some due.
         assert!(records() - before < 160 / 2, "{} events", records() - before);
         stream.record_holds().unwrap();
-        if let Some(stand_in) = &gpu.stand_in {
-            assert!(!held.is_done().unwrap(), "the device still reads it");
-            assert!(pool.try_checkout(LEN).is_err(), "the device still reads it");
-            stand_in.hang(false);
-        }
+        let is_held = || !held.is_done().unwrap() && pool.try_checkout(LEN).is_err();
+        assert!(gpu.stand_in.is_none() || is_held(), "the device still reads it");
+        hang(gpu, false);
         drop(held);
         until("all holds are over", || pool.try_checkout(LEN).is_ok());
         // Whoever gets the memory next overwrites it.
