@@ -215,14 +215,18 @@ fn each_thread_has_its_own_default_stream() {
     });
 }
 
-/// A pool with room for one buffer, and a stream of the server's own, which is destroyed when all work on it is complete.
-fn served(gpu: &Gpu) -> (Device, Pool, usize, Stream) {
-    let device = open();
-    let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
-    let raw = gpu.stream();
-    // SAFETY: as said above.
-    let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
-    (device, pool, raw, stream)
+/// On each GPU, with a pool that has room for one buffer, and a stream of the server's own by its handle and as adopted.
+fn with_a_server(body: impl Fn(&Gpu, &Pool, usize, &Stream)) {
+    on_each_gpu(|gpu| {
+        let device = open();
+        let pool = Pool::builder(&device).capacity(PAGE).build().unwrap();
+        let raw = gpu.stream();
+        // SAFETY: destroyed below, when all work on it is complete.
+        let stream = unsafe { adopt_stream(&device, raw as *mut c_void, ()) }.unwrap();
+        body(gpu, &pool, raw, &stream);
+        drop((stream, pool));
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+    });
 }
 
 /// While it is set, nothing runs on a simulated GPU.
@@ -233,11 +237,10 @@ fn hang(gpu: &Gpu, hung: bool) {
 /// Kernels and copies of the server's own on a stream of its own, which the crate does not know of.
 #[test]
 fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
-    on_each_gpu(|gpu| {
+    with_a_server(|gpu, pool, raw, stream| {
         const LEN: usize = 50_000;
-        let (_device, pool, raw, stream) = served(gpu);
         let (theirs, sent) = (gpu.memory(LEN), bytes(1, LEN));
-        let buf = filled(&pool, &sent);
+        let buf = filled(pool, &sent);
         hang(gpu, true);
         gpu.upload(theirs, buf.as_ptr(), LEN, raw);
         let held = stream.hold(buf).unwrap();
@@ -247,23 +250,20 @@ fn a_hold_keeps_a_buffer_for_the_servers_own_work() {
         assert!(!is_held || pool.try_checkout(LEN).is_err(), "the device still reads it");
         hang(gpu, false);
         // Whoever gets the memory next overwrites it.
-        drop(filled(&pool, &bytes(2, LEN)));
+        drop(filled(pool, &bytes(2, LEN)));
         assert!(gpu.read(theirs, LEN, raw) == sent);
-        drop((stream, pool));
         gpu.ok("cuMemFree_v2", &[theirs]);
-        gpu.ok("cuStreamDestroy_v2", &[raw]);
     });
 }
 
 #[test]
 fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
-    on_each_gpu(|gpu| {
+    with_a_server(|gpu, pool, raw, stream| {
         const LEN: usize = 50_000;
-        let (_device, pool, raw, stream) = served(gpu);
         let theirs = gpu.memory(LEN);
         let records = || gpu.stand_in.as_ref().map_or(0, |stand_in| calls(stand_in, "cuEventRecord"));
         let sent = bytes(1, LEN);
-        let buf = Arc::new(filled(&pool, &sent));
+        let buf = Arc::new(filled(pool, &sent));
         hang(gpu, true);
         // A copy of the program's, and many holds behind it, all of whose handles but one are dropped.
         gpu.upload(theirs, buf.as_ptr(), LEN, raw);
@@ -281,34 +281,31 @@ fn patient_holds_share_an_event_and_end_no_earlier_than_others() {
         drop(held);
         until("all holds are over", || pool.try_checkout(LEN).is_ok());
         // Whoever gets the memory next overwrites it.
-        drop(filled(&pool, &bytes(2, LEN)));
+        drop(filled(pool, &bytes(2, LEN)));
         assert!(gpu.read(theirs, LEN, raw) == sent);
         // While the stream is captured, the buffer comes back.
         gpu.begin_capture(raw, 1);
-        let refused = stream.hold_patiently(filled(&pool, &sent)).unwrap_err();
+        let refused = stream.hold_patiently(filled(pool, &sent)).unwrap_err();
         assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
         assert!(refused.buffer.is_some_and(|buf| *buf == *sent));
         assert!(matches!(stream.record_holds(), Err(Error::Capturing { .. })));
         gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
         stream.record_holds().unwrap();
-        drop((stream, pool));
         gpu.ok("cuMemFree_v2", &[theirs]);
-        gpu.ok("cuStreamDestroy_v2", &[raw]);
     });
 }
 
 #[test]
 fn a_graph_keeps_what_is_held_for_it() {
-    on_each_gpu(|gpu| {
+    with_a_server(|gpu, pool, raw, stream| {
         const LEN: usize = 50_000;
-        let (device, pool, raw, stream) = served(gpu);
-        let memory = device.alloc(LEN).unwrap();
+        let memory = stream.device().alloc(LEN).unwrap();
         let sent = bytes(1, LEN);
         let back = |refused: SubmitError<_>, is: fn(&Error) -> bool| {
             assert!(is(&refused.error), "{}", refused.error);
             refused.buffer.expect("the buffer comes back")
         };
-        let refused = stream.hold_captured(filled(&pool, &sent)).unwrap_err();
+        let refused = stream.hold_captured(filled(pool, &sent)).unwrap_err();
         let buf = back(refused, |error| matches!(error, Error::Argument(_) | Error::Unsupported(_)));
         gpu.begin_capture(raw, 1);
         // Copies and holds that belong to no graph are refused, and do not spoil the capture.
@@ -335,8 +332,6 @@ fn a_graph_keeps_what_is_held_for_it() {
         assert_eq!(is_kept(), kept, "the executable graph has it");
         gpu.ok("cuGraphExecDestroy", &[executable]);
         until("the graph lets go", || !is_kept());
-        round_trip(&pool, &stream, &sent[..LEN / 4]);
-        drop((stream, pool));
-        gpu.ok("cuStreamDestroy_v2", &[raw]);
+        round_trip(pool, stream, &sent[..LEN / 4]);
     });
 }
