@@ -4,9 +4,11 @@
 #![allow(unsafe_code)]
 
 use std::ffi::OsString;
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use pinpool::Error;
@@ -92,6 +94,11 @@ impl Checkpoint {
         Some((dtype, tensor.shape().to_vec(), offsets, tensor.file().into(), tensor.range().start))
     }
 
+    /// The descriptor of the open file that has a tensor.
+    fn fileno(&self, name: &str) -> Result<Option<i32>, Fault> {
+        Ok(self.0.file(name)?.map(AsRawFd::as_raw_fd))
+    }
+
     /// Splits tensors, whole or some of their rows, in their order into windows of at most so many
     /// bytes, or of one larger tensor.
     fn windows(&self, plan: Vec<(String, Option<(usize, usize)>)>, bytes: u64) -> Result<Vec<Window>, Fault> {
@@ -129,8 +136,7 @@ impl Window {
 
     /// Starts a load to device memory of at least so many bytes, at an address on the alignment,
     /// which `owner` keeps. `behind` is a stream whose work of until now may still use that memory.
-    /// The interpreter's lock is given away: a thread of the crate's may wait for it to drop the
-    /// memory of an earlier load.
+    /// The interpreter's lock is given away meanwhile.
     fn load(
         &self,
         py: Python<'_>,
@@ -167,16 +173,31 @@ type Kept = Arc<Mutex<Option<Py<PyAny>>>>;
 struct Owner(Kept);
 
 impl Drop for Owner {
-    /// On a thread of the crate's, for which nobody waits with the interpreter's lock held. Without
-    /// an interpreter the memory is never freed.
+    /// On the device's region thread, which must not wait for the interpreter: a thread that has its
+    /// lock may wait for memory that the region thread pins.
     fn drop(&mut self) {
-        let kept = self.0.lock().take();
-        if let Some(kept) = kept {
-            let mut kept = Some(kept);
-            Python::try_attach(|_| drop(kept.take()));
-            std::mem::forget(kept);
+        static DROPPED: OnceLock<Sender<Py<PyAny>>> = OnceLock::new();
+        if let Some(object) = self.0.lock().take() {
+            let refused = DROPPED.get_or_init(dropping).send(object);
+            std::mem::forget(refused);
         }
     }
+}
+
+/// Starts a thread that drops objects of Python's, and may wait for the interpreter. Without one
+/// they are never freed.
+fn dropping() -> Sender<Py<PyAny>> {
+    let (sender, objects) = channel::<Py<PyAny>>();
+    let drop_all = move || {
+        for object in objects {
+            let mut object = Some(object);
+            Python::try_attach(|_| drop(object.take()));
+            std::mem::forget(object);
+        }
+    };
+    // Where no thread can be started, the channel is closed.
+    _ = std::thread::Builder::new().name("pinpool-python".into()).spawn(drop_all);
+    sender
 }
 
 /// A load under way.

@@ -44,6 +44,10 @@ def test_in_host_memory(path, arrays, tmp_path):
             opened.prefetch()
     bare = write(tmp_path / "bare.safetensors", {"a": arrays["layer.1"]})
     assert safe_open(bare, "np").metadata() is None
+    opened = safe_open(path, framework="np")
+    write(tmp_path / "new", {"layer.7": ("U8", numpy.zeros(7, "u1"))})
+    os.replace(tmp_path / "new", path)
+    assert same({"layer.7": opened.get_tensor("layer.7")}, arrays), "it has the file that it opened"
 
 
 def test_programs_of_safetensors_need_no_change(path, arrays):
@@ -277,6 +281,36 @@ for _ in range(2):
 time.sleep(0.1)"""
     for way in ["kept = next(iter(loader))", threads] * EXITS:
         run(start + way, tmp_path)
+
+
+@pytest.mark.skipif(not SIM, reason="PINPOOL_TEST_SIM names no simulation")
+def test_a_load_that_is_given_up_waits_for_no_interpreter(tmp_path, path):
+    """A thread that has the interpreter's lock may wait for memory that is being pinned, as torch does
+    with the hook: here it opens a pool."""
+    program = f"""
+import ctypes, sys
+import pinpool, standin
+from conftest import Gpu, MIB
+from pinpool import _native
+from pinpool.safetensors import safe_open
+
+class Options(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("device", ctypes.c_char_p), ("capacity", ctypes.c_uint64),
+                ("initial", ctypes.c_uint64), ("allow_unpinned", ctypes.c_uint32),
+                ("name", ctypes.c_char_p), ("largest", ctypes.c_uint64),
+                ("thread_cache", ctypes.c_uint64), ("backing", ctypes.c_uint64)]
+
+pinpool.Device("cuda:0")
+sys.modules["torch"] = standin.stand_in(Gpu())
+for turn in range(5):
+    loader = safe_open({str(path)!r}, "pt", "cuda").prefetch(window=1 << 19)
+    next(iter(loader))
+    del loader
+    options, pool = Options(ctypes.sizeof(Options), b"cuda:0", 4 * MIB, MIB), ctypes.c_void_p()
+    opened = ctypes.PyDLL(_native.__file__).pinpool_open
+    assert opened(ctypes.byref(options), ctypes.byref(pool)) == 0
+"""
+    run(program, tmp_path)
 
 
 def test_torch_itself(path, arrays):

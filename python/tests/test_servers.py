@@ -238,7 +238,7 @@ def test_vllm(modules, loads, file, caplog, engram):
     with pytest.raises(ValueError, match="widnow"):
         loader(LoadConfig("pinpool", {"widnow": 1}))
     with pytest.raises(
-        ValueError, match="\"window\" in the extra config is a number of bytes, not '1GiB'"
+        ValueError, match="\"window\" in the extra config is a number of bytes, at least 1, not '1GiB'"
     ):
         loader(LoadConfig("pinpool", {"window": "1GiB"}))
     sys.modules["torch"].version.cuda = None
@@ -257,11 +257,11 @@ def test_sglang(modules, loads, file, monkeypatch):
     assert "pinpool._sglang_loader" not in sys.modules, "imported before it is asked for"
     # As SGLang does it for --load-format private.
     loader = sys.modules["sglang.private.private_model_loader"].PrivateModelLoader
-    made = loader(LoadConfig("private", {"ahead": 0}))
+    made = loader(LoadConfig("private", {"ahead": 2}))
     weights = made._get_weights_iterator(theirs.Source([], "a."), resolved_source=[file])
     assert loads == []
     assert names(weights) == ["a.dense", "a.experts.1", "a.experts.2", "a.engram"]
-    assert loads == [([file], "cuda", {"ahead": 0})]
+    assert loads == [([file], "cuda", {"ahead": 2})]
     made = loader(LoadConfig("private", {"enable_multithread_load": True}))
     assert len(names(made._get_weights_iterator(theirs.Source([file])))) == 4
     assert names(made._get_weights_iterator(theirs.Source(["a.bin"]))) == ["pt"]

@@ -223,6 +223,17 @@ impl Checkpoint {
         Some(Tensor::new(self.0.tables[shard as usize].clone(), index))
     }
 
+    /// The file that has the tensor of this name, as it was opened: for a map of its bytes. It has
+    /// them also where another file took its path.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if it was written to since it was opened.
+    pub fn file(&self, name: &str) -> Result<Option<&File>> {
+        let Some((shard, _)) = self.0.place(name) else { return Ok(None) };
+        self.0.unchanged(shard)?;
+        Ok(Some(&self.0.shards[shard as usize].file))
+    }
+
     /// The bytes of all tensors; `u64::MAX` if they are more (files may have holes).
     pub fn bytes(&self) -> u64 {
         self.tensors().map(|tensor| tensor.bytes()).fold(0, u64::saturating_add)

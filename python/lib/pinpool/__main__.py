@@ -62,7 +62,8 @@ def main() -> int:
         with contextlib.suppress(OSError):
             os.write(sys.stdout.fileno(), f"{text}\n".encode())
     # Ctrl-C ends the command as it ends other programs: Python's own handler would not run.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     return command(["python -m pinpool", *words])
 
 

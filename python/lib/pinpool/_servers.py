@@ -26,9 +26,9 @@ def options(config: Any) -> tuple[dict[str, int], Any]:
         return {}, config
     ours = {key: config[key] for key in ("window", "ahead") if key in config}
     for key, value in ours.items():
-        if type(value) is not int or value < 0:
-            what = "a number of bytes" if key == "window" else "a number of windows"
-            raise ValueError(f'"{key}" in the extra config is {what}, not {value!r}')
+        if type(value) is not int or value < 1:
+            what = "bytes" if key == "window" else "windows"
+            raise ValueError(f'"{key}" in the extra config is a number of {what}, at least 1, not {value!r}')
     return ours, {key: value for key, value in config.items() if key not in ours}
 
 

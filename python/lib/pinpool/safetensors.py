@@ -137,20 +137,30 @@ class _Host:
         self.module = module
         self._maps: dict[str, mmap.mmap] = {}
 
-    def tensor(self, part: _Part) -> Any:
+    def tensor(self, checkpoint: Checkpoint, name: str, part: _Part) -> Any:
         module, nbytes = self.module, part.nbytes
         if nbytes == 0:
             return part.tensor(module, module.empty(0, dtype=module.uint8))
         if part.file not in self._maps:
-            with open(part.file, "rb") as file:
-                self._maps[part.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # What has the file's path by now may be another file.
+            opened = checkpoint.fileno(name)
+            assert opened is not None
+            self._maps[part.file] = mmap.mmap(opened, 0, access=mmap.ACCESS_COPY)
         mapped = self._maps[part.file]
         flat = module.frombuffer(mapped, dtype=module.uint8, count=nbytes, offset=part.start)
         return part.tensor(module, flat)
 
 
-@functools.cache
+_making = threading.Lock()
+
+
 def _shared(name: str) -> Copier:
+    with _making:
+        return _made(name)
+
+
+@functools.cache
+def _made(name: str) -> Copier:
     # The kernel copies some 4 GB a second from the page cache on each.
     threads = min(len(os.sched_getaffinity(0)), 16)
     return Copier(Pool(name, _POOL), _POOL, threads)
@@ -208,8 +218,9 @@ class PrefetchLoader:
     once, by `take` or by iterating. Any thread may use it.
 
     Tensors are loaded in windows, each of one block of torch's memory, which is freed when all
-    tensors in it are gone. Behind the one that the program takes from, `ahead` more are loaded:
-    beside what the program keeps there are at most `ahead + 1`. A tensor that is asked for far out
+    tensors in it are gone. Behind the one that the program takes from, `ahead` more are loaded, one
+    less while the program may still have the last tensor of the window before: beside what the
+    program keeps there are at most `ahead + 1`. A tensor that is asked for far out
     of the order, or when its window was given up for later ones, is loaded by itself.
 
     A block is one of the stream that was current where it was started: a tensor that is used on
@@ -434,7 +445,7 @@ class safe_open:
     def _get(self, name: str, rows: slice | None = None) -> Any:
         part = _Part.of(self._checkpoint, name, rows)
         if isinstance(self._to, _Host):
-            return self._to.tensor(part)
+            return self._to.tensor(self._checkpoint, name, part)
         return PrefetchLoader(self._to, self._checkpoint, {name: part}).take(name)
 
     def get_tensor(self, name: str) -> Any:
@@ -530,7 +541,7 @@ def weights(
     to = _place("pt", device, pool)
     if isinstance(to, _Host):
         for name, part in plan.items():
-            yield name, to.tensor(part)
+            yield name, to.tensor(checkpoint, name, part)
         return
     with PrefetchLoader(to, checkpoint, plan, window, ahead, equal=True) as loader:
         yield from loader

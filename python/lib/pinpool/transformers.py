@@ -42,6 +42,11 @@ class _Session:
     def __init__(self, device: str, window: int, ahead: int, alone: bool) -> None:
         """alone: it is not known in advance what is wanted, and each tensor is loaded when it is
         asked for."""
+        if device == "cuda":
+            import torch  # type: ignore[import-not-found, unused-ignore]
+
+            # The one of this thread, whichever thread loads.
+            device = f"cuda:{torch.cuda.current_device()}"
         self._device, self._window, self._ahead, self._alone = device, window, ahead, alone
         self._lock = threading.Lock()
         self._opened: dict[Any, safetensors.safe_open] = {}

@@ -196,12 +196,14 @@ impl Worker {
     }
 
     /// Whether a job's chunk has to wait until others have ended. A call that blocks holds up the
-    /// worker's other chunks, so these are of the same job, or read the same file. An owned
+    /// worker's other chunks, so these are of the same job, or read the same file
+    /// with the same priority. An owned
     /// upload's chunk was filled.
     fn has_to_wait(&self, job: &Arc<Job>) -> bool {
         let blocks = |job: &Job| job.kind == Kind::Blocking;
         let holds_up = |other: &Job| blocks(job) || blocks(other) && other.of.direction == Direction::Down;
-        let apart = |other| !Arc::ptr_eq(other, job) && (job.file.is_none() || other.file != job.file);
+        let is_like = |other: &Job| other.file == job.file && other.of.priority == job.of.priority;
+        let apart = |other| !Arc::ptr_eq(other, job) && (job.file.is_none() || !is_like(other));
         self.owned.iter().any(|Owned { job: other, .. }| holds_up(other) && apart(other))
     }
 
