@@ -7,6 +7,9 @@ GPU `torch_gpu.py` tests the rest.
 import ctypes
 import os
 import pathlib
+import platform
+import pwd
+import re
 import subprocess
 import sys
 import types
@@ -207,6 +210,20 @@ def test_what_is_not_the_pools(fake, gpu):
     assert [now[key] - before[key] for key in ("others", "recorded", "waits")] == [1, 1, 1]
 
 
+def test_a_hold_is_on_the_streams_own_device(fake, gpu, monkeypatch):
+    """The default stream of every device has the handle 0."""
+    block = fake.pin()
+    default = [types.SimpleNamespace(cuda_stream=0, device_index=index) for index in (0, 1)]
+    pinpool.torch.hold(block, default[0])
+    with pytest.raises(pinpool.ArgumentError, match="none of those of the pool"):
+        pinpool.torch.hold(block, default[1])
+    pinpool.torch.hold(block, 0)
+    monkeypatch.setattr(pinpool.torch, "_several", True)
+    with pytest.raises(pinpool.ArgumentError, match="give torch's stream"):
+        pinpool.torch.hold(block, 0)
+    pinpool.torch.hold(block, gpu.stream())
+
+
 def test_an_exhausted_pool(fake):
     held = []
     with pytest.raises(RuntimeError, match=r"^OutOfMemoryError: .*install\(capacity=") as raised:
@@ -289,8 +306,61 @@ def test_a_shim_is_compiled_once(monkeypatch, tmp_path):
     assert released.parent == build.FOLDER and released.name == "torch_2_11.so"
     path = pinpool.torch._built(torch("2.11.0a0+git1"))
     assert path.parent == tmp_path / "pinpool" and list(path.parent.iterdir()) == [path]
-    monkeypatch.setattr(build, "build", None)
-    assert pinpool.torch._built(torch("2.11.0a0+git1")) == path
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "build", None)
+        assert pinpool.torch._built(torch("2.11.0a0+git1")) == path
+        # Machines that share the folder have a file each.
+        others = []
+        patch.setattr(build, "build", lambda include, out: others.append(out.name))
+        for name, value in (("machine", "pdp11"), ("libc_ver", ("glibc", "2.0"))):
+            with monkeypatch.context() as there:
+                there.setattr(platform, name, lambda value=value: value)
+                pinpool.torch._built(torch("2.11.0a0+git1"))
+    assert len({path.name, *others}) == 3
+
+
+def test_a_shim_that_does_not_load_is_compiled_again(installed, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = torch(f"{VERSION}a0+git1")
+    before = os.umask(0)
+    try:
+        path = pinpool.torch._built(made)
+        path.write_bytes(b"\x7fELF of another machine")
+        assert pinpool.torch._load(made).pinpool_torch_install
+    finally:
+        os.umask(before)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    compiled = []
+    monkeypatch.setattr(build, "build", lambda include, out: (out.touch(0o755), compiled.append(1)))
+    assert "does not load" in refused(monkeypatch, made, any_version=True) and len(compiled) == 2
+
+
+def test_a_shim_of_another_users_is_not_loaded(monkeypatch, tmp_path):
+    """Whoever can write to the file or to its folder has his code run."""
+    made = torch("2.12.0", f"{tmp_path}/__init__.py")
+    (tmp_path / "include/ATen/core").mkdir(parents=True)
+    (tmp_path / "include/ATen/core/CachingHostAllocator.h").touch()
+    monkeypatch.setattr(build, "build", lambda include, out: out.touch(0o755))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = pinpool.torch._built(made)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    for each, mode in ((path, 0o775), (path, 0o757), (path.parent, 0o770), (path.parent, 0o703)):
+        kept = each.stat().st_mode
+        each.chmod(mode)
+        assert re.search(f"{each} .*chmod go-w.*XDG_CACHE_HOME", refused(monkeypatch, made))
+        each.chmod(kept)
+    assert pinpool.torch._built(made) == path
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        assert f"{path.parent} belongs to" in refused(monkeypatch, made)
+    # Of a user without a home, too, nothing is taken from the current folder.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert "$XDG_CACHE_HOME" in refused(monkeypatch, made)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert "~/.cache" in refused(monkeypatch, made) and not pathlib.Path("~").exists()
 
 
 def test_with_torch_on_a_gpu():

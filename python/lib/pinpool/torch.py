@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import os
 import pathlib
+import platform
 import re
 import subprocess
 from typing import Any
@@ -58,6 +59,8 @@ class _Stats(ctypes.Structure):
 _library = ctypes.CDLL(_native.__file__)
 _library.pinpool_last_error.restype = ctypes.c_char_p
 _shim: Any = None
+# Whether the pool is one of several devices.
+_several = False
 
 
 def install(
@@ -85,7 +88,7 @@ def install(
         whichever the device does best unless given.
     any_version: also with a version of torch that the shim was not tested with.
     """
-    global _shim
+    global _shim, _several
     import torch  # type: ignore[import-not-found, unused-ignore]
 
     if torch.version.cuda is None:
@@ -102,9 +105,8 @@ def install(
         known = ", ".join(map(repr, _BACKINGS))
         raise errors.ArgumentError(f"backing is one of {known}, and not {backing!r}")
     if _shim is None:
-        path = _built(torch)
         try:
-            _shim = ctypes.CDLL(str(path))
+            _shim = _load(torch)
         except OSError as error:
             raise errors.UnsupportedError(
                 f"the shim for torch {torch.__version__} does not load: {error}"
@@ -121,6 +123,7 @@ def install(
     )
     if refusal is not None:
         raise errors.Error(refusal.decode())
+    _several = "," in (device or "")
 
 
 def stats() -> dict[str, int]:
@@ -140,15 +143,25 @@ def trim() -> int:
 
 
 def hold(tensor: Any, stream: Any = None) -> None:
-    """Keeps the memory of a pinned tensor until what is queued on the stream (torch's or a raw
-    `CUstream`; unless given, torch's current one) is complete: for a copy that torch does not know
-    of, to be called after it is queued and before the tensor is dropped. The tensor, or the view
-    that it is, may begin anywhere in the pinned memory."""
+    """Keeps the memory of a pinned tensor until what is queued on the stream (torch's; unless
+    given, its current one) is complete: for a copy that torch does not know of, to be called after
+    it is queued and before the tensor is dropped. The tensor, or the view that it is, may begin
+    anywhere in the pinned memory.
+
+    A raw `CUstream` is one of the pool's device; of the first, where the pool has several."""
     if stream is None:
         import torch
 
         stream = torch.cuda.current_stream()
-    _call("hold", ctypes.c_void_p(tensor.data_ptr()), _raw(stream))
+    raw, device = _raw(stream), getattr(stream, "device_index", None)
+    # These mean the default streams of whichever device is current.
+    if device is None and _several and raw.value in (None, 1, 2):
+        raise errors.ArgumentError(
+            "the handle of a default stream does not say which of the pool's devices it is on: "
+            "give torch's stream, as of torch.cuda.default_stream(device)"
+        )
+    name = None if device is None else f"cuda:{device}".encode()
+    _call("hold_on", ctypes.c_void_p(tensor.data_ptr()), ctypes.c_char_p(name), raw)
 
 
 def idle(tensor: Any) -> bool:
@@ -187,7 +200,18 @@ def _call(name: str, *arguments: Any) -> None:
         raise kind(_library.pinpool_last_error().decode())
 
 
-def _built(torch: Any) -> pathlib.Path:
+def _load(torch: Any) -> ctypes.CDLL:
+    path = _built(torch)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        if path.parent == build.FOLDER:
+            raise
+    # It is damaged, or the system has changed.
+    return ctypes.CDLL(str(_built(torch, anew=True)))
+
+
+def _built(torch: Any, anew: bool = False) -> pathlib.Path:
     """The shim for this torch: the wheel's own, or compiled now and kept for the next process."""
     version = str(torch.__version__)
     # What is not a release has the interface of some day.
@@ -197,7 +221,9 @@ def _built(torch: Any) -> pathlib.Path:
         if path.exists():
             return path
     include = pathlib.Path(torch.__file__).resolve().parent / "include"
-    key = hashlib.sha256(" ".join([build.COMPILER, *build.FLAGS]).encode())
+    # Machines that share a home each have their own.
+    machine = [platform.machine(), *platform.libc_ver()]
+    key = hashlib.sha256(" ".join([build.COMPILER, *build.FLAGS, *machine]).encode())
     interface = include / "ATen/core/CachingHostAllocator.h"
     why = f"the shim for torch {version} is not in the wheel, and cannot be compiled: "
     try:
@@ -208,11 +234,18 @@ def _built(torch: Any) -> pathlib.Path:
             f"{why}{error}; install torch from a wheel, which has its headers"
         ) from error
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(cache):
+        raise errors.UnsupportedError(
+            f"{why}{cache} is no absolute path of a folder for it; name one by $XDG_CACHE_HOME"
+        )
     path = pathlib.Path(cache, "pinpool", f"{version}-{__version__}-{key.hexdigest()[:16]}.so")
-    if path.exists():
-        return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(path.parent)
+        if path.exists():
+            _check_owner(path)
+            if not anew:
+                return path
         build.build(include, path)
     except subprocess.CalledProcessError as error:
         raise errors.UnsupportedError(
@@ -230,3 +263,17 @@ def _built(torch: Any) -> pathlib.Path:
             f"{why}{error}; name a folder that can be written by $XDG_CACHE_HOME"
         ) from error
     return path
+
+
+def _check_owner(path: pathlib.Path) -> None:
+    """Refuses what another user could have written: its code would run as this one."""
+    status = path.stat()
+    if status.st_uid != os.getuid():
+        why = f"belongs to the user {status.st_uid}, and this is {os.getuid()}: remove it"
+    elif status.st_mode & 0o022:
+        why = f"can be written by other users: remove it if one may have, else chmod go-w {path}"
+    else:
+        return
+    raise errors.UnsupportedError(
+        f"the compiled shim is not loaded: {path} {why}, or name another folder by $XDG_CACHE_HOME"
+    )

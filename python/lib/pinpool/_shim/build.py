@@ -29,6 +29,8 @@ def build(include: pathlib.Path, out: pathlib.Path) -> None:
         sources = [f"-I{FOLDER}", "-isystem", f"{include}", f"{FOLDER}/shim.cpp"]
         needed = ["-Wl,--no-as-needed", f"{new}/libc10.so", f"{new}/libtorch_cpu.so"]
         _run(*FLAGS, *sources, *needed, "-o", f"{new}/{out.name}")
+        # Whatever the umask is: `pinpool.torch` loads nothing that others can write to.
+        os.chmod(new / out.name, 0o755)
         os.replace(new / out.name, out)
 
 
