@@ -41,49 +41,6 @@ fn works() -> bool {
     run() == Ok(true)
 }
 
-#[test]
-fn a_child_opens_nothing_once_its_parent_has_opened_a_device() {
-    own_process!();
-    let (node, [device, _]) = hosts();
-    let pool = pool(&device, 1 << 20);
-    // Cached by this thread, so that in the parent it would be a hit.
-    drop(pool.checkout(1000).unwrap());
-    let opens = || {
-        #[allow(unused_mut, reason = "there is more to open with the features")]
-        let mut wrong = vec![
-            is_forked(Device::open("host")),
-            is_forked(Device::open("auto")),
-            is_forked(Device::open("cuda:0")),
-            is_forked(Device::open("acl:0")),
-            is_forked(HostNode::new(HostConfig::new())),
-            is_forked(Device::on(&node, 1)),
-            is_forked(Device::on(&HostNode::system(), 0)),
-            is_forked(crate::builder(&device, 1 << 20).build()),
-            is_forked(pool.checkout(1000)),
-            is_forked(pool.try_checkout(500_000)),
-            device.pci_address().is_none(),
-            // Nor does a node's handle do anything, or hang.
-            {
-                node.hang(0);
-                node.kill(1);
-                node.trace().is_empty() && node.live(0).queued == 0
-            },
-        ];
-        #[cfg(feature = "cuda")]
-        // SAFETY: null is no context, and is not looked at.
-        wrong.push(is_forked(unsafe { pinpool::cuda::adopt_context(std::ptr::null_mut(), ()) }));
-        #[cfg(feature = "acl")]
-        // SAFETY: as above.
-        wrong.push(is_forked(unsafe { pinpool::acl::adopt_context(std::ptr::null_mut(), ()) }));
-        first_wrong(&wrong)
-    };
-    assert_eq!(forked(opens), Some(0), "which check failed, counted from 1; None: the child hung");
-    // The parent has noticed nothing.
-    assert!(device.lost().is_none() && device.stream().unwrap().synchronize().is_ok());
-    drop(pool.checkout(1000).unwrap());
-    assert_eq!(pool.check().unwrap().checked_out_bytes, 0);
-}
-
 /// A server that forks its workers before it opens anything.
 #[test]
 fn a_child_of_a_process_that_opened_nothing_is_like_any_other() {
@@ -139,11 +96,11 @@ fn told(what: &str, case: impl Fn() -> bool) {
     assert_eq!(forked(|| i32::from(!case())), Some(0), "{what}; None: it hangs");
 }
 
-/// Everything that can be waited for, all of it hung.
+/// Everything that can be opened, and everything that can be waited for, all of it hung.
 #[test]
-fn a_child_is_told_by_whatever_it_waits_for() {
+fn a_child_is_told_by_whatever_it_opens_or_waits_for() {
     own_process!();
-    let (node, device) = host();
+    let (node, [device, _]) = hosts();
     let pool = crate::pool(&device, 4 << 20);
     let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
     let bulk = Copier::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
@@ -169,6 +126,8 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     let poll = |future: &mut dyn FnMut(&mut Context<'_>) -> Poll<bool>| {
         future(&mut Context::from_waker(Waker::noop())) == Poll::Ready(true)
     };
+    // Cached by this thread, so that in the parent it would be a hit.
+    drop(pool.checkout(1000).unwrap());
     // Until what can be under way is.
     std::thread::sleep(Duration::from_millis(100));
     told("a copy that was done", || is_forked(done.take().unwrap().wait()));
@@ -193,6 +152,26 @@ fn a_child_is_told_by_whatever_it_waits_for() {
             && is_forked(bulk.wait_for(&stream))
             && !bulk.reap()
             && bulk.stats().chunk == 64 << 10
+    });
+    told("new devices", || {
+        let by_name = ["host", "auto", "cuda:0", "acl:0"].map(Device::open);
+        by_name.into_iter().all(is_forked)
+            && is_forked(HostNode::new(HostConfig::new()))
+            && is_forked(Device::on(&node, 1))
+            && is_forked(Device::on(&HostNode::system(), 0))
+            && is_forked(crate::builder(&device, 1 << 20).build())
+            && device.pci_address().is_none()
+    });
+    // SAFETY: null is no context, and is not looked at.
+    #[cfg(feature = "cuda")]
+    told("a context", || is_forked(unsafe { pinpool::cuda::adopt_context(std::ptr::null_mut(), ()) }));
+    // SAFETY: as above.
+    #[cfg(feature = "acl")]
+    told("a context", || is_forked(unsafe { pinpool::acl::adopt_context(std::ptr::null_mut(), ()) }));
+    told("a node, whose handle does nothing", || {
+        node.hang(0);
+        node.kill(1);
+        node.trace().is_empty() && node.live(0).queued == 0
     });
     told("a new copier", || is_forked(Copier::builder(&pool, &device).build()));
     told("a transfer of pages", || is_forked(pages.take().unwrap().wait()));
@@ -224,7 +203,11 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     });
     told("a reader", || is_forked(bulk.upload_read(&mut &[1_u8; 10][..], at(0..10))));
     told("a writer", || is_forked(bulk.download_write(at(0..10), &mut Vec::new())));
-    told("memory", || is_forked(pool.checkout(1000)) && is_forked(pool.wait_pinned(None)));
+    told("memory", || {
+        is_forked(pool.checkout(1000))
+            && is_forked(pool.try_checkout(500_000))
+            && is_forked(pool.wait_pinned(None))
+    });
     told("memory, by a task", || {
         let mut checkout = pin!(pool.checkout_async(1000));
         poll(&mut |cx| checkout.as_mut().poll(cx).map(is_forked))

@@ -102,7 +102,10 @@ fn child(
 }
 
 /// Forks beside threads that are at work: whatever locks these hold at the fork, the child waits for none of them.
-fn beside_threads(device: &Device, rounds: usize) {
+#[test]
+fn no_child_hangs_whatever_the_threads_are_doing() {
+    own_process!();
+    let device = &host().1;
     let pool = builder(device, 8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
     let tracked = builder(device, 2 << 20).track_checkouts(true).build().unwrap();
     let full = builder(device, 64 << 10).build().unwrap();
@@ -115,7 +118,7 @@ fn beside_threads(device: &Device, rounds: usize) {
         for _ in 0..3 {
             scope.spawn(|| busy(device, [&pool, &tracked, &full], &bulk, &stop));
         }
-        let wrong = (0..rounds).find_map(|round| {
+        let wrong = (0..102).find_map(|round| {
             // The child has the last handles to these.
             let (stream, memory) = (device.stream().unwrap(), device.alloc(300_000).unwrap());
             // The stream's thread is at work by then: one that is just starting may hold a lock of the standard library's,
@@ -150,10 +153,4 @@ fn beside_threads(device: &Device, rounds: usize) {
     );
     drop((sampling, all_of_it));
     [pool, tracked, full].iter().for_each(|pool| _ = checked(pool));
-}
-
-#[test]
-fn no_child_hangs_whatever_the_threads_are_doing() {
-    own_process!();
-    beside_threads(&host().1, 102);
 }

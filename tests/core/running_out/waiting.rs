@@ -67,30 +67,6 @@ fn the_longest_request_is_an_extent() {
     }
 }
 
-/// What the first waits for is given neither to those behind it nor to new ones, in whatever way it comes back.
-#[test]
-fn first_come_first_served() {
-    let rig = Rig::by_hand();
-    let pool = rig.pool(64 << 10);
-    let (small, most) = (pool.checkout(100).unwrap(), pool.checkout(pages(14)).unwrap());
-    let mut all = Waiter::new(pool.checkout_async(pages(16)));
-    let mut behind = Waiter::new(pool.checkout_async(pages(2)));
-    let mut like = Waiter::new(pool.checkout_async(100));
-    assert_eq!(pool.stats().waiting, 3);
-    drop(small);
-    [&mut all, &mut behind, &mut like].into_iter().for_each(Waiter::still_waits);
-    assert!(matches!(pool.try_checkout(pages(1)), Err(Error::Exhausted(_))));
-    drop(most);
-    let all = all.ready().unwrap();
-    // Several of a class at once are not served before as many are free.
-    let several = Waiter::new(pool.checkout_many_async([Request::new(32); 3]));
-    let last = Waiter::new(pool.checkout_async(32));
-    drop(all);
-    drop((behind.ready().unwrap(), like.ready().unwrap(), several.ready().unwrap(), last.ready().unwrap()));
-    let stats = checked(&pool);
-    assert_eq!((stats.waiting, stats.waits, stats.checked_out_bytes), (0, 5, 0));
-}
-
 /// Many requests together can ask for more bytes than there are addresses.
 #[test]
 fn a_sum_beyond_all_numbers_is_impossible() {

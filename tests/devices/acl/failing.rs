@@ -11,38 +11,31 @@ fn a_little_of_everything() -> (Result<()>, bool) {
         Ok(device) => device,
         Err(error) => return (Err(error), false),
     };
-    let outcome = a_little_on(&device, &|_| ());
+    let outcome = a_little_on(&device);
     (outcome, device.close(HANG).is_ok())
 }
 
-/// Every kind of call there is, with a look after each. Every failure is returned as an error; a result without an error is
+/// Every kind of call there is. Every failure is returned as an error; a result without an error is
 /// right.
-pub fn a_little_on(device: &Device, look: &dyn Fn(&str)) -> Result<()> {
+pub fn a_little_on(device: &Device) -> Result<()> {
     let pool = Pool::builder(device).capacity(512 << 10).extent(128 << 10).region(256 << 10).build()?;
-    look("a pool");
     let (stream, other) = (device.stream()?, device.stream()?);
     acl::raw_stream(&other)?;
     let memory = device.alloc(20_000)?;
-    look("streams and memory");
     for (round, on) in [&stream, &other, &stream].into_iter().enumerate() {
         transfers(&pool, on, &memory, round)?;
-        look("an upload, a download and their ends");
     }
     other.wait_for(&stream)?;
-    look("waiting for a stream");
     stream.upload_blocking(&[5; 1000], memory.slice(8..1008))?;
     let mut back = [0; 1000];
     stream.download_blocking(memory.slice(8..1008), &mut back)?;
     assert_eq!(back, [5; 1000]);
-    look("blocking copies");
     stream.copy(memory.slice(8..72)?, memory.slice(1008..1072)?)?.wait()?;
-    look("a copy within the device");
     let zeros = pool.checkout_zeroed(3000)?;
     assert_eq!(*zeros, [0; 3000]);
     let landing = pool.checkout_timeout(3000, HANG)?;
     let (zeros, copied) = stream.copy_host(zeros, landing)?;
     assert_eq!((&*zeros.wait()?, &*copied.wait()?), (&[0; 3000][..], &[0; 3000][..]));
-    look("zeros, and a copy on the host");
     match device.register(bytes(3, 200_000)) {
         Ok(value) => {
             let value = stream.upload_part(value, ..20_000, &memory)?.wait()?;
@@ -58,16 +51,12 @@ pub fn a_little_on(device: &Device, look: &dyn Fn(&str)) -> Result<()> {
     }
     // SAFETY: no other code uses it.
     unsafe { device.raw_memory(memory.address(), 100, ()) }?;
-    look("registering and raw memory");
     stream.hold(()).map_err(|refused| refused.error)?.wait()?;
     stream.synchronize()?;
-    look("holds");
     device.reap();
     pool.trim(0);
     pool.check().unwrap();
-    look("trimming");
     drop((pool, stream, other, memory));
-    look("the end");
     Ok(())
 }
 

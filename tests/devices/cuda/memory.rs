@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use memmap2::MmapMut;
 use pinpool::{Backing, Device, Error, ErrorClass, HostAllocFlags, Pool, Request, cuda};
 
-use crate::cuda::rig::{PAGE, both, broken, flag, open, small};
+use crate::cuda::rig::{PAGE, both, flag, open, small};
 use crate::support::doubles::gpu::{self, bytes, calls, filled, until};
 use crate::support::doubles::{HANG, StandIn, on_stand_in};
 use crate::support::value::Value;
@@ -90,7 +90,7 @@ fn a_refused_registration_says_why_and_gives_the_value_back() {
         assert!(fallback.is_read_only());
         let refused = device.register_read_only(map).unwrap_err();
         assert!(refused.error.to_string().contains("not mapped") && refused.buffer.is_some());
-        assert_eq!(broken(d), ["MEM-1", "MEM-1", "HST-5", "HST-5"], "the flag is not passed");
+        assert_eq!(d.broken(), ["MEM-1", "MEM-1", "HST-5", "HST-5"], "the flag is not passed");
         // Registered memory serves the devices of its family.
         let host = Device::open("host").unwrap();
         let value = host.register(bytes(3, 10_000)).unwrap();
@@ -252,7 +252,7 @@ fn an_address_that_copies_cannot_use_is_told_what_it_is() {
         }
         // SAFETY: as above. Managed memory that another GPU's context has made.
         drop(unsafe { device.raw_memory(made(d, "memory 1 1 64"), 64, ()) }.unwrap());
-        assert_eq!(broken(d), ["HEAP-1"]);
+        assert_eq!(d.broken(), ["HEAP-1"]);
         assert_eq!(device.lost(), None);
     });
 }

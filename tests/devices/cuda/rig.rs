@@ -9,7 +9,7 @@ use std::time::Duration;
 use pinpool::{Device, DeviceSlice, Error, Pool, PoolBuilder, Stream, cuda};
 
 use crate::support::doubles::gpu::{bytes, filled};
-use crate::support::doubles::{self, HANG, StandIn, gpu_name};
+use crate::support::doubles::{self, HANG, gpu_name};
 use crate::support::skip;
 use crate::support::value::Value;
 
@@ -38,12 +38,6 @@ pub fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceSlice, seed: usiz
     drop(stream.upload(filled(pool, &sent), memory).unwrap());
     let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
     assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
-}
-
-/// The ids of the rules that were broken so far.
-pub fn broken(stand_in: &StandIn) -> Vec<String> {
-    let first = |line: String| line.split(' ').next().unwrap_or_default().to_owned();
-    stand_in.report().violations.into_iter().map(first).collect()
 }
 
 /// A value, and whether it was dropped.

@@ -356,6 +356,12 @@ impl StandIn {
         Report::parse(&self.command("report"))
     }
 
+    /// The ids of the rules that were broken so far.
+    pub fn broken(&self) -> Vec<String> {
+        let first = |line: String| line.split(' ').next().unwrap_or_default().to_owned();
+        self.report().violations.into_iter().map(first).collect()
+    }
+
     /// The report when everything that was opened is closed, or when it is not in all that time: pools and devices end
     /// on threads of their own. Fails where threads that are in no machine have broken rules.
     pub fn final_report(&self) -> Report {

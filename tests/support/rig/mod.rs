@@ -3,12 +3,10 @@
 #![allow(dead_code, reason = "each of them uses a part of it")]
 
 use std::future::Future;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pinpool::copier::CopierBuilder;
-use pinpool::copier::Sink;
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{Copier, Device, PinnedBuf, Pool, Request, Unpinned};
 
@@ -72,22 +70,6 @@ impl Drop for Rig {
         if !loses && !std::thread::panicking() {
             self.all_is_back();
         }
-    }
-}
-
-/// A sink that keeps what it is given.
-#[derive(Debug, Default)]
-pub struct Whole(Mutex<Vec<u8>>);
-
-impl Sink for Whole {
-    fn put(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
-        let (mut all, at) = (self.0.lock().unwrap(), offset as usize);
-        let end = at + bytes.len();
-        if all.len() < end {
-            all.resize(end, 0);
-        }
-        all[at..end].copy_from_slice(bytes);
-        Ok(())
     }
 }
 

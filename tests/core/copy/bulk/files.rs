@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 
 use super::*;
+#[cfg(feature = "cuda")]
 use crate::support::hand::Machine;
 use crate::support::{cold, own_process, skip};
 
@@ -55,18 +56,6 @@ fn direct(file: &tempfile::NamedTempFile) -> Option<File> {
     opened.ok()
 }
 
-/// A program's source that passes a file on.
-struct Wrapped(FileSource);
-
-impl Source for Wrapped {
-    fn len(&self) -> u64 {
-        self.0.len()
-    }
-    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        self.0.fill(offset, into)
-    }
-}
-
 /// A part is named again, anywhere in the file. A file that was opened past the page cache is refused.
 #[test]
 fn parts_of_files_go_up_in_every_way_of_reading() {
@@ -92,7 +81,11 @@ fn parts_of_files_go_up_in_every_way_of_reading() {
                 CopyRange::new(0, place.slice(..half).unwrap()),
                 CopyRange::new(half as u64, place.slice(half..).unwrap()),
             ];
-            let sent = copier.upload(Wrapped(part(Reading::Auto)), halves.to_vec()).unwrap();
+            // By a source of the program's that passes a file on.
+            let file = part(Reading::Auto);
+            let passes = move |offset, into: &mut Fill<'_>| file.fill(offset, into);
+            let source = source("a file's", range.len(), passes);
+            let sent = copier.upload(source, halves.to_vec()).unwrap();
             sent.wait().map(drop).map_err(|failed| failed.error).unwrap();
         });
     }
@@ -282,6 +275,7 @@ fn short_ranges_of_a_cold_file_are_read_alone() {
 
 /// A worker takes the next load of the same file while its copies of the one before are in flight: between others
 /// it waits for them, since a file that blocks would hold them up.
+#[cfg(feature = "cuda")]
 #[test]
 fn loads_of_one_file_follow_each_other_without_a_pause() {
     let machine = Machine::new(1, 32 << 20, 1);

@@ -21,7 +21,7 @@ use pinpool::{Copier, DeviceSlice, Error};
 
 use super::setup::{HANG, until};
 use crate::support::downloaded;
-pub use crate::support::rig::{Rig, Whole, pattern};
+pub use crate::support::rig::{Rig, pattern};
 
 /// A rig's copier, bytes, and device memory of their length.
 fn with(rig: &Rig, len: usize, seed: u64) -> (Copier, Vec<u8>, DeviceSlice) {
