@@ -66,6 +66,7 @@ class Block:
     def __del__(self):
         with Block.lock:
             Block.alive -= self.nbytes
+        self.torch.gpu("cuCtxSetCurrent", self.torch.gpu.context)  # here, too
         self.torch.gpu("cuMemFree_v2", self.address)
 
 
