@@ -354,13 +354,10 @@ fn size_0_is_refused_by_every_call() {
             assert!(matches!(&error, Error::Argument(text) if text.contains("nothing to copy")));
         }
         // A buffer without a written byte.
+        let [one, two, three] = [100, 9, 9].map(|len| pool.checkout(len).unwrap());
         for error in [
-            stream.upload(pool.checkout(100).unwrap(), &memory).map(drop).unwrap_err().error,
-            stream
-                .copy_host(pool.checkout(9).unwrap(), pool.checkout(9).unwrap())
-                .map(drop)
-                .unwrap_err()
-                .error,
+            stream.upload(one, &memory).map(drop).unwrap_err().error,
+            stream.copy_host(two, three).map(drop).unwrap_err().error,
         ] {
             let words = ["no byte of the buffer was written", "extend_from_slice"];
             assert!(matches!(&error, Error::Argument(text) if words.iter().all(|word| text.contains(word))));

@@ -77,11 +77,8 @@ fn a_snapshot_has_its_fields() {
         on.hang(false);
         drop((flight.wait().unwrap(), held));
         let snapshot = pool.snapshot();
-        let device = &snapshot.devices[0];
+        let (device, s) = (&snapshot.devices[0], snapshot.pool);
         assert_eq!((device.completed, device.uploaded_bytes, device.downloaded_bytes), (1, 1000, 0));
-        assert_eq!(
-            (snapshot.flight.count(), snapshot.pool.returns, snapshot.pool.in_flight_bytes),
-            (1, 2, 0)
-        );
+        assert_eq!((snapshot.flight.count(), s.returns, s.in_flight_bytes), (1, 2, 0));
     });
 }

@@ -11,6 +11,11 @@ use crate::{acl, cuda};
 /// A call's outcome: a code other than zero is the error.
 pub type Outcome<T = ()> = Result<T, u32>;
 
+/// The error, though no rule is broken, if that is so.
+pub fn fails_if(code: u32, is_so: bool) -> Outcome {
+    if is_so { Err(code) } else { Ok(()) }
+}
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Vendor {
     #[default]
@@ -47,6 +52,15 @@ impl Vendor {
 
     pub fn no_memory(self) -> u32 {
         self.either(cuda::OUT_OF_MEMORY, acl::MEMORY_ALLOCATION)
+    }
+
+    /// The code where no such context is there, and for a stream or an event of another one.
+    pub fn no_context(self) -> u32 {
+        self.either(cuda::INVALID_CONTEXT, acl::CONTEXT_NULL)
+    }
+
+    pub fn other_context(self) -> u32 {
+        self.either(cuda::INVALID_HANDLE, acl::STREAM_CONTEXT)
     }
 
     /// The code of a call while the library takes itself down.

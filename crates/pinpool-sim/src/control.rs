@@ -168,18 +168,11 @@ impl World {
         true
     }
 
-    /// A device's streams that were not destroyed, in the order in which they were made.
-    fn streams_on(&self, device: usize) -> Vec<usize> {
-        let mut all =
-            self.streams_of(|context| self.contexts.get(&context).is_some_and(|c| c.device == device));
-        all.retain(|handle| !self.streams[handle].destroyed);
-        all
-    }
-
-    /// The nth of them, or all.
-    fn nth_on(&self, device: usize, nth: Option<usize>) -> Vec<usize> {
-        let all = self.streams_on(device);
-        nth.map_or_else(|| all.clone(), |nth| all.get(nth).copied().into_iter().collect())
+    /// The nth of a device's streams that were not destroyed, as they were made, or all of them.
+    fn streams_on(&self, device: usize, nth: Option<usize>) -> Vec<usize> {
+        let is_there = |context| self.contexts.get(&context).is_some_and(|c| c.device == device);
+        let all = self.streams_of(is_there).into_iter().filter(|it| !self.streams[it].destroyed);
+        all.skip(nth.unwrap_or(0)).take(nth.map_or(usize::MAX, |_| 1)).collect()
     }
 }
 
@@ -204,14 +197,14 @@ impl Machine {
     /// How many operations of a device are queued.
     pub fn queued(self, device: usize) -> usize {
         let world = self.world();
-        world.streams_on(device).iter().map(|handle| world.streams[handle].queue.len()).sum()
+        world.streams_on(device, None).iter().map(|handle| world.streams[handle].queue.len()).sum()
     }
 
     /// Holds what a device's nth stream has queued, and what follows: it runs only for a call that synchronises.
     /// `false`: there is no such stream.
     pub fn hold(self, device: usize, nth: usize) -> bool {
         let mut world = self.world();
-        let streams = world.nth_on(device, Some(nth));
+        let streams = world.streams_on(device, Some(nth));
         for stream in &streams {
             world.streams.entry(*stream).and_modify(|stream| stream.held = Some(stream.done));
         }
@@ -221,7 +214,7 @@ impl Machine {
     /// Nothing of a device's nth stream is held any more, or of all its streams.
     pub fn resume(self, device: usize, nth: Option<usize>) {
         let mut world = self.world();
-        for stream in world.nth_on(device, nth) {
+        for stream in world.streams_on(device, nth) {
             world.streams.entry(stream).and_modify(|stream| stream.held = None);
         }
     }

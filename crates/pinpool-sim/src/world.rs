@@ -6,7 +6,7 @@
 use std::alloc::Layout;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use crate::common::{Outcome, Vendor};
+use crate::common::{Outcome, Vendor, fails_if};
 use crate::{acl, cuda};
 
 pub struct Device {
@@ -82,6 +82,7 @@ pub struct Capture {
     pub id: u64,
 }
 
+#[derive(Default)]
 pub struct Stream {
     pub context: usize,
     /// Unlike its handle, never another's.
@@ -294,9 +295,25 @@ impl World {
         Err(code)
     }
 
-    /// It breaks a rule that the library does not see to.
+    /// The call breaks a rule, and fails, if that is so.
+    pub fn forbid(&mut self, rule: &str, code: u32, is_so: bool) -> Outcome {
+        if is_so { self.broken(rule, code) } else { Ok(()) }
+    }
+
+    /// What the call names. It breaks a rule, and fails, if there is no such thing.
+    pub fn must<T>(&mut self, rule: &str, code: u32, found: Option<T>) -> Outcome<T> {
+        found.map_or_else(|| self.broken(rule, code), Ok)
+    }
+
+    /// The call breaks a rule that the library does not see to.
     pub fn let_pass(&mut self, rule: &str) {
         self.violations.push(format!("{rule} {}", self.call));
+    }
+
+    pub fn let_pass_if(&mut self, rule: &str, is_so: bool) {
+        if is_so {
+            self.let_pass(rule);
+        }
     }
 
     /// Writes a result, if there is a place for it.
@@ -304,9 +321,8 @@ impl World {
     /// # Safety
     /// `to` is null or valid for a write.
     pub unsafe fn give<T>(&mut self, to: *mut T, value: T) -> Outcome {
-        if to.is_null() {
-            return self.broken("ARG-1", self.vendor.either(cuda::INVALID_VALUE, acl::INVALID_PARAM));
-        }
+        let code = self.vendor.either(cuda::INVALID_VALUE, acl::INVALID_PARAM);
+        self.forbid("ARG-1", code, to.is_null())?;
         // SAFETY: the caller's promise.
         unsafe { to.write(value) };
         Ok(())
@@ -381,12 +397,20 @@ impl World {
 
     /// Ends such a use. The context's handle, if that was the last one.
     pub fn release(&mut self, device: usize) -> Outcome<Option<usize>> {
+        let uses = self.devices[device].uses.checked_sub(1);
+        let uses = self.must("CTX-4", self.vendor.no_context(), uses)?;
         let of = &mut self.devices[device];
-        let Some(uses) = of.uses.checked_sub(1) else {
-            return self.broken("CTX-4", self.vendor.either(cuda::INVALID_CONTEXT, acl::CONTEXT_NULL));
-        };
         of.uses = uses;
         Ok(if uses == 0 { of.primary.take() } else { None })
+    }
+
+    /// Destroys a context that a program has made.
+    pub fn destroy_context(&mut self, context: usize) -> Outcome {
+        let is_shared = self.devices.iter().any(|device| device.primary == Some(context));
+        let is_there = self.contexts.contains_key(&context);
+        self.forbid("CTX-6", self.vendor.no_context(), is_shared || !is_there)?;
+        self.end_context(context);
+        Ok(())
     }
 
     /// Destroys a context, and what it has with it. Nothing of that runs any more; an Ascend device runs it first.
@@ -425,7 +449,7 @@ impl World {
     /// The current context, which must be alive.
     pub fn current(&mut self) -> Outcome<usize> {
         match self.vendor.current() {
-            0 => self.broken("CTX-1", self.vendor.either(cuda::INVALID_CONTEXT, acl::CONTEXT_NULL)),
+            0 => self.broken("CTX-1", self.vendor.no_context()),
             context => self.alive(context),
         }
     }
@@ -482,22 +506,11 @@ impl World {
         let mut destroyed = self.streams.iter().filter(|(_, s)| s.destroyed && s.queue.is_empty());
         let old = destroyed.next_back().filter(|_| self.reuse).map(|(handle, s)| (*handle, s.submitted));
         // Events that were recorded on the stream before, if there was one, are complete.
-        let (handle, submitted) = old.unwrap_or_else(|| (self.fresh(), 0));
+        let (handle, done) = old.unwrap_or_else(|| (self.fresh(), 0));
         self.streams_made += 1;
-        let stream = Stream {
-            context,
-            id: ((self.number as u64) << 32) + self.streams_made,
-            blocking,
-            priority: 0,
-            queue: VecDeque::new(),
-            done: submitted,
-            submitted,
-            held: None,
-            capture: None,
-            destroyed: false,
-            used: BTreeSet::new(),
-        };
-        self.streams.insert(handle, stream);
+        let id = ((self.number as u64) << 32) + self.streams_made;
+        let made = Stream { context, id, blocking, done, submitted: done, ..Stream::default() };
+        self.streams.insert(handle, made);
         handle
     }
 
@@ -525,17 +538,15 @@ impl World {
     pub fn stream(&mut self, handle: usize) -> Outcome<&mut Stream> {
         let current = self.current()?;
         let handle = self.resolved(handle);
-        if self.any_stream(handle)?.context != current {
-            return self.broken("CTX-5", self.vendor.either(cuda::INVALID_HANDLE, acl::STREAM_CONTEXT));
-        }
+        let context = self.any_stream(handle)?.context;
+        self.forbid("CTX-5", self.vendor.other_context(), context != current)?;
         self.streams.get_mut(&handle).ok_or(self.vendor.no_handle())
     }
 
     /// A stream of any context, which need not be current: the handle is no default stream's.
     pub fn any_stream(&mut self, handle: usize) -> Outcome<&mut Stream> {
-        let Some(context) = self.streams.get(&handle).filter(|s| !s.destroyed).map(|s| s.context) else {
-            return self.broken("STR-1", self.vendor.no_handle());
-        };
+        let context = self.streams.get(&handle).filter(|s| !s.destroyed).map(|s| s.context);
+        let context = self.must("STR-1", self.vendor.no_handle(), context)?;
         self.alive(context)?;
         self.streams.get_mut(&handle).ok_or(self.vendor.no_handle())
     }
@@ -548,9 +559,8 @@ impl World {
     pub fn destroy_stream(&mut self, handle: usize) -> Outcome {
         let stream = self.stream(handle)?;
         stream.destroyed = true;
-        if stream.work() > 0 {
-            self.let_pass("STR-2");
-        }
+        let work = stream.work();
+        self.let_pass_if("STR-2", work > 0);
         // It stays, for events that were recorded on it.
         self.drain(handle);
         Ok(())
@@ -571,9 +581,7 @@ impl World {
         let stalls = self.stalls;
         let stream = self.stream(handle)?;
         if let Some(Capture { spoiled, graph, .. }) = stream.capture {
-            if spoiled {
-                return Err(cuda::CAPTURE_INVALIDATED);
-            }
+            fails_if(cuda::CAPTURE_INVALIDATED, spoiled)?;
             self.add_node(graph, op);
             return Ok(0);
         }
@@ -610,7 +618,8 @@ impl World {
                 }
                 Op::Kernel(launch) => self.run_kernel(&launch),
                 Op::Allocate(at) => self.be(at, Kind::Pool { born: true }),
-                Op::Free(at) => self.run_free(at),
+                // What is ordered before that has run by now.
+                Op::Free(at) => self.free_block("POOL-4", at),
             }
             // A kernel may have ended its context, and with it all that is queued.
             if let Some(stream) = self.streams.get_mut(&handle).filter(|s| s.done < s.submitted) {
@@ -706,9 +715,8 @@ impl World {
 
     /// An event of any context, which need not be current.
     pub fn any_event(&mut self, handle: usize) -> Outcome<&mut Event> {
-        let Some(context) = self.events.get(&handle).map(|event| event.context) else {
-            return self.broken("EVT-1", self.vendor.no_handle());
-        };
+        let context = self.events.get(&handle).map(|event| event.context);
+        let context = self.must("EVT-1", self.vendor.no_handle(), context)?;
         self.alive(context)?;
         self.events.get_mut(&handle).ok_or(self.vendor.no_handle())
     }
@@ -724,13 +732,10 @@ impl World {
         let Stream { context, capture, .. } = self.stream(stream)?;
         let (context, captured) = (*context, capture.is_some());
         // Streams of a device record events of all its contexts, if it is an Ascend device.
-        let may_be_another = self.vendor == Vendor::Acl;
-        if of != context && !(may_be_another && self.contexts[&of].device == self.contexts[&context].device) {
-            return self.broken("CTX-5", self.vendor.either(cuda::INVALID_HANDLE, acl::STREAM_CONTEXT));
-        }
-        if self.is_pending(event) {
-            self.let_pass("EVT-3");
-        }
+        let device = |context: usize| self.contexts[&context].device;
+        let fits = of == context || self.vendor == Vendor::Acl && device(of) == device(context);
+        self.forbid("CTX-5", self.vendor.other_context(), !fits)?;
+        self.let_pass_if("EVT-3", self.is_pending(event));
         let upto = self.submit(stream, Op::Record)?;
         let (patience, stream) = ((self.random() % 3) as u32, self.resolved(stream));
         let event = self.any_event(event)?;
@@ -742,9 +747,7 @@ impl World {
     /// Whether it is complete. What it covers runs when it is.
     pub fn query(&mut self, handle: usize) -> Outcome<bool> {
         let Event { recorded, seen, captured, patience, .. } = *self.any_event(handle)?;
-        if captured {
-            return self.broken("CAP-3", cuda::CAPTURED_EVENT);
-        }
+        self.forbid("CAP-3", cuda::CAPTURED_EVENT, captured)?;
         let Some((stream, upto)) = recorded else {
             self.let_pass("EVT-2");
             return Ok(true);
@@ -763,9 +766,7 @@ impl World {
     }
 
     pub fn destroy_event(&mut self, handle: usize) -> Outcome {
-        if self.is_pending(handle) {
-            self.let_pass("EVT-4");
-        }
+        self.let_pass_if("EVT-4", self.is_pending(handle));
         self.events.remove(&handle);
         Ok(())
     }
@@ -774,9 +775,7 @@ impl World {
 
     /// Device memory of a context, or of none: it is filled with 0xA5.
     pub fn allocate(&mut self, device: usize, context: usize, len: usize, offset: usize) -> Outcome<usize> {
-        if !self.fits(device, len) {
-            return Err(self.vendor.no_memory());
-        }
+        fails_if(self.vendor.no_memory(), !self.fits(device, len))?;
         let at = self.made_up(len, offset);
         self.blocks.insert(at, Block { device, context, bytes: vec![FRESH; len], kind: Kind::Plain });
         Ok(at)
@@ -788,6 +787,13 @@ impl World {
         let hosts: usize = self.hosts.values().filter(|h| h.device == device).map(|h| h.len).sum();
         let used = blocks + if self.acl.on_device { hosts } else { 0 };
         used.checked_add(len).is_some_and(|sum| sum <= self.devices[device].memory)
+    }
+
+    /// Frees device memory, if it is there. `rule` is broken if something queued uses it.
+    pub fn free_block(&mut self, rule: &str, at: usize) {
+        let Some(len) = self.blocks.get(&at).map(|block| block.bytes.len()) else { return };
+        self.take_back(rule, Place::Device(at), len);
+        self.blocks.remove(&at);
     }
 
     pub fn be(&mut self, at: usize, kind: Kind) {
@@ -814,9 +820,7 @@ impl World {
         let layout = Layout::from_size_align(whole, PAGE).map_err(|_| self.vendor.no_memory())?;
         // SAFETY: not of size zero.
         let block = unsafe { std::alloc::alloc(layout) };
-        if block.is_null() {
-            return Err(self.vendor.no_memory());
-        }
+        fails_if(self.vendor.no_memory(), block.is_null())?;
         // SAFETY: as long as that.
         unsafe { block.write_bytes(FRESH, whole) };
         self.hosts_made += 1;
@@ -862,9 +866,7 @@ impl World {
 
     /// Unregisters what is registered from there. `code`: nothing is.
     pub fn unregister(&mut self, start: usize, code: u32) -> Outcome {
-        let Some(len) = self.registered.get(&start).map(|r| r.len) else {
-            return self.broken("MEM-2", code);
-        };
+        let len = self.must("MEM-2", code, self.registered.get(&start).map(|r| r.len))?;
         self.take_back("MEM-4", Place::Host(start), len);
         self.registered.remove(&start);
         Ok(())
@@ -873,6 +875,11 @@ impl World {
 
 pub fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
     start < other + other_len && other < start + len
+}
+
+/// Whether it is something, and ends within the address space.
+pub fn is_range(start: usize, len: usize) -> bool {
+    start != 0 && len != 0 && start.checked_add(len).is_some()
 }
 
 /// Whether all of it is mapped for reading, and for writing if that is asked for.

@@ -52,8 +52,7 @@ fn the_backing_is_chosen_or_what_the_device_can_do() {
 #[test]
 #[cfg(feature = "acl")]
 fn every_command_leaves_an_npu_in_order() {
-    use doubles::npu;
-    use doubles::npu::{PATH, REPORT, report_of};
+    use doubles::npu::{self, PATH, REPORT, report_of};
 
     let files = Folder::new();
     let file = files.make("model", (9 << 20) + 77);

@@ -39,11 +39,10 @@ fn names_cannot_steer_a_terminal_or_forge_a_line() {
     let path = files.make(name, 5000);
     let output = load([&path]).args(["-vv", "--verify", "--capacity", "8MiB"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    is_plain(&stdout(&output));
-    assert!(
-        stdout(&output)
-            .contains("a\\u{1b}]0;x\\u{7}\\u{9b}31m\\u{202e}\\u{200b}\\nINFO forged.bin: 5000 bytes to")
-    );
+    let told = stdout(&output);
+    is_plain(&told);
+    let escaped = "a\\u{1b}]0;x\\u{7}\\u{9b}31m\\u{202e}\\u{200b}\\nINFO forged.bin: 5000 bytes to";
+    assert!(told.contains(escaped), "{told}");
     // The library's log has its name too.
     let log = stderr(&output);
     is_plain(&log);
@@ -55,8 +54,7 @@ fn names_cannot_steer_a_terminal_or_forge_a_line() {
         "{\"a\\u001b[2J\u{202e}\\nx\":{\"dtype\":\"\\u001b[31m\",\"shape\":[],\"data_offsets\":[0,1]}}";
     let lies = files.put("lies.safetensors", with_header(text, [0]));
     refuses(&mut load([&lies]), "tensor \"a\\u{1b}[2J\\u{202e}\\nx\" is not described");
-    let output = load([&lies]).output().unwrap();
-    is_plain(&stderr(&output));
+    is_plain(&stderr(&load([&lies]).output().unwrap()));
     for args in
         [&["load", "--device", "\u{1b}[2Jx\u{202e}"][..], &["bench", "--device", "\u{9b}1m"], &["\u{1b}[31m"]]
     {

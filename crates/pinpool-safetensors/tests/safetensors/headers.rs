@@ -111,11 +111,8 @@ fn tensors() -> impl Strategy<Value = Vec<Made>> {
     let dtype = prop::sample::select(vec!["U8", "BOOL", "BF16", "F32", "I64"]);
     let shape = prop::collection::vec(0_usize..6, 0..4);
     prop::collection::vec((dtype, shape), 0..8).prop_map(|list| {
-        let made = list
-            .into_iter()
-            .enumerate()
-            .map(|(i, (dtype, shape))| made(&format!("t.{i:02}"), dtype, &shape, i as u64));
-        made.collect()
+        let numbered = (0..).zip(list);
+        numbered.map(|(i, (dtype, shape))| made(&format!("t.{i:02}"), dtype, &shape, i)).collect()
     })
 }
 

@@ -64,11 +64,7 @@ fn tensors_lie_side_by_side_where_their_alignment_lets_them() {
             .filter_map(|t| t.slice().map(|slice| (slice.address(), slice.address() + t.bytes())))
             .collect();
         for (place, next) in places.iter().zip(&places[1..]) {
-            assert_eq!(
-                place.1.next_multiple_of(align as u64),
-                next.0,
-                "nothing but the alignment between them"
-            );
+            assert_eq!(place.1.next_multiple_of(align as u64), next.0, "padding only");
         }
         assert!(places.iter().all(|place| place.0 % align as u64 == 0), "{align} {places:x?}");
         arrived(&copier, &got, &tensors);

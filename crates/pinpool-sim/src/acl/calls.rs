@@ -8,8 +8,8 @@ use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint};
 
 use super::*;
-use crate::common::{At, Outcome, Vendor, call, entries, thread, waiting_call};
-use crate::world::{Event, Op, Place, Registered, World, is_mapped};
+use crate::common::{At, Outcome, Vendor, call, entries, fails_if, thread, waiting_call};
+use crate::world::{Event, Op, Place, Registered, World, is_mapped, is_range};
 
 /// `aclrtHostRegister` takes pages of this size.
 const PAGE: usize = 4096;
@@ -40,12 +40,8 @@ impl World {
         if matches!(self.call, "aclInit" | "aclFinalize" | "aclGetRecentErrMsg") {
             return Ok(());
         }
-        if self.ended {
-            return self.broken("INIT-3", UNINITIALIZE);
-        }
-        if !self.ready {
-            self.let_pass("INIT-1");
-        }
+        self.forbid("INIT-3", UNINITIALIZE, self.ended)?;
+        self.let_pass_if("INIT-1", !self.ready);
         Ok(())
     }
 
@@ -80,18 +76,14 @@ entries! {
             }
         }
         w.ended = false;
-        if std::mem::replace(&mut w.ready, true) {
-            return Err(REPEAT_INITIALIZE);
-        }
+        fails_if(REPEAT_INITIALIZE, std::mem::replace(&mut w.ready, true))?;
         crate::end::end_with_process();
         Ok(())
     }
 
     /// Destroys everything, whatever other code uses it.
     fn aclFinalize() in Here, |w| {
-        if !w.ready {
-            return w.broken("INIT-4", REPEAT_FINALIZE);
-        }
+        w.forbid("INIT-4", REPEAT_FINALIZE, !w.ready)?;
         w.let_pass("INIT-2");
         (w.ready, w.ended) = (false, true);
         let contexts: Vec<usize> = w.contexts.keys().copied().collect();
@@ -101,9 +93,7 @@ entries! {
     }
 
     fn aclrtGetDeviceCount(count: *mut u32) in Here, |w| {
-        if w.devices.is_empty() {
-            return Err(NO_DEVICE);
-        }
+        fails_if(NO_DEVICE, w.devices.is_empty())?;
         w.give(count, w.device_count() as u32)
     }
 
@@ -121,9 +111,7 @@ entries! {
         let Some(default) = w.release(device)? else { return Ok(()) };
         let of: Vec<usize> = w.contexts.iter().filter(|(_, c)| c.device == device).map(|(h, _)| *h).collect();
         let left: usize = of.iter().flat_map(|context| w.owned(Some(*context))).map(|(_, count)| count).sum();
-        if of != [default] || left > 0 {
-            w.let_pass("DEV-1");
-        }
+        w.let_pass_if("DEV-1", of != [default] || left > 0);
         of.into_iter().for_each(|context| w.end_context(context));
         // What a reset is for.
         w.devices[device].dead = None;
@@ -144,20 +132,11 @@ entries! {
         w.give(context, made)
     }
 
-    fn aclrtDestroyContext(context: usize) in Of(context), |w| {
-        let default = w.devices.iter().any(|device| device.primary == Some(context));
-        if default || !w.contexts.contains_key(&context) {
-            return w.broken("CTX-6", CONTEXT_NULL);
-        }
-        w.end_context(context);
-        Ok(())
-    }
+    fn aclrtDestroyContext(context: usize) in Of(context), |w| { w.destroy_context(context) }
 
     /// Only a context can be made current: a thread that had one never has none again.
     fn aclrtSetCurrentContext(context: usize) in Of(context), |w| {
-        if !w.contexts.contains_key(&context) {
-            return w.broken("CTX-2", CONTEXT_NULL);
-        }
+        w.forbid("CTX-2", CONTEXT_NULL, !w.contexts.contains_key(&context))?;
         Vendor::Acl.stack(|stack| stack.set(context));
         Ok(())
     }
@@ -171,9 +150,7 @@ entries! {
         let device = w.current_device()?;
         // How large the pages are, in the lower bits.
         let (largest, flags) = if w.acl.old { (5, 0) } else { (7, 0x10_1100) };
-        if len == 0 || policy & !flags > largest {
-            return w.broken("ARG-2", INVALID_PARAM);
-        }
+        w.forbid("ARG-2", INVALID_PARAM, len == 0 || policy & !flags > largest)?;
         // On a multiple of 64 and, every other one, of no more.
         let offset = if w.random().is_multiple_of(2) { 64 } else { 0 };
         let at = w.allocate(device, 0, len, offset)?;
@@ -182,23 +159,17 @@ entries! {
 
     /// Needs no context, and waits for nothing.
     fn aclrtFree(start: usize) in Of(start), |w| {
-        let Some((device, len)) = w.blocks.get(&start).map(|block| (block.device, block.bytes.len())) else {
-            return w.broken("MEM-7", PARAM_INVALID);
-        };
+        let device = w.blocks.get(&start).map(|block| block.device);
+        let device = w.must("MEM-7", PARAM_INVALID, device)?;
         w.devices[device].dead.map_or(Ok(()), Err)?;
-        w.take_back("MEM-8", Place::Device(start), len);
-        w.blocks.remove(&start);
+        w.free_block("MEM-8", start);
         Ok(())
     }
 
     fn aclrtMallocHost(start: *mut usize, len: usize) in Here, |w| {
         let device = w.current_device()?;
-        if len == 0 {
-            return w.broken("ARG-2", INVALID_PARAM);
-        }
-        if w.acl.on_device && !w.fits(device, len) {
-            return Err(MEMORY_ALLOCATION);
-        }
+        w.forbid("ARG-2", INVALID_PARAM, len == 0)?;
+        fails_if(MEMORY_ALLOCATION, w.acl.on_device && !w.fits(device, len))?;
         let promised = if w.acl.on_device { 16 } else { 64 };
         let at = w.allocate_host((device, 0, false), len, [promised, 3 * promised])?;
         w.give(start, at)
@@ -206,16 +177,11 @@ entries! {
 
     /// Waits for nothing.
     fn aclrtFreeHost(start: usize) in Here, |w| {
-        let Some(len) = w.hosts.get(&start).map(|host| host.len) else {
-            return w.broken("HST-1", PARAM_INVALID);
-        };
+        let len = w.must("HST-1", PARAM_INVALID, w.hosts.get(&start).map(|host| host.len))?;
         let was_used = w.streams.values().any(|s| !s.destroyed && s.used.contains(&start));
-        if !w.take_back("HST-2", Place::Host(start), len) && was_used {
-            w.let_pass("HST-10");
-        }
-        if w.is_registered_in_part(start, len) {
-            w.let_pass("MEM-4");
-        }
+        let is_queued = w.take_back("HST-2", Place::Host(start), len);
+        w.let_pass_if("HST-10", was_used && !is_queued);
+        w.let_pass_if("MEM-4", w.is_registered_in_part(start, len));
         w.free_host(start);
         Ok(())
     }
@@ -224,25 +190,14 @@ entries! {
         let len = len as usize;
         w.current()?;
         // The other types are reserved.
-        if kind != 0 {
-            return w.broken("ARG-2", INVALID_PARAM);
-        }
+        w.forbid("ARG-2", INVALID_PARAM, kind != 0)?;
         // The product cannot, which is no mistake of the caller's: there is no other way to ask.
-        if w.acl.on_device {
-            return Err(NOT_SUPPORTED);
-        }
-        if start == 0 || len == 0 || start.checked_add(len).is_none() {
-            return w.broken("MEM-3", PARAM_INVALID);
-        }
-        if !start.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
-            return w.broken("REG-1", DRIVER_INTERNAL);
-        }
-        if w.is_registered_in_part(start, len) {
-            return w.broken("MEM-1", ALREADY_REGISTERED);
-        }
-        if !is_mapped(start, len, true) {
-            return w.broken("HST-5", PARAM_INVALID);
-        }
+        fails_if(NOT_SUPPORTED, w.acl.on_device)?;
+        w.forbid("MEM-3", PARAM_INVALID, !is_range(start, len))?;
+        let pages = start.is_multiple_of(PAGE) && len.is_multiple_of(PAGE);
+        w.forbid("REG-1", DRIVER_INTERNAL, !pages)?;
+        w.forbid("MEM-1", ALREADY_REGISTERED, w.is_registered_in_part(start, len))?;
+        w.forbid("HST-5", PARAM_INVALID, !is_mapped(start, len, true))?;
         let at = w.made_up(len, 0);
         w.registered.insert(start, Registered { len, read_only: false, mapped: at });
         w.give(mapped, at)
@@ -264,9 +219,7 @@ entries! {
     /// No resource of the device limits the number of such events.
     fn aclrtCreateEventExWithFlag(event: *mut usize, flags: c_uint) in Here, |w| {
         let context = w.current()?;
-        if flags == 0 || flags & !ALLOWED != 0 {
-            return w.broken("ARG-2", INVALID_PARAM);
-        }
+        w.forbid("ARG-2", INVALID_PARAM, flags == 0 || flags & !ALLOWED != 0)?;
         let made = w.create_event(context, flags);
         w.give(event, made)
     }
@@ -288,9 +241,7 @@ entries! {
     fn aclrtStreamWaitEvent(stream: usize, event: usize) in Of(stream), |w| {
         w.stream(stream)?;
         let Event { flags, recorded, .. } = *w.any_event(event)?;
-        if flags & SYNC == 0 {
-            return w.broken("EVT-5", NOT_SUPPORTED);
-        }
+        w.forbid("EVT-5", NOT_SUPPORTED, flags & SYNC == 0)?;
         match recorded {
             None => w.let_pass("EVT-2"),
             Some((on, upto)) => drop(w.submit(stream, Op::Wait { stream: on, upto })?),

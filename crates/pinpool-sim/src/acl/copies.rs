@@ -45,46 +45,34 @@ impl World {
         if self.is_locked(at, len) {
             return Ok(Place::Host(at));
         }
-        if self.registered.values().any(|r| (r.mapped..r.mapped + r.len).contains(&at)) {
-            return self.broken("CPY-7", PARAM_INVALID);
-        }
+        let mapped = self.registered.values().any(|r| (r.mapped..r.mapped + r.len).contains(&at));
+        self.forbid("CPY-7", PARAM_INVALID, mapped)?;
         if self.block(at, len).is_some() {
             return Ok(Place::Device(at));
         }
         // No program has memory of its own there.
-        if at >> 47 != 0 {
-            return self.broken("MEM-6", PARAM_INVALID);
-        }
-        if self.is_allocated_in_part(at, len) || self.is_registered_in_part(at, len) {
-            return self.broken("MEM-5", PARAM_INVALID);
-        }
+        self.forbid("MEM-6", PARAM_INVALID, at >> 47 != 0)?;
+        let in_part = self.is_allocated_in_part(at, len) || self.is_registered_in_part(at, len);
+        self.forbid("MEM-5", PARAM_INVALID, in_part)?;
         Ok(Place::Host(at))
     }
 
     /// Checks how many bytes there are said to be room for.
     fn check_room(&mut self, at: usize, max: usize, len: usize) -> Outcome {
-        if len > max {
-            return self.broken("CPY-8", PARAM_INVALID);
-        }
+        self.forbid("CPY-8", PARAM_INVALID, len > max)?;
         // Where it is known how many there are.
         let host = self.host(at, 1).map(|(start, host)| start + host.len);
         let registered = self.registration(at, 1).map(|(start, of)| start + of.len);
         let device = self.block(at, 1).map(|(start, block, _)| start + block.bytes.len());
-        if host.or(registered).or(device).is_some_and(|end| end - at < max) {
-            self.let_pass("CPY-9");
-        }
+        self.let_pass_if("CPY-9", host.or(registered).or(device).is_some_and(|end| end - at < max));
         Ok(())
     }
 
     /// What is wrong with a copy, whenever it is made; source and destination. `None`: nothing is to be done.
     fn check_copy(&mut self, c: &Copy) -> Outcome<Option<[Place; 2]>> {
-        if c.dst == 0 || c.src == 0 {
-            return self.broken("ARG-1", INVALID_PARAM);
-        }
+        self.forbid("ARG-1", INVALID_PARAM, c.dst == 0 || c.src == 0)?;
         // Older libraries have four kinds.
-        if c.kind > if self.acl.old { 3 } else { 7 } {
-            return self.broken("CPY-1", INVALID_PARAM);
-        }
+        self.forbid("CPY-1", INVALID_PARAM, c.kind > if self.acl.old { 3 } else { 7 })?;
         if c.len == 0 {
             return Ok(None);
         }
@@ -92,9 +80,7 @@ impl World {
         self.check_room(c.dst, c.max, c.len)?;
         let fits = sides(c.kind).is_none_or(|sides| sides == places.map(is_host));
         // Where the program runs on the device, all of it is the device's, whatever the kind says.
-        if !fits && !self.acl.on_device {
-            return self.broken("CPY-2", PARAM_INVALID);
-        }
+        self.forbid("CPY-2", PARAM_INVALID, !fits && !self.acl.on_device)?;
         Ok(Some(places))
     }
 
@@ -102,17 +88,13 @@ impl World {
         self.stream(stream)?;
         let device = self.current_device()?;
         let Some(places) = self.check_copy(c)? else { return Ok(()) };
-        if !self.acl.on_device && (c.kind == HOST_TO_HOST || places.map(is_host) == [true, true]) {
-            return self.broken("CPY-3", NOT_SUPPORTED);
-        }
+        let within_host = c.kind == HOST_TO_HOST || places.map(is_host) == [true, true];
+        self.forbid("CPY-3", NOT_SUPPORTED, within_host && !self.acl.on_device)?;
         for place in places {
             let at = place.address();
-            if !is_host(place) && self.block(at, 1).is_some_and(|(_, block, _)| block.device != device) {
-                return self.broken("CTX-5", PARAM_INVALID);
-            }
-            if at % ALIGNMENT != 0 {
-                self.let_pass("CPY-5");
-            }
+            let on = self.block(at, 1).filter(|_| !is_host(place)).map(|(_, of, _)| of.device);
+            self.forbid("CTX-5", PARAM_INVALID, on.is_some_and(|on| on != device))?;
+            self.let_pass_if("CPY-5", at % ALIGNMENT != 0);
             self.check_segment(at, c.len);
         }
         let [src, dst] = places;
@@ -134,24 +116,19 @@ impl World {
             return;
         };
         let span = |len: usize| len.next_multiple_of(32) + 32;
-        if at != start && at + span(len) > end {
-            self.let_pass("SEG-1");
-        }
+        self.let_pass_if("SEG-1", at != start && at + span(len) > end);
         let near = |other: Place, n: usize, _| match other {
             Place::Host(other) if other > at => other < at + span(len),
             Place::Host(other) if other < at => at < other + span(n),
             _ => false,
         };
-        if self.acl.whole_segments && !self.users(near).is_empty() {
-            self.let_pass("SEG-2");
-        }
+        self.let_pass_if("SEG-2", self.acl.whole_segments && !self.users(near).is_empty());
     }
 
     /// Nothing queued is to use what is used at once: there is no order between the two.
     fn check_order(&mut self, place: Place, len: usize, written: bool) {
-        if !self.users(|other, n, writes| (written || writes) && other.meets(n, place, len)).is_empty() {
-            self.let_pass("CPY-6");
-        }
+        let meets = |other: Place, n, writes| (written || writes) && other.meets(n, place, len);
+        self.let_pass_if("CPY-6", !self.users(meets).is_empty());
     }
 
     /// # Safety

@@ -76,9 +76,8 @@ impl World {
             copies.push((src, dst, *len));
         }
         let written = copies.iter().map(|(_, dst, len)| (dst.address(), *len)).collect();
-        if is_meeting(written, copies.iter().map(|(src, _, len)| (src.address(), *len))) {
-            self.let_pass("BAT-4");
-        }
+        let read = copies.iter().map(|(src, _, len)| (src.address(), *len));
+        self.let_pass_if("BAT-4", is_meeting(written, read));
         for (src, dst, len) in copies.into_iter().rev() {
             self.submit(stream, Op::Copy { src, dst, len })?;
         }
@@ -120,17 +119,12 @@ pub unsafe extern "C" fn cuMemcpyBatchAsync(
     // By convention: the call as a whole failed, none of its copies.
     let mut at = usize::MAX;
     let mut batch = |w: &mut World, is_beside: bool| {
-        if is_beside {
-            w.let_pass("BAT-6");
-        }
+        w.let_pass_if("BAT-6", is_beside);
         let lists = [targets, sources, lengths];
-        if lists.iter().any(|list| list.is_null()) || attributes.is_null() || firsts.is_null() {
-            return w.broken("ARG-1", INVALID_VALUE);
-        }
+        let no_list = lists.iter().any(|list| list.is_null());
+        w.forbid("ARG-1", INVALID_VALUE, no_list || attributes.is_null() || firsts.is_null())?;
         w.current()?;
-        if stream <= 1 {
-            return w.broken("BAT-1", INVALID_VALUE);
-        }
+        w.forbid("BAT-1", INVALID_VALUE, stream <= 1)?;
         if w.stream(stream)?.capture.is_some() {
             // It is refused, and the capture goes on (seen on driver 580.159).
             return w.broken("BAT-3", CAPTURE_UNSUPPORTED);
@@ -144,10 +138,9 @@ pub unsafe extern "C" fn cuMemcpyBatchAsync(
             )
         };
         let ordered = firsts.first() == Some(&0) && firsts.windows(2).all(|w| w[0] < w[1]);
+        let unknown = orders.iter().any(|set| !(1..=3).contains(&set.order) || set.flags > 1);
         let within = firsts.last().is_some_and(|last| *last < count);
-        if !ordered || !within || orders.iter().any(|set| !(1..=3).contains(&set.order) || set.flags > 1) {
-            return w.broken("BAT-5", INVALID_VALUE);
-        }
+        w.forbid("BAT-5", INVALID_VALUE, !ordered || !within || unknown)?;
         w.batch(lists, stream, &mut at)
     };
     let code = under_way(|is_beside| {

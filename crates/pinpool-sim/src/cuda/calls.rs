@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_uint};
 
 use super::*;
-use crate::common::{At, Vendor, entries, thread, waiting_call};
+use crate::common::{At, Vendor, entries, fails_if, thread, waiting_call};
 use crate::world::{Capture, Event, Kind, Op, Place, Stream};
 
 thread_local! {
@@ -34,10 +34,8 @@ impl World {
             _ => capture.thread == thread,
         };
         let captures = self.streams.values_mut().filter_map(|stream| stream.capture.as_mut()).filter(forbids);
-        if captures.map(|capture| capture.spoiled = true).count() > 0 {
-            return self.broken("CAP-1", CAPTURE_UNSUPPORTED);
-        }
-        Ok(())
+        let spoiled = captures.map(|capture| capture.spoiled = true).count();
+        self.forbid("CAP-1", CAPTURE_UNSUPPORTED, spoiled > 0)
     }
 
     /// The context that is current, for a call that a capture may forbid.
@@ -50,9 +48,8 @@ impl World {
     /// An event of the current context.
     fn event(&mut self, handle: usize) -> Outcome<&mut Event> {
         let current = self.current()?;
-        if self.any_event(handle)?.context != current {
-            return self.broken("CTX-5", INVALID_HANDLE);
-        }
+        let context = self.any_event(handle)?.context;
+        self.forbid("CTX-5", INVALID_HANDLE, context != current)?;
         self.any_event(handle)
     }
 
@@ -125,17 +122,12 @@ impl World {
                 Some(_) => Ok(()),
             };
         }
-        if at == 0 {
-            return self.broken("MEM-6", INVALID_VALUE);
-        }
+        self.forbid("MEM-6", INVALID_VALUE, at == 0)?;
         if !self.is_pageable(place, len) {
             let read_only = self.registration(at, len).is_some_and(|(_, of)| of.read_only);
             return if written && read_only { self.broken("HST-6", INVALID_VALUE) } else { Ok(()) };
         }
-        if self.is_registered_in_part(at, len) {
-            return self.broken("MEM-5", INVALID_VALUE);
-        }
-        Ok(())
+        self.forbid("MEM-5", INVALID_VALUE, self.is_registered_in_part(at, len))
     }
 
     fn copy_async(&mut self, src: Place, dst: Place, len: usize, stream: usize) -> Outcome {
@@ -160,19 +152,11 @@ impl World {
     // it. After the call that frees it the address is unknown (so it was seen on driver 580: the attributes are cleared
     // when `cuMemFreeAsync` has returned), and the memory is freed when the stream reaches that.
 
-    /// A stream has reached the place where memory is freed. What is ordered before that has run by now.
-    pub(crate) fn run_free(&mut self, at: usize) {
-        let Some(len) = self.blocks.get(&at).map(|b| b.bytes.len()) else { return };
-        self.take_back("POOL-4", Place::Device(at), len);
-        self.blocks.remove(&at);
-    }
-
     /// A copy runs that uses such memory.
     pub(crate) fn check_born(&mut self, place: Place, len: usize) {
         let Place::Device(at) = place else { return };
-        if self.block(at, len).is_some_and(|(_, block, _)| block.kind == Kind::Pool { born: false }) {
-            self.let_pass("POOL-1");
-        }
+        let kind = self.block(at, len).map(|(_, block, _)| block.kind);
+        self.let_pass_if("POOL-1", kind == Some(Kind::Pool { born: false }));
     }
 }
 
@@ -188,12 +172,8 @@ entries! {
     Cuda, symbol, also [cuGetErrorName cuGetErrorString cuStreamSynchronize];
 
     fn cuInit(flags: c_uint) in Here, |w| {
-        if flags != 0 {
-            return Err(INVALID_VALUE);
-        }
-        if w.devices.is_empty() {
-            return Err(NO_DEVICE);
-        }
+        fails_if(INVALID_VALUE, flags != 0)?;
+        fails_if(NO_DEVICE, w.devices.is_empty())?;
         if !std::mem::replace(&mut w.ready, true) {
             crate::end::end_with_process();
         }
@@ -224,9 +204,8 @@ entries! {
         // A function number that no device has: the system knows nothing of it.
         w.device(device)?;
         let id = format!("ffff:{:02x}:{:02x}.7\0", 0xff - (device >> 8), device & 0xff);
-        if text.is_null() || id.len() > usize::try_from(len).unwrap_or(0) {
-            return w.broken("ARG-1", INVALID_VALUE);
-        }
+        let has_room = id.len() <= usize::try_from(len).unwrap_or(0);
+        w.forbid("ARG-1", INVALID_VALUE, text.is_null() || !has_room)?;
         text.copy_from_nonoverlapping(id.as_ptr().cast(), id.len());
         Ok(())
     }
@@ -258,11 +237,7 @@ entries! {
     }
 
     fn cuCtxDestroy_v2(context: usize) in Of(context), |w| {
-        let primary = w.devices.iter().any(|d| d.primary == Some(context));
-        if primary || !w.contexts.contains_key(&context) {
-            return w.broken("CTX-6", INVALID_CONTEXT);
-        }
-        w.end_context(context);
+        w.destroy_context(context)?;
         if Vendor::Cuda.current() == context {
             Vendor::Cuda.stack(|stack| stack.pop());
         }
@@ -283,9 +258,7 @@ entries! {
     }
 
     fn cuCtxPushCurrent_v2(context: usize) in Of(context), |w| {
-        if context == 0 {
-            return w.broken("ARG-1", INVALID_CONTEXT);
-        }
+        w.forbid("ARG-1", INVALID_CONTEXT, context == 0)?;
         w.usable(context)?;
         Vendor::Cuda.stack(|stack| stack.push(context));
         Ok(())
@@ -328,11 +301,8 @@ entries! {
         if w.hosts.get(&address).is_some_and(|host| host.managed) {
             return w.free_host_of(address, true);
         }
-        let Some(len) = w.blocks.get(&address).map(|block| block.bytes.len()) else {
-            return w.broken("MEM-7", INVALID_VALUE);
-        };
-        w.take_back("MEM-8", Place::Device(address), len);
-        w.blocks.remove(&address);
+        w.forbid("MEM-7", INVALID_VALUE, !w.blocks.contains_key(&address))?;
+        w.free_block("MEM-8", address);
         Ok(())
     }
 
@@ -348,9 +318,8 @@ entries! {
     /// Plain memory may be freed in a stream's order, too.
     fn cuMemFreeAsync(address: usize, stream: usize) in Of(stream), |w| {
         w.stream(stream)?;
-        if !matches!(w.blocks.get(&address).map(|block| block.kind), Some(Kind::Plain | Kind::Pool { .. })) {
-            return w.broken("MEM-7", INVALID_VALUE);
-        }
+        let kind = w.blocks.get(&address).map(|block| block.kind);
+        w.forbid("MEM-7", INVALID_VALUE, !matches!(kind, Some(Kind::Plain | Kind::Pool { .. })))?;
         w.be(address, Kind::Dying);
         w.submit(stream, Op::Free(address)).map(drop)
     }
@@ -412,17 +381,13 @@ entries! {
     fn cuStreamIsCapturing(stream: usize, status: *mut c_uint) in Of(stream), |w| {
         let of = if stream <= PER_THREAD { w.stream(stream)? } else { w.any_stream(stream)? };
         let is = of.capture.as_ref().map_or(0, |capture| if capture.spoiled { 2 } else { 1 });
-        if w.implied(stream).is_some() {
-            return Err(CAPTURE_IMPLICIT);
-        }
+        fails_if(CAPTURE_IMPLICIT, w.implied(stream).is_some())?;
         w.give(status, is)
     }
 
     fn cuStreamWaitEvent(stream: usize, event: usize, _flags: c_uint) in Of(stream), |w| {
         let Event { captured, recorded, .. } = *w.event(event)?;
-        if captured {
-            return w.broken("CAP-3", CAPTURED_EVENT);
-        }
+        w.forbid("CAP-3", CAPTURED_EVENT, captured)?;
         if let Some(capture) = &mut w.stream(stream)?.capture {
             capture.spoiled = true;
             return w.broken("CAP-6", CAPTURE_ISOLATION);
@@ -433,12 +398,8 @@ entries! {
     }
 
     fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) in Here, |w| {
-        if mode.is_null() {
-            return w.broken("ARG-1", INVALID_VALUE);
-        }
-        if mode.read() > 2 {
-            return Err(INVALID_VALUE);
-        }
+        w.forbid("ARG-1", INVALID_VALUE, mode.is_null())?;
+        fails_if(INVALID_VALUE, mode.read() > 2)?;
         mode.write(MODE.replace(mode.read()));
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::ffi::{c_uint, c_void};
 
 use super::*;
-use crate::common::{Vendor, entries, thread};
+use crate::common::{Vendor, entries, fails_if, thread};
 use crate::world::{Capture, Op};
 
 type Destructor = unsafe extern "C" fn(*mut c_void);
@@ -101,7 +101,7 @@ impl World {
 
     /// A graph is destroyed, of either kind; or there is none.
     fn end_graph(&mut self, graph: Option<Graph>) -> Outcome {
-        let Some(graph) = graph else { return self.broken("GRA-3", INVALID_VALUE) };
+        let graph = self.must("GRA-3", INVALID_VALUE, graph)?;
         self.let_go(&graph.objects);
         Ok(())
     }
@@ -136,9 +136,7 @@ entries! {
     Cuda, symbol, also [];
 
     fn cuStreamBeginCapture_v2(stream: usize, mode: c_uint) in Of(stream), |w| {
-        if w.stream(stream)?.capture.is_some() || mode > 2 {
-            return Err(INVALID_VALUE);
-        }
+        fails_if(INVALID_VALUE, w.stream(stream)?.capture.is_some() || mode > 2)?;
         if stream <= 1 {
             w.not_implicit(stream)?;
             return Err(CAPTURE_UNSUPPORTED);
@@ -201,9 +199,8 @@ entries! {
         references: c_uint,
         flags: c_uint,
     ) in Here, |w| {
-        let Some(destroy) = destroy.filter(|_| references > 0 && flags == 1) else {
-            return w.broken("GRA-2", INVALID_VALUE);
-        };
+        let destroy = destroy.filter(|_| references > 0 && flags == 1);
+        let destroy = w.must("GRA-2", INVALID_VALUE, destroy)?;
         let made = w.fresh();
         w.give(object, made)?;
         w.cuda.graphs.objects.insert(made, Object { destroy, pointer, references: references.into() });
@@ -211,12 +208,9 @@ entries! {
     }
 
     fn cuUserObjectRelease(object: usize, count: c_uint) in Of(object), |w| {
-        let Some(references) = w.cuda.graphs.objects.get(&object).map(|o| o.references) else {
-            return w.broken("GRA-3", INVALID_VALUE);
-        };
-        if u64::from(count) > references || count == 0 {
-            return w.broken("GRA-4", INVALID_VALUE);
-        }
+        let references = w.cuda.graphs.objects.get(&object).map(|o| o.references);
+        let references = w.must("GRA-3", INVALID_VALUE, references)?;
+        w.forbid("GRA-4", INVALID_VALUE, u64::from(count) > references || count == 0)?;
         w.let_go(&vec![object; count as usize]);
         Ok(())
     }
@@ -226,9 +220,7 @@ entries! {
         let (Some(graph), true) = (graphs.graphs.get_mut(&graph), graphs.objects.contains_key(&object)) else {
             return w.broken("GRA-3", INVALID_VALUE);
         };
-        if count == 0 || flags > 1 {
-            return Err(INVALID_VALUE);
-        }
+        fails_if(INVALID_VALUE, count == 0 || flags > 1)?;
         let all = vec![object; count as usize];
         graph.objects.extend(&all);
         // Or they are the program's own from now on.
@@ -239,9 +231,8 @@ entries! {
     }
 
     fn cuGraphInstantiateWithFlags(executable: *mut usize, graph: usize, _flags: u64) in Of(graph), |w| {
-        let Some(graph) = w.cuda.graphs.graphs.get(&graph).filter(|g| !g.capturing).cloned() else {
-            return w.broken("GRA-3", INVALID_VALUE);
-        };
+        let graph = w.cuda.graphs.graphs.get(&graph).filter(|g| !g.capturing).cloned();
+        let graph = w.must("GRA-3", INVALID_VALUE, graph)?;
         let made = w.fresh();
         w.add_references(&graph.objects);
         w.cuda.graphs.executables.insert(made, graph);
@@ -249,9 +240,8 @@ entries! {
     }
 
     fn cuGraphLaunch(executable: usize, stream: usize) in Of(stream), |w| {
-        let Some(graph) = w.cuda.graphs.executables.get(&executable).cloned() else {
-            return w.broken("GRA-3", INVALID_VALUE);
-        };
+        let graph = w.cuda.graphs.executables.get(&executable).cloned();
+        let graph = w.must("GRA-3", INVALID_VALUE, graph)?;
         w.stream(stream)?;
         w.add_references(&graph.objects);
         for op in graph.nodes.into_iter().chain([Op::Launched(graph.objects)]) {
@@ -266,9 +256,8 @@ entries! {
     }
 
     fn cuGraphDestroy(graph: usize) in Of(graph), |w| {
-        if w.cuda.graphs.graphs.get(&graph).is_some_and(|graph| graph.capturing) {
-            return w.broken("GRA-4", INVALID_VALUE);
-        }
+        let capturing = w.cuda.graphs.graphs.get(&graph).is_some_and(|graph| graph.capturing);
+        w.forbid("GRA-4", INVALID_VALUE, capturing)?;
         let graph = w.cuda.graphs.graphs.remove(&graph);
         w.end_graph(graph)
     }

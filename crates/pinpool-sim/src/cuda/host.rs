@@ -5,8 +5,8 @@
 use std::ffi::c_uint;
 
 use super::*;
-use crate::common::entries;
-use crate::world::{Place, Registered, is_mapped, is_there};
+use crate::common::{entries, fails_if};
+use crate::world::{Place, Registered, is_mapped, is_range, is_there};
 
 const READ_ONLY: u32 = 8;
 
@@ -58,36 +58,22 @@ impl World {
 
     pub(super) fn register(&mut self, start: usize, len: usize, flags: u32) -> Outcome {
         self.has_flags(flags, flags & !15 == 0)?;
-        if self.lacks(HOST_REGISTER_SUPPORTED) {
-            return Err(NOT_SUPPORTED);
-        }
+        fails_if(NOT_SUPPORTED, self.lacks(HOST_REGISTER_SUPPORTED))?;
         let read_only = flags & READ_ONLY != 0;
-        if read_only && self.lacks(READ_ONLY_REGISTER) {
-            return self.broken("HST-8", NOT_SUPPORTED);
-        }
-        if len == 0 || start == 0 || start.checked_add(len).is_none() {
-            return self.broken("MEM-3", INVALID_VALUE);
-        }
-        if self.is_allocated_in_part(start, len) {
-            return self.broken("HST-3", INVALID_VALUE);
-        }
+        self.forbid("HST-8", NOT_SUPPORTED, read_only && self.lacks(READ_ONLY_REGISTER))?;
+        self.forbid("MEM-3", INVALID_VALUE, !is_range(start, len))?;
+        self.forbid("HST-3", INVALID_VALUE, self.is_allocated_in_part(start, len))?;
         // The whole look takes long, beside short runs of which there are many.
         let mapped = if self.by_hand { is_there(start, len) } else { is_mapped(start, len, !read_only) };
-        if !mapped {
-            return self.broken("HST-5", INVALID_VALUE);
-        }
-        if self.is_registered_in_part(start, len) {
-            return self.broken("MEM-1", ALREADY_REGISTERED);
-        }
+        self.forbid("HST-5", INVALID_VALUE, !mapped)?;
+        self.forbid("MEM-1", ALREADY_REGISTERED, self.is_registered_in_part(start, len))?;
         self.registered.insert(start, Registered { len, read_only, mapped: start });
         Ok(())
     }
 
     /// Device memory that ends with a context.
     pub(super) fn allocate_in(&mut self, context: usize, len: usize) -> Outcome<usize> {
-        if len == 0 {
-            return Err(INVALID_VALUE);
-        }
+        fails_if(INVALID_VALUE, len == 0)?;
         self.allocate(self.contexts[&context].device, context, len, 0)
     }
 
@@ -97,10 +83,11 @@ impl World {
 
     /// Frees what was allocated in that way.
     pub(super) fn free_host_of(&mut self, at: usize, managed: bool) -> Outcome {
-        let Some(len) = self.hosts.get(&at).filter(|host| host.managed == managed).map(|host| host.len)
-        else {
-            return self.broken("HST-1", INVALID_VALUE);
-        };
+        let len = self.must(
+            "HST-1",
+            INVALID_VALUE,
+            self.hosts.get(&at).filter(|host| host.managed == managed).map(|host| host.len),
+        )?;
         self.take_back("HST-2", Place::Host(at), len);
         self.free_host(at);
         Ok(())
@@ -126,29 +113,20 @@ entries! {
     fn cuMemAllocManaged(start: *mut usize, len: usize, flags: c_uint) in Here, |w| {
         let context = w.free_context()?;
         w.has_flags(flags, matches!(flags, 1 | 2))?;
-        if len == 0 {
-            return Err(INVALID_VALUE);
-        }
-        if w.lacks(CONCURRENT_MANAGED_ACCESS) {
-            w.let_pass("HST-9");
-        }
+        fails_if(INVALID_VALUE, len == 0)?;
+        w.let_pass_if("HST-9", w.lacks(CONCURRENT_MANAGED_ACCESS));
         let at = w.allocate_host_in(context, len, true)?;
         w.give(start, at)
     }
 
     fn cuMemHostGetDevicePointer_v2(address: *mut usize, start: usize, flags: c_uint) in Here, |w| {
         w.current()?;
-        if flags != 0 {
-            return w.broken("HST-7", INVALID_VALUE);
-        }
+        w.forbid("HST-7", INVALID_VALUE, flags != 0)?;
         // The device cannot, which is no mistake of the caller's: there is no other way to ask for one page.
-        if w.lacks(CAN_MAP_HOST_MEMORY) {
-            return Err(INVALID_VALUE);
-        }
+        fails_if(INVALID_VALUE, w.lacks(CAN_MAP_HOST_MEMORY))?;
         let is_registered = w.registration(start, 1).is_some();
-        if !is_registered && w.host(start, 1).is_none_or(|(_, host)| host.managed) {
-            return w.broken("HST-4", INVALID_VALUE);
-        }
+        let is_known = is_registered || w.host(start, 1).is_some_and(|(_, host)| !host.managed);
+        w.forbid("HST-4", INVALID_VALUE, !is_known)?;
         w.give(address, start + if is_registered { w.shift() } else { 0 })
     }
 }

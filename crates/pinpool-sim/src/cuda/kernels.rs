@@ -11,7 +11,7 @@ use std::ffi::{CStr, c_char, c_uint};
 
 use super::batches::is_meeting;
 use super::*;
-use crate::common::entries;
+use crate::common::{entries, fails_if};
 use crate::world::{Op, Place, Stream};
 
 const BLOCKS: [c_uint; 3] = [16, 1, 1];
@@ -123,16 +123,12 @@ impl World {
     fn try_kernel(&mut self, launch: &Launch) -> Outcome {
         let (mut copies, mut read) = (Vec::new(), Vec::new());
         for run in &launch.runs {
-            if run.table % ROW != 0 {
-                return Err(MISALIGNED_ADDRESS);
-            }
+            fails_if(MISALIGNED_ADDRESS, run.table % ROW != 0)?;
             read.push((run.table, run.rows as usize * ROW));
             let rows = self.rows(launch.context, run).ok_or(ILLEGAL_ADDRESS)?;
             for Row { packed, place, len } in rows.into_iter().filter(|row| row.len > 0) {
                 for at in [packed, place] {
-                    if !self.is_memory(launch.context, at, len) {
-                        return Err(ILLEGAL_ADDRESS);
-                    }
+                    fails_if(ILLEGAL_ADDRESS, !self.is_memory(launch.context, at, len))?;
                     self.check_born(Place::Device(at), len);
                 }
                 copies.push(match launch.way {
@@ -142,9 +138,8 @@ impl World {
             }
         }
         let written = copies.iter().map(|(_, dst, len)| (*dst, *len)).collect();
-        if is_meeting(written, read.into_iter().chain(copies.iter().map(|(src, _, len)| (*src, *len)))) {
-            self.let_pass("KER-6");
-        }
+        let read = read.into_iter().chain(copies.iter().map(|(src, _, len)| (*src, *len)));
+        self.let_pass_if("KER-6", is_meeting(written, read));
         for (src, dst, len) in copies.into_iter().rev() {
             let bytes = self.bytes(Place::Device(src), len);
             self.write(Place::Device(dst), &bytes);
@@ -173,15 +168,11 @@ entries! {
 
     fn cuModuleLoadData(module: *mut usize, image: *const c_char) in Here, |w| {
         let context = w.free_context()?;
-        if image.is_null() {
-            return w.broken("ARG-1", INVALID_VALUE);
-        }
+        w.forbid("ARG-1", INVALID_VALUE, image.is_null())?;
         // PTX is a string that ends with a zero byte.
         let text = CStr::from_ptr(image).to_string_lossy();
         let has = |name: &str| text.contains(&format!(".visible .entry {name}("));
-        if !has("pinpool_spread") || !has("pinpool_collect") {
-            return w.broken("KER-1", INVALID_PTX);
-        }
+        w.forbid("KER-1", INVALID_PTX, !has("pinpool_spread") || !has("pinpool_collect"))?;
         let made = w.fresh();
         w.cuda.modules.modules.insert(made, context);
         w.give(module, made)
@@ -208,9 +199,7 @@ entries! {
     fn cuModuleGetFunction(function: *mut usize, module: usize, text: *const c_char) in Of(module), |w| {
         w.unsafe_call()?;
         w.module(module)?;
-        if text.is_null() {
-            return w.broken("ARG-1", INVALID_VALUE);
-        }
+        w.forbid("ARG-1", INVALID_VALUE, text.is_null())?;
         let way = match CStr::from_ptr(text).to_bytes() {
             b"pinpool_spread" => Way::Spread,
             b"pinpool_collect" => Way::Collect,
@@ -243,21 +232,14 @@ entries! {
         let Function { module, way } = w.function(function)?;
         let captured = w.stream(stream)?.capture.is_some();
         let (blocks, threads) = ([blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z]);
-        if (blocks, threads, shared) != (BLOCKS, THREADS, 0) || extra != 0 {
-            return w.broken("KER-4", INVALID_VALUE);
-        }
-        if parameters.is_null() {
-            return w.broken("ARG-1", INVALID_VALUE);
-        }
+        let fits = (blocks, threads, shared, extra) == (BLOCKS, THREADS, 0, 0);
+        w.forbid("KER-4", INVALID_VALUE, !fits)?;
+        w.forbid("ARG-1", INVALID_VALUE, parameters.is_null())?;
         // Both kernels have one parameter, of this type.
         let runs = parameters.read().read();
         let count = runs.count as usize;
-        if !(1..=RUNS).contains(&count) {
-            w.let_pass("KER-5");
-        }
-        if captured {
-            w.let_pass("KER-7");
-        }
+        w.let_pass_if("KER-5", !(1..=RUNS).contains(&count));
+        w.let_pass_if("KER-7", captured);
         let launch = Launch { context: w.current()?, module, way, runs: runs.run[..count.min(RUNS)].to_vec() };
         w.submit(stream, Op::Kernel(launch)).map(drop)
     }

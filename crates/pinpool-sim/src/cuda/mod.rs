@@ -27,7 +27,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::time::Duration;
 
-use crate::common::Outcome;
+use crate::common::{Outcome, fails_if};
 use crate::world::World;
 pub(crate) use graphs::run_due;
 pub(crate) use kernels::Launch;
@@ -108,16 +108,10 @@ codes! {
 impl World {
     /// What is refused whatever the call is.
     pub(crate) fn may_call_cuda(&mut self) -> Outcome {
-        if self.ended {
-            return Err(DEINITIALIZED);
-        }
-        if !self.ready && !matches!(self.call, "cuInit" | "cuDriverGetVersion") {
-            return self.broken("INIT-1", NOT_INITIALIZED);
-        }
-        if graphs::is_destructor() {
-            return self.broken("GRA-1", NOT_PERMITTED);
-        }
-        Ok(())
+        fails_if(DEINITIALIZED, self.ended)?;
+        let needs_init = !matches!(self.call, "cuInit" | "cuDriverGetVersion");
+        self.forbid("INIT-1", NOT_INITIALIZED, needs_init && !self.ready)?;
+        self.forbid("GRA-1", NOT_PERMITTED, graphs::is_destructor())
     }
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::ffi::{c_int, c_uint, c_void};
 
 use super::*;
-use crate::common::{Vendor, entries};
+use crate::common::{Vendor, entries, fails_if};
 use crate::world::Kind;
 
 /// The handle of the pool of memory in stream order, as attributes show it.
@@ -66,10 +66,7 @@ impl World {
     /// Whether it is memory of the device-side heap, which copies do not accept.
     pub(super) fn check_heap(&mut self, at: usize) -> Outcome {
         let heap = self.cuda.pointers.heap.range(..=at).next_back();
-        if heap.is_some_and(|(start, len)| at - start < *len) {
-            return self.broken("PTR-1", INVALID_VALUE);
-        }
-        Ok(())
+        self.forbid("PTR-1", INVALID_VALUE, heap.is_some_and(|(start, len)| at - start < *len))
     }
 
     /// What a kernel's `malloc` returns, with the module that has it loaded in the device's primary context. 0: there
@@ -103,9 +100,7 @@ entries! {
         address: usize,
     ) in Here, |w| {
         w.current()?;
-        if names.is_null() || places.is_null() || count == 0 {
-            return w.broken("PTR-2", INVALID_VALUE);
-        }
+        w.forbid("PTR-2", INVALID_VALUE, names.is_null() || places.is_null() || count == 0)?;
         let known = w.known(address);
         for i in 0..count as usize {
             // That many names and places, each place of its name's type.
@@ -126,21 +121,15 @@ entries! {
 
     fn cuCtxGetLimit(bytes: *mut usize, limit: c_int) in Here, |w| {
         let context = w.current()?;
-        if limit != MALLOC_HEAP_SIZE {
-            return Err(UNSUPPORTED_LIMIT);
-        }
+        fails_if(UNSUPPORTED_LIMIT, limit != MALLOC_HEAP_SIZE)?;
         let set = w.cuda.pointers.limits.get(&context).copied().unwrap_or(HEAP);
         w.give(bytes, set)
     }
 
     fn cuCtxSetLimit(limit: c_int, bytes: usize) in Here, |w| {
         let context = w.free_context()?;
-        if limit != MALLOC_HEAP_SIZE {
-            return Err(UNSUPPORTED_LIMIT);
-        }
-        if w.cuda.pointers.loaded.contains(&context) {
-            return w.broken("HEAP-1", INVALID_VALUE);
-        }
+        fails_if(UNSUPPORTED_LIMIT, limit != MALLOC_HEAP_SIZE)?;
+        w.forbid("HEAP-1", INVALID_VALUE, w.cuda.pointers.loaded.contains(&context))?;
         w.cuda.pointers.limits.insert(context, bytes);
         Ok(())
     }
