@@ -26,7 +26,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from ._native import Checkpoint, Copier, Load, Pool, Window
@@ -220,8 +219,8 @@ class PrefetchLoader:
     Tensors are loaded in windows, each of one block of torch's memory, which is freed when all
     tensors in it are gone. Behind the one that the program takes from, `ahead` more are loaded, one
     less while the program may still have the last tensor of the window before: beside what the
-    program keeps there are at most `ahead + 1`. A tensor that is asked for far out
-    of the order, or when its window was given up for later ones, is loaded by itself.
+    program keeps there are at most `ahead + 1`. A tensor that is asked for far out of the order, or
+    when its window was given up for later ones, is loaded by itself.
 
     A block is one of the stream that was current where it was started: a tensor that is used on
     another stream needs `record_stream`, as every tensor of torch does.
@@ -359,12 +358,7 @@ class PrefetchLoader:
     def __enter__(self) -> PrefetchLoader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
 
@@ -494,12 +488,7 @@ class safe_open:
     def __enter__(self) -> safe_open:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         pass
 
 

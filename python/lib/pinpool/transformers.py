@@ -21,7 +21,6 @@ import re
 import threading
 import warnings
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any
 
 from . import safetensors
@@ -128,13 +127,8 @@ class _Opened:
         self._stock.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stock.__exit__(kind, error, traceback)
+    def __exit__(self, *raised: object) -> None:
+        self._stock.__exit__(*raised)
 
 
 class _Slice:

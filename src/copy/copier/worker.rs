@@ -196,9 +196,8 @@ impl Worker {
     }
 
     /// Whether a job's chunk has to wait until others have ended. A call that blocks holds up the
-    /// worker's other chunks, so these are of the same job, or read the same file
-    /// with the same priority. An owned
-    /// upload's chunk was filled.
+    /// worker's other chunks, so these are of the same job, or read the same file with the same
+    /// priority. An owned upload's chunk was filled.
     fn has_to_wait(&self, job: &Arc<Job>) -> bool {
         let blocks = |job: &Job| job.kind == Kind::Blocking;
         let holds_up = |other: &Job| blocks(job) || blocks(other) && other.of.direction == Direction::Down;
